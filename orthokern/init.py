@@ -153,9 +153,9 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
     (Helfrich, Willmott and Ye 2018, with pi/2).
 
     s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
-    rotates by an angle in (0, pi/2), so W has eigenvalues exp(+-iu) and none near -1. With the same s in the
-    exponential, as in expRNN, the angle is tan(u/2) in (0, 1). An odd N ends in a 1. max_angle is in (0, pi];
-    Note [The largest angle].
+    rotates by an angle in (0, max_angle), so W has eigenvalues exp(+-iu), and with pi/2 none near -1. With the same s
+    in the exponential, as in expRNN, the angle is tan(u/2). An odd N ends in a 1. max_angle is in (0, pi]; Note [The
+    largest angle].
 
     Example::
 
@@ -582,8 +582,8 @@ def factorized_(
     v.copy_(v64)
 
 
-SKEW_INITS = ("henaff", "cayley", "torus", "identity")
 SKEW_ANGLES = {"henaff": math.pi, "cayley": 1.0, "torus": math.pi}  # the largest ones, as published
+SKEW_INITS = (*SKEW_ANGLES, "identity")
 
 
 @torch.no_grad()

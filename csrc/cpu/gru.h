@@ -11,7 +11,7 @@ namespace {
 template <class T>
 struct GruPlan {
   const GruArgs* args;
-  int B, N, threads, packers;
+  int B, N, threads;
   bool backward;
   bool stream;             // write gates with streaming stores
   Packed<T> gate[3];       // forward [N, N]: W_r^T, W_z^T, W_n^T
@@ -29,7 +29,7 @@ struct GruPlan {
 template <class T>
 void gru_pack_task(void* context, int task) {
   GruPlan<T>& plan = *static_cast<GruPlan<T>*>(context);
-  const int N = plan.N, parts = plan.packers;
+  const int N = plan.N, parts = plan.args->threads;
   const T* w = static_cast<const T*>(plan.args->w);
   auto fill = [&](Packed<T>* to, int row0, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride) {
     const int panels = to->panel_count();
@@ -49,7 +49,6 @@ bool prepare_gru(GruPlan<T>* plan, const GruArgs& args, bool backward) {
   plan->args = &args, plan->backward = backward, plan->stream = false;
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N);
   plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
-  plan->packers = static_cast<int>(args.threads);
   if (!share_rows(plan)) return false;
   const int N = plan->N;
   if (backward) return plan->back.allocate((args.kanai ? 2 : 3) * N, N) && (!args.kanai || plan->back_n.allocate(N, N));

@@ -1,4 +1,4 @@
-// The forward of gru_scan.cpp: by threads with rows of their own, or (gru_team.h) by threads that share the columns.
+// Steps of the forward of gru_scan.cpp; and the forward of few sequences, whose threads share the columns (team.h).
 #pragma once
 
 #include "cpu/gru.h"
@@ -7,29 +7,41 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// Blocked matrices [N/L][R][L] of one step, and the rows of it in the arguments of the call.
+// Blocked matrices [N/L][R][L] of R rows: h by the parity of the step; results of products; m = r * h (torch: r); z.
+template <class T>
+struct GruStates {
+  Scratch<T> state[2], acc, m, z;
+
+  bool start(const GruPlan<T>& plan, int row0, int R) {
+    const size_t size = static_cast<size_t>(round_up(plan.N, 2 * kLanes<T>)) * R;  // a product writes whole panels
+    if (!state[0].allocate(size) || !state[1].allocate(size) || !acc.allocate(size) || !m.allocate(size) ||
+        !z.allocate(size))
+      return false;
+    block_rows(plan, static_cast<const T*>(plan.args->h0) + static_cast<ptrdiff_t>(row0) * plan.N, R, state[0].get());
+    return true;
+  }
+};
+
+// One step of some rows: its matrices, and its place in the results.
 template <class T, bool KANAI>
 struct GruStep {
   const GruPlan<T>& plan;
   const GruRows<T>& rows;
   const int64_t t;
-  const T* const h;                       // h_{t-1}
-  T *const next, *const acc;              // h_t; results of products
-  T *const m, *const z;                   // kanai: r * h, torch: r; z
+  T *const h, *const next, *const acc, *const m, *const z;
   const bool stream;                      // of the gates
   const T* const x;                       // [.., 3 N]
   T *const gates, *const hs, *const pre;  // [.., 3 N], [.., N]; torch: [.., N]
 
-  GruStep(const GruPlan<T>& plan_, const GruRows<T>& rows_, int64_t t_, const T* h_, T* next_, T* acc_, T* m_, T* z_,
-          bool stream_)
+  GruStep(const GruPlan<T>& plan_, const GruRows<T>& rows_, const GruStates<T>& states, int64_t t_, bool stream_)
       : plan(plan_),
         rows(rows_),
         t(t_),
-        h(h_),
-        next(next_),
-        acc(acc_),
-        m(m_),
-        z(z_),
+        h(states.state[t % 2]),
+        next(states.state[1 - t % 2]),
+        acc(states.acc),
+        m(states.m),
+        z(states.z),
         stream(stream_),
         x(static_cast<const T*>(plan.args->x) + row() * 3 * plan.N),
         gates(static_cast<T*>(plan.args->gates) + row() * 3 * plan.N),
@@ -37,6 +49,23 @@ struct GruStep {
         pre(KANAI ? nullptr : static_cast<T*>(plan.args->pre) + row() * plan.N) {}
   ptrdiff_t row() const { return t * plan.B + rows.row0; }
 
+  // Panels [from, to) of r and z, and of n and h_t (kanai: which need all of m); and the transfers of each gate.
+  ORTHOKERN_INLINE void compute_gates(int from, int to, Transfers<T>* transfers) const {
+    product(0, h, from, to, transfers, [&](int first, int last) { reset_gate(first, last); });
+    product(1, h, from, to, transfers, [&](int first, int last) { update_gate(first, last); });
+  }
+  ORTHOKERN_INLINE void compute_state(int from, int to, Transfers<T>* transfers) const {
+    product(2, KANAI ? m : h, from, to, transfers, [&](int first, int last) { state(first, last); });
+  }
+
+ private:
+  template <class After>
+  ORTHOKERN_INLINE void product(int g, const T* a, int from, int to, Transfers<T>* transfers,
+                                const After& after) const {
+    const ptrdiff_t block = static_cast<ptrdiff_t>(rows.R) * kLanes<T>;
+    const Segment<T> segment = {a, block, plan.N};
+    multiply<T>(&segment, 1, plan.gate[g], rows.at(t), acc, block, &transfers[g], after, from, to);
+  }
   // The epilogues of the three products, for blocks [first, last).
   ORTHOKERN_INLINE void reset_gate(int first, int last) const {
     constexpr int L = kLanes<T>;
@@ -74,12 +103,11 @@ struct GruStep {
   }
 };
 
-// Threads that share the columns of every product.
 template <class T>
 struct GruTeam {
   Team team;
   const GruPlan<T>* plan;
-  Scratch<T> state[2], acc, m, z;  // [N/L][B][L] each; the state by the parity of the step
+  GruStates<T> states;
 };
 
 inline bool team_serves(const GruArgs& args) {
@@ -87,56 +115,38 @@ inline bool team_serves(const GruArgs& args) {
          share_columns(args.B, args.threads, args.N * args.N * (args.dtype == kFloat64 ? 8 : 4));
 }
 
-// Part `part` of a phase. kanai: r and z are one phase and n another, which needs all of r * h. torch: all are one.
+// kanai: r and z are one phase and n another, which needs all of r * h. torch: all are one.
 template <class T, bool KANAI>
-void team_part(GruTeam<T>& call, const GruRows<T>& rows, int64_t phase, int part) {
+void gru_team_run(GruTeam<T>& call, int task) {
   constexpr int phases = KANAI ? 2 : 1;
   const GruPlan<T>& plan = *call.plan;
-  const int panels = plan.gate[0].panel_count(), parts = call.team.threads;
-  const int from = panels * part / parts, to = panels * (part + 1) / parts;
-  if (from == to) return;
-  const int64_t t = phase / phases;
-  const ptrdiff_t block = static_cast<ptrdiff_t>(rows.R) * kLanes<T>;
-  const GruStep<T, KANAI> step(plan, rows, t, call.state[t % 2], call.state[1 - t % 2], call.acc, call.m, call.z,
-                               false);
-  const Segment<T> from_h = {call.state[t % 2], block, plan.N}, from_m = {call.m, block, plan.N};
-  auto product = [&](int g, const Segment<T>& a, auto after) {
-    Transfers<T> none;
-    multiply<T>(&a, 1, plan.gate[g], rows.R, call.acc, block, &none, after, from, to);
-  };
-  if (phase % phases == 0) {
-    product(0, from_h, [&](int first, int last) { step.reset_gate(first, last); });
-    product(1, from_h, [&](int first, int last) { step.update_gate(first, last); });
-  }
-  if (phase % phases == phases - 1)
-    product(2, KANAI ? from_m : from_h, [&](int first, int last) { step.state(first, last); });
+  const GruRows<T> rows(plan, 0, plan.B);
+  call.team.run(task, phases * plan.args->T, [&](int64_t phase, int part) {
+    const GruStep<T, KANAI> step(plan, rows, call.states, phase / phases, false);
+    call.team.each_panel(plan.gate[0].panel_count(), part, [&](int from, int to) {
+      Transfers<T> none[3];
+      if (phase % phases == 0) step.compute_gates(from, to, none);
+      if (phase % phases == phases - 1) step.compute_state(from, to, none);
+    });
+  });
 }
 
 template <class T>
 void gru_team_task(void* context, int task) {
   GruTeam<T>& call = *static_cast<GruTeam<T>*>(context);
-  const GruPlan<T>& plan = *call.plan;
   const FlushDenormals flush;
-  const GruRows<T> rows(plan, 0, plan.B);
-  if (plan.args->kanai)
-    call.team.run(task, 2 * plan.args->T,
-                  [&](int64_t phase, int part) { team_part<T, true>(call, rows, phase, part); });
-  else
-    call.team.run(task, plan.args->T, [&](int64_t phase, int part) { team_part<T, false>(call, rows, phase, part); });
+  if (call.plan->args->kanai) gru_team_run<T, true>(call, task);
+  else gru_team_run<T, false>(call, task);
 }
 
 template <class T>
 bool team_forward(const GruPlan<T>& plan) {
   GruTeam<T> call = {};
   call.plan = &plan;
-  call.team.threads = plan.args->threads < kTeamMost ? plan.args->threads : kTeamMost;
-  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * kLanes<T>)) * plan.B;
-  if (!call.state[0].allocate(size) || !call.state[1].allocate(size) || !call.acc.allocate(size) ||
-      !call.m.allocate(size) || !call.z.allocate(size))
-    return false;
-  block_rows(plan, static_cast<const T*>(plan.args->h0), plan.B, call.state[0].get());
+  call.team.start(plan.args->threads);
+  if (!call.states.start(plan, 0, plan.B)) return false;
   parallel_run(call.team.threads, gru_team_task<T>, &call);
-  return !call.team.failed;
+  return true;
 }
 
 }  // namespace

@@ -64,29 +64,25 @@ template <class T, bool KANAI>
 bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
   constexpr int L = kLanes<T>;
   const GruArgs& args = *plan.args;
-  const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
-  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;  // a product writes whole panels
-  Scratch<T> state, next, acc, m, z;                                     // [N/L][R][L] each
-  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !m.allocate(size) || !z.allocate(size))
-    return false;
+  const ptrdiff_t N = plan.N;
+  GruStates<T> states;
+  if (!states.start(plan, row0, R)) return false;
   GruRows<T> rows(plan, row0, R);
   GruCuts<T> cuts(plan, row0, R);
   if (!rows.allocate() || !cuts.allocate()) return false;
   rows.clear_padding(args.hs, N);
   rows.clear_padding(args.gates, 3 * N);
   rows.clear_padding(args.pre, N);
-  block_rows(plan, static_cast<const T*>(args.h0) + row0 * N, R, state.get());
   const bool stream = plan.stream;
 
   for (int64_t t = 0; t < rows.longest; t++) {
     const int R_t = rows.at(t);
-    const GruStep<T, KANAI> step(plan, rows, t, state, next, acc, m, z, stream);
+    const GruStep<T, KANAI> step(plan, rows, states, t, stream);
     const T* x_next = step.x + static_cast<ptrdiff_t>(plan.B) * 3 * N;
-    const Segment<T> from_h = {state, block, plan.N}, from_m = {m, block, plan.N};
 
     if (const uint8_t* cut = cuts.at(t))
       rows.each(t, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        if (cut[r]) store(state + at, read(cuts.start(r) + b * L, count));
+        if (cut[r]) store(step.h + at, read(cuts.start(r) + b * L, count));
       });
 
     // Prefetches what the next step reads first, a third with each product.
@@ -97,13 +93,9 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
       for (int g = 0; g < 3; g++) transfers[g].prefetch(step.gates + g * N, 3 * N, L, R_t, plan.blocks());
     transfers[2].prefetch(step.hs, N, L, R_t, plan.blocks());
 
-    multiply<T>(&from_h, 1, plan.gate[0], R_t, acc, block, &transfers[0],
-                [&](int first, int last) { step.reset_gate(first, last); });
-    multiply<T>(&from_h, 1, plan.gate[1], R_t, acc, block, &transfers[1],
-                [&](int first, int last) { step.update_gate(first, last); });
-    multiply<T>(KANAI ? &from_m : &from_h, 1, plan.gate[2], R_t, acc, block, &transfers[2],
-                [&](int first, int last) { step.state(first, last); });
-    state.swap(next);
+    const int panels = plan.gate[0].panel_count();
+    step.compute_gates(0, panels, transfers);
+    step.compute_state(0, panels, transfers);
   }
   if (stream) stream_fence();
   return true;
@@ -298,7 +290,7 @@ bool run_gru(const GruArgs& args, bool backward) {
       for (int g = 0; g < 3; g++)
         memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
   }
-  parallel_run(plan.packers, gru_pack_task<T>, &plan);
+  parallel_run(plan.args->threads, gru_pack_task<T>, &plan);
   if (!backward && team_serves(args)) return team_forward(plan);
   parallel_run(plan.threads, gru_task<T>, &call);
   if (backward && !call.failed) {

@@ -138,7 +138,7 @@ bool run_gru_second(const GruSecondArgs& args) {
   GruPlan<T>& plan = call.plan;
   call.args = &args, call.failed = false;
   if (!prepare_gru(&plan, args.base, false)) return false;
-  parallel_run(plan.packers, gru_pack_task<T>, &plan);
+  parallel_run(plan.args->threads, gru_pack_task<T>, &plan);
   parallel_run(plan.threads, gru_second_task<T>, &call);
   return !call.failed;
 }

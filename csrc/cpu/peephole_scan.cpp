@@ -3,7 +3,8 @@
 //
 // As in gru_scan.cpp a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows
 // whose states stay blocked in the caches, and the gradient of the weights is a product over all steps that the caller
-// computes afterwards. Threads never synchronize, except in the forward of few sequences (team.h). The epilogue of a gate runs per panel of 2 L columns:
+// computes afterwards. Threads never synchronize, except in the forward of few sequences (team.h). The epilogue of
+// a gate runs per panel of 2 L columns:
 //
 //   forward    i <- epilogue of h W_i^T    f, f*c' <- of h W_f^T    g, c <- of h W_g^T    o, h <- of h W_o^T
 //   backward   dh, dc and d_i, d_f, d_g, d_o of step t - 1  <- epilogue of [d_i d_f d_g d_o] W of step t
@@ -23,7 +24,7 @@ constexpr int kGates = 4, kPeepholes = 3;
 template <class T>
 struct PeepholeCall {
   const PeepholeArgs* args;
-  int B, N, threads, packers;
+  int B, N, threads;
   bool backward, failed;
   bool stream;           // write gates, or their gradients, with streaming stores
   Packed<T> gate[4];     // forward [N, N]: the transposes of W_i, W_f, W_g, W_o
@@ -58,7 +59,7 @@ ORTHOKERN_INLINE void each_row(const PeepholeCall<T>& call, int R, int first, in
 template <class T>
 void peephole_pack_task(void* context, int task) {
   PeepholeCall<T>& call = *static_cast<PeepholeCall<T>*>(context);
-  const int N = call.N, parts = call.packers;
+  const int N = call.N, parts = call.args->threads;
   for (int g = 0; g < kGates; g++) {
     const T* w = static_cast<const T*>(call.args->w) + static_cast<ptrdiff_t>(g) * N * N;
     Packed<T>* to = call.backward ? &call.back : &call.gate[g];
@@ -85,7 +86,7 @@ struct PeepholeStates {
   }
 };
 
-// Panels [from, to) of step t, which need h_{t-1} whole and c_{t-1} of the same columns; and the transfers of each gate.
+// Panels [from, to) of step t, which need all of h_{t-1} and these columns of c_{t-1}; and the transfers of each gate.
 template <class T>
 void peephole_step(const PeepholeCall<T>& call, PeepholeStates<T>& states, int64_t t, int row0, int R, int from, int to,
                    bool stream, Transfers<T>* transfers) {
@@ -179,11 +180,11 @@ void peephole_team_task(void* context, int task) {
   PeepholeTeam<T>& shared = *static_cast<PeepholeTeam<T>*>(context);
   const PeepholeCall<T>& call = *shared.call;
   const FlushDenormals flush;
-  const int panels = call.gate[0].panel_count(), parts = shared.team.threads;
   shared.team.run(task, call.args->T, [&](int64_t t, int part) {
-    Transfers<T> none[kGates];
-    const int from = panels * part / parts, to = panels * (part + 1) / parts;
-    if (from < to) peephole_step(call, shared.states, t, 0, call.B, from, to, false, none);
+    shared.team.each_panel(call.gate[0].panel_count(), part, [&](int from, int to) {
+      Transfers<T> none[kGates];
+      peephole_step(call, shared.states, t, 0, call.B, from, to, false, none);
+    });
   });
 }
 
@@ -191,10 +192,10 @@ template <class T>
 bool team_forward(const PeepholeCall<T>& call) {
   PeepholeTeam<T> shared = {};
   shared.call = &call;
-  shared.team.threads = call.args->threads < kTeamMost ? call.args->threads : kTeamMost;
+  shared.team.start(call.args->threads);
   if (!shared.states.start(call, 0, call.B)) return false;
   parallel_run(shared.team.threads, peephole_team_task<T>, &shared);
-  return !shared.team.failed;
+  return true;
 }
 
 // What a step of the backward reads and writes besides the blocked adjoints: rows of matrices [T, B, ..]; null: zeros.
@@ -305,7 +306,7 @@ bool run_peephole(const PeepholeArgs& args, bool backward) {
   PeepholeCall<T> call;
   call.args = &args, call.backward = backward, call.failed = false;
   const int N = call.N = static_cast<int>(args.N), B = call.B = static_cast<int>(args.B);
-  call.threads = args.threads < B ? args.threads : B, call.packers = args.threads;
+  call.threads = args.threads < B ? args.threads : B;
   const int64_t bytes = args.T * args.B * args.N * kGates * static_cast<int64_t>(sizeof(T));
   call.stream = N % kLanes<T> == 0 && bytes > kGatedStreamBytes &&
                 reinterpret_cast<uintptr_t>(backward ? args.grad_x : args.gates) % kVectorBytes == 0;
@@ -320,7 +321,7 @@ bool run_peephole(const PeepholeArgs& args, bool backward) {
     for (int g = 0; g < kGates; g++)
       if (!call.gate[g].allocate(N, N)) return false;
   }
-  parallel_run(call.packers, peephole_pack_task<T>, &call);
+  parallel_run(args.threads, peephole_pack_task<T>, &call);
   if (!backward && share_columns(B, args.threads, args.N * args.N * static_cast<int64_t>(sizeof(T))))
     return team_forward(call);
   parallel_run(call.threads, peephole_task<T>, &call);

@@ -20,22 +20,24 @@ inline bool team_serves(const ScanArgs& args) {
   return plain && share_columns(args.B, args.threads, bytes);
 }
 
-// Part `part` of a phase, by a thread with rows of its own: they hold the input of the step.
+// Whether a phase is the first product of a factored map.
+template <class T>
+bool first_product(const ScanPlan<T>& plan, int64_t phase) {
+  return plan.factored && phase % 2 == 0;
+}
+
+// Panels [from, to) of a phase, by a thread with rows of its own: they hold the input of the step.
 template <class T, class A>
-void team_part(ScanTeam<T>& call, ScanRows<T>& rows, int64_t phase, int part) {
+void team_panels(ScanTeam<T>& call, ScanRows<T>& rows, int64_t phase, int from, int to) {
   const ScanPlan<T>& plan = *call.plan;
   const ScanArgs& args = *plan.args;
   const int per_step = plan.factored ? 2 : 1;
   const int64_t t = phase / per_step, N = plan.N;
   T *state = call.state[t % 2], *out = call.state[1 - t % 2];
-  const Packed<T>& weights = phase % per_step == 0 && plan.factored ? plan.first : plan.second;
-  const int panels = weights.panel_count(), parts = call.team.threads;
-  const int from = panels * part / parts, to = panels * (part + 1) / parts;
-  if (from == to) return;
   Transfers<T> none;
-  if (&weights == &plan.first) {
+  if (first_product(plan, phase)) {
     const Segment<T> all = rows.factor(state, rows.block, rows.R, plan.N, rows.paired);
-    multiply<T>(&all, 1, weights, rows.R, call.z, rows.block, &none, [](int, int) {}, from, to);
+    multiply<T>(&all, 1, plan.first, rows.R, call.z, rows.block, &none, [](int, int) {}, from, to);
     return;
   }
   const bool has_e = rows.read_input(t, &none);
@@ -45,7 +47,7 @@ void team_part(ScanTeam<T>& call, ScanRows<T>& rows, int64_t phase, int part) {
       rows.factor(plan.factored ? call.z : state, rows.block, rows.R, plan.factored ? plan.K : plan.N, rows.paired),
       rows.factor(rows.x, rows.block, rows.R, plan.X, rows.paired_x)};
   multiply<T>(
-      segments, plan.X ? 2 : 1, weights, rows.R, out, rows.block, &none,
+      segments, plan.X ? 2 : 1, plan.second, rows.R, out, rows.block, &none,
       [&](int first, int last) {
         rows.template activate_blocks<A>(first, last, rows.R, has_e, out, static_cast<T*>(args.hs) + at, pre, false);
       },
@@ -60,8 +62,11 @@ void team_task(void* context, int task) {
   ScanRows<T> rows(*call.plan, 0, call.plan->B);
   if (!rows.allocate()) return call.team.fail();
   visit_activation(call.plan->args->activation, [&](auto a) {
-    call.team.run(task, call.plan->args->T * (call.plan->factored ? 2 : 1),
-                  [&](int64_t phase, int part) { team_part<T, decltype(a)>(call, rows, phase, part); });
+    call.team.run(task, call.plan->args->T * (call.plan->factored ? 2 : 1), [&](int64_t phase, int part) {
+      const Packed<T>& weights = first_product(*call.plan, phase) ? call.plan->first : call.plan->second;
+      call.team.each_panel(weights.panel_count(), part,
+                           [&](int from, int to) { team_panels<T, decltype(a)>(call, rows, phase, from, to); });
+    });
   });
 }
 
@@ -70,7 +75,7 @@ bool team_forward(ScanPlan<T>* plan, const ScanArgs& args) {
   plan->stream = false;
   ScanTeam<T> call = {};
   call.plan = plan;
-  call.team.threads = args.threads < kTeamMost ? args.threads : kTeamMost;
+  call.team.start(args.threads);
   const size_t n = static_cast<size_t>(round_up(plan->N, 2 * kLanes<T>)) * plan->B;
   if (!call.state[0].allocate(n) || !call.state[1].allocate(n) ||
       !call.z.allocate(static_cast<size_t>(round_up(plan->K, 2 * kLanes<T>)) * plan->B))

@@ -44,6 +44,13 @@ struct Team {
   Counter done;              // parts computed, of all phases
   int alone;                 // the thread that computes the rest alone, counted from 1; 0 while there is none
 
+  void start(int available) { threads = available < kTeamMost ? available : kTeamMost; }
+  // compute(from, to): the panels of a part, if it has any, of `panels`.
+  template <class F>
+  void each_panel(int panels, int part, const F& compute) const {
+    const int from = panels * part / threads, to = panels * (part + 1) / threads;
+    if (from < to) compute(from, to);
+  }
   void fail() { __atomic_store_n(&failed, true, __ATOMIC_RELAXED); }
   bool take(int part, int64_t phase) {
     int64_t expected = phase;

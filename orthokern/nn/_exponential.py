@@ -271,9 +271,7 @@ class _Exponential(Recurrent):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _repr_exponential(self) -> str:
-        text = f"{self._repr_common()}, init={self.init!r}"
-        if self.max_angle is not None:
-            text += f", max_angle={self.max_angle}"
+        text = self._repr_common() + self._repr_init(False, self.init, self.max_angle)
         if self.rebase_every is not None:
             text += f", rebase_every={self.rebase_every}, project_every={self.project_every}"
         return text

@@ -659,6 +659,11 @@ class Recurrent(nn.Module):
 
     _half_ok = True
 
+    def _repr_init(self, usual: bool, init: str | None, max_angle: float | None) -> str:
+        """The text of both arguments in extra_repr; usual: init is the default."""
+        text = "" if usual else f", init={init!r}"
+        return text if max_angle is None else f"{text}, max_angle={max_angle}"
+
     def _repr_common(self) -> str:
         text = settings_text(
             self, num_layers=1, nonlinearity="tanh", bias=True, batch_first=False, dropout=0.0, bidirectional=False,

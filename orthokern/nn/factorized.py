@@ -123,9 +123,7 @@ class FactorizedRNN(Recurrent):
                 f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
                 f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
             )
-        if max_angle is not None:
-            init_.check_rotations(init, max_angle)
-        self.init, self.max_angle = init, max_angle
+        self.init, self.max_angle = init, max_angle  # factorized_ checks the latter
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, k = self.hidden_size, self.rank
         for suffix in self._suffixes():
@@ -283,6 +281,4 @@ class FactorizedRNN(Recurrent):
             text += f", rank={self.rank}"
         if self.apply_mode != "factored":
             text += f", apply={self.apply_mode!r}"
-        if self.init != "orthogonal":
-            text += f", init={self.init!r}"
-        return text if self.max_angle is None else f"{text}, max_angle={self.max_angle}"
+        return text + self._repr_init(self.init == "orthogonal", self.init, self.max_angle)

@@ -143,5 +143,4 @@ class RNN(TorchRecurrent):
         return dense_parts(parameters["weight_hh_l0"], "weight_hh_l0")
 
     def extra_repr(self) -> str:
-        text = self._repr_common() + ("" if self.init is None else f", init={self.init!r}")
-        return text if self.max_angle is None else f"{text}, max_angle={self.max_angle}"
+        return self._repr_common() + self._repr_init(self.init is None, self.init, self.max_angle)

@@ -38,7 +38,6 @@ OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
 OF_KERNELS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))  # cells with kernels of ours
 OF_SPECTRUM = (OF_FACTORIZED, Needs("margin", nothing=0.0))  # a margin of 0 keeps all singular values at 1
 OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
-
 OF_ROTATIONS = (Needs("init", tuple(init.SKEW_ANGLES)), Needs("model", ("factorized", "rnn", "exprnn")))
 
 
