@@ -383,7 +383,7 @@ def source_digest() -> str:
 def conditions() -> dict[str, Any]:
     """The conditions of the measurement, without host names and paths, because the file is published."""
     native = cpu.build_info()
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
     return {
         "machine": {
             "cpu": cpu_model(),

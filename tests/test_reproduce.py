@@ -246,13 +246,19 @@ def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.Capture
 PAGES = ROOT / "docs" / "results"
 
 
-def test_a_setting_that_an_older_version_did_not_have_was_the_default() -> None:
+def test_a_setting_that_an_older_version_did_not_have_was_the_first_default() -> None:
     plain = Run("plain", "pixel_mnist", ("--lr", "1e-3"))
     averaged = Run("averaged", "pixel_mnist", ("--lr", "1e-3", "--average", "0.9"))
     old = {name: value for name, value in planned(plain, False).items() if name != "average"}
     assert is_planned(old, plain, False) and not is_planned(old, averaged, False)
     assert is_planned(planned(averaged, False), averaged, False)
     assert not is_planned({**old, "lr": 1e-4}, plain, False)
+    # an option that came later, with a default that changes what a run does
+    published = Run("published", "pixel_mnist", ("--max-angle", "none"))
+    older = {name: value for name, value in planned(published, False).items() if name != "max_angle"}
+    slow = Run("slow", "pixel_mnist", ())
+    assert is_planned(older, published, False) and not is_planned(older, slow, False)
+    assert not is_planned(planned(slow, False), published, False)  # none is a value like others
 
 
 def test_a_setting_without_effect_is_not_compared() -> None:

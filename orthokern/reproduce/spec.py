@@ -11,6 +11,7 @@ from typing import Any
 
 from orthokern._files import count
 from orthokern.commandline import Settings
+from orthokern.training.options import first_defaults
 from orthokern.training.state import FREE_SETTINGS
 
 
@@ -134,11 +135,16 @@ def _task(run: Run) -> Any:
     return importlib.import_module(f"orthokern.tasks.{run.task}")
 
 
+def _given(run: Run, quick: bool) -> Settings:
+    """The settings that the command line of a run names, itself or by a preset."""
+    command = _task(run).COMMAND
+    given = command.parser().parse([*run.options, *(run.quick if quick else ())])
+    return {**command.presets.get(given.get("preset"), {}), **given}
+
+
 def planned(run: Run, quick: bool) -> Settings:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
-    task = _task(run)
-    given = task.COMMAND.parser().parse([*run.options, *(run.quick if quick else ())])
-    return {**task.DEFAULTS, **task.COMMAND.presets.get(given.get("preset"), {}), **given}
+    return {**_task(run).DEFAULTS, **_given(run, quick)}
 
 
 def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
@@ -146,13 +152,14 @@ def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
     experiment may have changed since, and a row must not show one beside the numbers of another. {}, the settings of a
     row that was not run, are those of every command line.
     """
-    plan, defaults, parser = planned(run, quick), _task(run).DEFAULTS, _task(run).COMMAND.parser()
-    derived = {name for name, value in plan.items() if value in (None, "auto")}
+    plan, given, command = planned(run, quick), _given(run, quick), _task(run).COMMAND
+    parser, defaults = command.parser(), first_defaults(command.options)
+    derived = {name for name, value in plan.items() if value == "auto" or (value is None and name not in given)}
     if plan.get("schedule") == "auto":
         derived.add("lr_decay")
     compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
     compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
-    # a setting that an older version did not have behaved like the default
+    # a setting that an older version did not have
     return not settings or all(settings.get(name, defaults.get(name)) == plan[name] for name in compared)
 
 
