@@ -206,6 +206,19 @@ def test_seeds_share_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "--seed 3`, and so to `--seed 5`" in page
 
 
+def test_a_rate_is_the_mean_over_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rate = dataclasses.replace(LOSS, title="rate", rate=True)
+    runs = tuple(dataclasses.replace(run, published={"rate": 1.0}) for run in over_seeds(toy("0"), (3, 4, 5)))
+    experiment = Experiment("seeds", "Seeds", "Nobody 2000", runs, (rate, LOSS), epochs=False)
+    monkeypatch.setitem(command.EXPERIMENTS, "seeds", experiment)
+    assert reproduce("seeds", "--out", tmp_path, "--threads", 1) == 0
+    losses = [row["ours"]["rate"] for row in json.loads((tmp_path / "full" / "seeds.json").read_text())["rows"]]
+    mean = sum(losses) / 3
+    page = (tmp_path / "full" / "seeds.md").read_text()
+    assert f"| 0 | 1.000 | {mean:.3f} | {mean - 1.0:+.3f} | {sorted(losses)[1]:.3f} (" in page
+    assert "the range in parentheses; of rate the mean." in page
+
+
 def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 0
     assert "runs are not done; the same command goes on" in capsys.readouterr().out

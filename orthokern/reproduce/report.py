@@ -259,9 +259,10 @@ def _number(value: float | None, digits: int, plus: bool = False) -> str:
     return "–" if value is None else f"{value:+.{digits}f}" if plus else f"{value:.{digits}f}"
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def _middle(measure: Measure, values: Sequence[float | None]) -> float | None:
+    """The number of several seeds that is compared with the published one."""
     known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    return (statistics.fmean if measure.rate else statistics.median)(known) if known else None
 
 
 def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
@@ -294,10 +295,10 @@ def _cells(
     cells = [group[0]["labels"].get(heading, "") for heading in labels]
     for measure in experiment.measures:
         theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
-        text = _spread(ours, f"{{:.{measure.digits}f}}".format)
+        middle = _middle(measure, ours)
+        text = _number(middle, measure.digits) if measure.rate else _spread(ours, f"{{:.{measure.digits}f}}".format)
         if measure.title in published:
-            median = _median(ours)
-            difference = None if theirs is None or median is None else median - theirs
+            difference = None if theirs is None or middle is None else middle - theirs
             cells += [_number(theirs, measure.digits), text, _number(difference, measure.digits, plus=True)]
         else:
             cells.append(text)
@@ -333,7 +334,8 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
     groups = _groups(rows)
     lines = table(headings, (_cells(experiment, group, labels, published) for group in groups))
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if summary["quick"] else ""
-    spread = " Several seeds: median, and the range in parentheses." if len(groups) < len(rows) else ""
+    rates = "".join(f"; of {measure.title} the mean" for measure in experiment.measures if measure.rate)
+    spread = f" Several seeds: median, and the range in parentheses{rates}." if len(groups) < len(rows) else ""
     text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
     text += [paragraph(directions(experiment.measures) + spread), "", *lines, ""]
     if summary["figure"]:

@@ -26,6 +26,7 @@ class Measure:
         scale: factor that converts our number to the unit of the published one.
         digits: digits after the decimal point.
         higher_is_better: whether a higher number is better.
+        rate: whether several seeds give one number, their mean; otherwise the median and the range.
     """
 
     title: str
@@ -33,6 +34,7 @@ class Measure:
     scale: float = 1.0
     digits: int = 2
     higher_is_better: bool = True
+    rate: bool = False
 
 
 @dataclass(frozen=True)
