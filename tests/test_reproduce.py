@@ -352,6 +352,13 @@ def test_a_page_has_the_settings_of_its_commands(experiment: Experiment) -> None
         assert is_planned(row.get("settings", {}), runs[row["name"]], summary["quick"]), row["name"]
 
 
+@pytest.mark.parametrize("experiment", ALL, ids=lambda each: each.name)
+def test_a_page_is_made_from_its_json_file(experiment: Experiment) -> None:
+    page = PAGES / f"{experiment.name}.md"
+    if page.exists():
+        assert page.read_text() == markdown(experiment, json.loads(page.with_suffix(".json").read_text()))
+
+
 @pytest.mark.parametrize(
     ("figure", "options"),
     [

@@ -309,6 +309,12 @@ def _cells(
     return [*cells, _spread([row.get("seconds") for row in group], "{:.0f}".format), _state(group)]
 
 
+def _one_seed(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence for a table whose rows are one run each; "" if their seeds differ or nothing was trained."""
+    seeds = {row["settings"].get("seed") for row in rows if "settings" in row}
+    return f" Each row is one run, with seed {seeds.pop()}." if len(seeds) == 1 else ""
+
+
 def _command_of(group: Sequence[dict[str, Any]]) -> str:
     """The command of a row; of several seeds the first one's, with the others named behind it."""
     last = group[-1]["command"].split("--seed ")
@@ -337,7 +343,7 @@ def markdown(experiment: Experiment, summary: dict[str, Any]) -> str:
     rates = "".join(f"; of {measure.title} the mean" for measure in experiment.measures if measure.rate)
     spread = f" Several seeds: median, and the range in parentheses{rates}." if len(groups) < len(rows) else ""
     text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
-    text += [paragraph(directions(experiment.measures) + spread), "", *lines, ""]
+    text += [paragraph(directions(experiment.measures) + (spread or _one_seed(rows))), "", *lines, ""]
     if summary["figure"]:
         text += [f"![{summary['title']}]({summary['figure']})", ""]
     if experiment.note:
