@@ -217,6 +217,9 @@ def test_a_rate_is_the_mean_over_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path
     page = (tmp_path / "full" / "seeds.md").read_text()
     assert f"| 0 | 1.000 | {mean:.3f} | {mean - 1.0:+.3f} | {sorted(losses)[1]:.3f} (" in page
     assert "the range in parentheses; of rate the mean." in page
+    summary = json.loads((tmp_path / "full" / "seeds.json").read_text())
+    summary["rows"][0]["ours"]["rate"] = 3e12  # of a run that diverged
+    assert "| 0 | 1.000 | 1.0e+12 | +1.0e+12 | " in markdown(experiment, summary)
 
 
 def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

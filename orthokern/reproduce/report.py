@@ -256,7 +256,10 @@ def _command(run: Run, plan: Plan, length: tuple[str, ...]) -> str:
 
 
 def _number(value: float | None, digits: int, plus: bool = False) -> str:
-    return "–" if value is None else f"{value:+.{digits}f}" if plus else f"{value:.{digits}f}"
+    if value is None:
+        return "–"
+    form = f".{digits}f" if abs(value) < 1e6 else ".1e"  # that of a run that diverged
+    return format(value, f"+{form}" if plus else form)
 
 
 def _middle(measure: Measure, values: Sequence[float | None]) -> float | None:
@@ -296,7 +299,8 @@ def _cells(
     for measure in experiment.measures:
         theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
         middle = _middle(measure, ours)
-        text = _number(middle, measure.digits) if measure.rate else _spread(ours, f"{{:.{measure.digits}f}}".format)
+        form = partial(_number, digits=measure.digits)
+        text = form(middle) if measure.rate else _spread(ours, form)
         if measure.title in published:
             difference = None if theirs is None or middle is None else middle - theirs
             cells += [_number(theirs, measure.digits), text, _number(difference, measure.digits, plus=True)]

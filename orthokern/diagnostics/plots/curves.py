@@ -212,6 +212,7 @@ def compare_curves(
         for level in _baselines(members, quantity, baseline):
             axis.axhline(level, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline {level:.4g}")
         axis.set_xlabel(x)
+        axis.locator_params(axis="x", integer=True)
         axis.legend(loc="best", fontsize=7)
     ends = [float(end(found[id(run)][1])) for run in drawn for end in (min, max)]
     if percent:
