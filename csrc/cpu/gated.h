@@ -31,5 +31,12 @@ void block_rows(const Plan& plan, const T* from, int R, T* to) {
             read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
 }
 
+// Blocked matrices [N/L][R][L], which products write by whole panels.
+template <class T, class Plan, class... More>
+bool allocate_rows(const Plan& plan, int R, Scratch<T>& first, More&... more) {
+  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * kLanes<T>)) * R;
+  return first.allocate(size) && (more.allocate(size) && ...);
+}
+
 }  // namespace
 }  // namespace orthokern::ORTHOKERN_ISA

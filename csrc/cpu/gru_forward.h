@@ -13,10 +13,7 @@ struct GruStates {
   Scratch<T> state[2], acc, m, z;
 
   bool start(const GruPlan<T>& plan, int row0, int R) {
-    const size_t size = static_cast<size_t>(round_up(plan.N, 2 * kLanes<T>)) * R;  // a product writes whole panels
-    if (!state[0].allocate(size) || !state[1].allocate(size) || !acc.allocate(size) || !m.allocate(size) ||
-        !z.allocate(size))
-      return false;
+    if (!allocate_rows(plan, R, state[0], state[1], acc, m, z)) return false;
     block_rows(plan, static_cast<const T*>(plan.args->h0) + static_cast<ptrdiff_t>(row0) * plan.N, R, state[0].get());
     return true;
   }

@@ -23,11 +23,8 @@ template <class T, bool KANAI>
 bool second_rows(const GruSecondArgs& args, const GruPlan<T>& plan, int row0, int R) {
   constexpr int L = kLanes<T>;
   const ptrdiff_t N = plan.N, block = static_cast<ptrdiff_t>(R) * L;
-  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
   Scratch<T> state, next, acc, a_r, a_z, m;  // v' and v; the tangents of what r and z are made of; kanai: that of r h
-  if (!state.allocate(size) || !next.allocate(size) || !acc.allocate(size) || !a_r.allocate(size) ||
-      !a_z.allocate(size) || (KANAI && !m.allocate(size)))
-    return false;
+  if (!allocate_rows(plan, R, state, next, acc, a_r, a_z) || (KANAI && !allocate_rows(plan, R, m))) return false;
   GruRows<T> rows(plan, row0, R);
   if (!rows.allocate()) return false;
   rows.clear_padding(args.v, N);

@@ -75,10 +75,7 @@ struct PeepholeStates {
   Scratch<T> state[2], acc, cell, in;
 
   bool start(const PeepholeCall<T>& call, int row0, int R) {
-    const size_t size = static_cast<size_t>(round_up(call.N, 2 * kLanes<T>)) * R;  // a product writes whole panels
-    if (!state[0].allocate(size) || !state[1].allocate(size) || !acc.allocate(size) || !cell.allocate(size) ||
-        !in.allocate(size))
-      return false;
+    if (!allocate_rows(call, R, state[0], state[1], acc, cell, in)) return false;
     const ptrdiff_t from = static_cast<ptrdiff_t>(row0) * call.N;
     block_rows(call, static_cast<const T*>(call.args->h0) + from, R, state[0].get());
     block_rows(call, static_cast<const T*>(call.args->c0) + from, R, cell.get());
@@ -222,14 +219,13 @@ bool peephole_backward(const PeepholeCall<T>& call, double* sums, int row0, int 
   constexpr int L = kLanes<T>;
   const PeepholeArgs& args = *call.args;
   const ptrdiff_t N = call.N, block = static_cast<ptrdiff_t>(R) * L;
-  const size_t size = static_cast<size_t>(round_up(call.N, 2 * L)) * R;
   Scratch<T> acc, cell;  // what a step passes to the one before: to h by the product, and to c
   // Of i, f, g, o, at this step and at the one before: the product still reads the former when the epilogue of its first
   // columns writes the latter.
   Scratch<T> d[kGates], d_next[kGates];
-  if (!acc.allocate(size) || !cell.allocate(size)) return false;
+  if (!allocate_rows(call, R, acc, cell)) return false;
   for (int g = 0; g < kGates; g++)
-    if (!d[g].allocate(size) || !d_next[g].allocate(size)) return false;
+    if (!allocate_rows(call, R, d[g], d_next[g])) return false;
   const bool stream = call.stream;
   const V<T> one = splat<T>(1);
 

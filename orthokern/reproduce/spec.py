@@ -154,15 +154,15 @@ def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
     experiment may have changed since, and a row must not show one beside the numbers of another. {}, the settings of a
     row that was not run, are those of every command line.
     """
-    plan, given, command = planned(run, quick), _given(run, quick), _task(run).COMMAND
-    parser, defaults = command.parser(), first_defaults(command.options)
+    task, given = _task(run), _given(run, quick)
+    plan, parser, earlier = {**task.DEFAULTS, **given}, task.COMMAND.parser(), first_defaults(task.COMMAND.options)
     derived = {name for name, value in plan.items() if value == "auto" or (value is None and name not in given)}
     if plan.get("schedule") == "auto":
         derived.add("lr_decay")
     compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
     compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
-    # a setting that an older version did not have
-    return not settings or all(settings.get(name, defaults.get(name)) == plan[name] for name in compared)
+    # `earlier`: for a setting that an older version did not have
+    return not settings or all(settings.get(name, earlier.get(name)) == plan[name] for name in compared)
 
 
 def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
