@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._gru_parameters import add_product, parameter_gradients
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._products import add_product
 from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
 
 

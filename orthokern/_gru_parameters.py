@@ -7,13 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import add_product, ieee_products
 from orthokern._scan_contract import GruInputs, GruOptions
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, D] += left [R, N]^T right [R, D]."""
-    total.addmm_(left.mT, right)
 
 
 @ieee_products()

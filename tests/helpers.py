@@ -420,7 +420,7 @@ def models_of(problems: Sequence[Any]) -> Any:
     return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
 
 
-PRODUCTS = ("mm", "bmm", "mv", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
+PRODUCTS = ("_linear_pointwise", "mm", "bmm", "mv", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
 
 
 def products_are_ieee() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products
+from orthokern._products import ieee_products, product
 from orthokern._scan_contract import LinearLoss, Readout
 from orthokern.cpu._call import call, new
 
@@ -43,19 +43,20 @@ def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearL
     chunk = max(64, _LOGITS // (classes * weight.element_size()))
     chunk = -(-rows // -(-rows // chunk))  # chunks of nearly equal size
     loss = torch.zeros((), dtype=torch.float64)
-    grad_hidden, grad_weight = (torch.empty_like(t) if need_grad else None for t in (hidden, weight))
+    grad_hidden, grad_weight = torch.empty_like(hidden) if need_grad else None, None
     grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else None
     for begin in range(0, rows, chunk):
         h, t = hidden[begin : begin + chunk], target[begin : begin + chunk, None]
-        logits = h @ weight.mT if bias is None else torch.addmm(bias, h, weight.mT)
+        logits = product(h, weight.mT, bias)
         d = torch.log_softmax(logits, 1, out=logits)
         loss -= d.gather(1, t).sum(dtype=torch.float64)
-        if grad_hidden is not None and grad_weight is not None:
+        if grad_hidden is not None:
             d.exp_().scatter_add_(1, t, d.new_full((len(t), 1), -1.0))
             if scale != 1.0:
                 d.mul_(scale)
-            torch.mm(d, weight, out=grad_hidden[begin : begin + chunk])
-            torch.addmm(grad_weight, d.mT, h, beta=float(begin > 0), out=grad_weight)
+            grad_hidden[begin : begin + chunk] = product(d, weight)
+            of_chunk = product(d.mT, h)
+            grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
     return LinearLoss((loss * scale).to(hidden.dtype), grad_hidden, grad_weight, grad_bias)

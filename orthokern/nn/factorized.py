@@ -15,6 +15,7 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, deviation, number, parameter_dtype, positive_int, warn_unless_orthonormal
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
+from orthokern.ops._linear import linear
 
 __all__ = ["APPLY", "FactorizedRNN"]
 
@@ -249,7 +250,7 @@ class FactorizedRNN(Recurrent):
     @_autocast.keeps_dtype
     def _made(self, u: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
-        return ((u * s) @ v.mT,) if self.apply_mode == "composed" else (u, s, v)
+        return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
 
     def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
         """s, and ds/dp."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import _autocast, functional
+from orthokern import functional
 from orthokern import init as init_
 from orthokern._scan_contract import GruInputs, GruOptions
 from orthokern.cpu._steps import Plan, gru_plan
@@ -19,13 +19,12 @@ from orthokern.nn._layouts import Cuts
 from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
+from orthokern.ops._linear import linear
 from orthokern.ops.gru_scan import VARIANTS, gru_scan_with_last
 
 __all__ = ["GRU"]
 
 INITS = ("kanai", "torch")
-
-_linear = _autocast.keeps_dtype(nn.functional.linear)
 
 
 class GRU(TorchRecurrent):
@@ -176,7 +175,7 @@ class GRU(TorchRecurrent):
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
         if x.is_floating_point():
-            return _linear(x, weight, bias)
+            return linear(x, weight, bias)
         check_ids(x, self.input_size)
         return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
 
@@ -209,7 +208,7 @@ class GRU(TorchRecurrent):
         (T, B), N, dtype, kanai = x.shape[:2], self.hidden_size, x.dtype, self.variant == "kanai"
 
         def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
-            term = nn.functional.linear(x, w_in, b_in)
+            term = linear(x, w_in, b_in)
             gates, pre = torch.empty(T, B, 3 * N, dtype=dtype), None if kanai else torch.empty(T, B, N, dtype=dtype)
             return (gates, pre) if prepared(term, h0, hs, gates, pre) else None
 

@@ -28,6 +28,7 @@ from orthokern.nn._checks import (
 )
 from orthokern.nn._recurrent import widened
 from orthokern.ops._checks import strided
+from orthokern.ops._linear import linear
 from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
@@ -202,7 +203,7 @@ class PeepholeLSTM(nn.Module):
         weight = self._tensor(f"weight_ih_{suffix}")
         bias = self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}") if self.bias else None
         if x.is_floating_point():
-            return _autocast.keeps_dtype(nn.functional.linear)(x, weight, bias)
+            return linear(x, weight, bias)
         table = weight.mT if bias is None else weight.mT + bias
         return nn.functional.embedding(x, table)
 

@@ -1,0 +1,47 @@
+"""A linear map of many rows, with the products of ``orthokern._products``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern._autocast import keeps_dtype
+from orthokern._products import ieee_products, onednn_serves, product
+from orthokern.ops import _route
+
+
+@keeps_dtype
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., D], weight [N, D], bias [N] -> x W^T + b [..., N], outside of autocast.
+
+    It is torch's, except for products that oneDNN computes faster (``onednn_serves``). Then its gradients are such
+    products too. Under torch.compile, torch.func and forward mode it is torch's always.
+    """
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.plain(None)
+    if traced or not onednn_serves(x, weight.shape[0]):
+        return torch.nn.functional.linear(x, weight, bias)
+    found: Tensor = _Linear.apply(x, weight, bias)
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    @ieee_products()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x.flatten(0, -2), weight.mT, bias).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @ieee_products()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        # torch's products, if the gradients are to be differentiated
+        multiply = torch.matmul if _route.recording() else product
+        rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), ctx.needs_input_grad
+        return (
+            multiply(rows, weight).unflatten(0, x.shape[:-1]) if to_x else None,
+            multiply(rows.mT, x.flatten(0, -2)) if to_weight else None,
+            rows.sum(0) if to_bias else None,
+        )

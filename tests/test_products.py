@@ -1,0 +1,132 @@
+"""Products by oneDNN, where torch's own are slower: values, gradients of every kind, and when they are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import FloatProducts
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from orthokern import _products
+from orthokern._products import add_product, ieee_products, onednn_serves, product
+from orthokern.nn import GRU, FactorizedRNN, PeepholeLSTM
+from orthokern.ops._linear import linear
+
+pytestmark = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this torch has no oneDNN",
+)
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every CPU, and for the smallest products."""
+    monkeypatch.setattr(_products, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(_products, "_SMALL", 0)
+
+
+def close(found: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(found.double(), exact.double(), rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize(("R", "K", "C"), [(1, 1, 1), (7, 63, 10), (130, 65, 257), (33, 200, 1)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+def test_product(R: int, K: int, C: int, layout: str) -> None:
+    def drawn(*shape: int) -> Tensor:
+        if layout == "transposed":
+            return torch.randn(*shape[::-1]).mT
+        return torch.randn(shape[0], 2 * shape[1])[:, ::2] if layout == "strided" else torch.randn(*shape)
+
+    left, right, bias, total = drawn(R, K), drawn(K, C), torch.randn(C), drawn(K, C)
+    close(product(left, right), left.double() @ right.double())
+    close(product(left, right, bias), left.double() @ right.double() + bias.double())
+    rows = drawn(R, C)
+    expected = total.double() + left.double().mT @ rows.double()
+    add_product(total, left, rows)
+    close(total, expected)
+
+
+def test_float32_alone() -> None:
+    assert onednn_serves(torch.randn(3, 4), 5)
+    assert not onednn_serves(torch.randn(3, 4, dtype=torch.float64), 5)
+    left, right = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    assert torch.equal(product(left, right), left @ right)
+
+
+def test_small_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_products, "_SMALL", 60)
+    assert onednn_serves(torch.randn(3, 4), 5)
+    assert not onednn_serves(torch.randn(3, 4), 4)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients_of_linear(with_bias: bool) -> None:
+    shapes = [(6, 3, 17), (11, 17), *([(11,)] if with_bias else [])]
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grad = torch.randn(6, 3, 11)
+
+    def second(given: list[Tensor], function: Any) -> list[Tensor]:
+        out = function(*given)
+        first = torch.autograd.grad(out, given, grad.to(out.dtype), create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in first), given[:2])
+        plain = torch.autograd.grad(function(*given), given, grad.to(out.dtype))
+        return [out, *first, *again, *plain]
+
+    for found, want in zip(second(inputs, linear), second(exact, torch.nn.functional.linear), strict=True):
+        close(found.detach(), want.detach())
+
+
+def test_transforms_of_linear() -> None:
+    x, w = torch.randn(5, 4, 7), torch.randn(3, 7)
+    close(torch.func.vmap(linear, (0, None))(x, w), x.double() @ w.double().mT)
+    close(torch.func.grad(lambda w: linear(x, w).sum())(w), x.sum((0, 1)).expand(3, 7))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x), w)).tangent
+    assert tangent is not None
+    close(tangent, x.double() @ w.double().mT)
+    compiled = torch.compile(linear, backend="eager", fullgraph=True)
+    close(compiled(x, w), x.double() @ w.double().mT)
+
+
+def modules() -> list[torch.nn.Module]:
+    return [
+        GRU(5, 7),
+        GRU(5, 7, variant="torch", bias=True),
+        PeepholeLSTM(5, 7),
+        FactorizedRNN(5, 7, apply="composed"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4), ids=["gru", "gru-torch", "lstm", "composed"])
+def test_modules(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and gradients with both libraries."""
+    module, x = modules()[index], torch.randn(6, 3, 5, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        states, _ = module(x)
+        return [states, *torch.autograd.grad(states.square().sum(), [x, *module.parameters()])]
+
+    seen: list[int] = []
+    monkeypatch.setattr(_products, "product", lambda *args: (seen.append(1), product(*args))[1])
+    monkeypatch.setattr("orthokern.ops._linear.product", lambda *args: (seen.append(1), product(*args))[1])
+    found = run()
+    assert seen
+    monkeypatch.setattr(_products, "_onednn_is_faster", lambda: False)
+    for one, other in zip(found, run(), strict=True):
+        close(one.detach(), other.detach())
+
+
+def test_products_are_ieee() -> None:
+    """oneDNN rounds factors to bfloat16 on some CPUs if the process allows it."""
+    x, w = torch.randn(40, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)
+    with FloatProducts() as seen:
+        out = linear(x, w)
+        torch.autograd.grad(out.sum(), [x, w])
+        with ieee_products():
+            product(x.detach(), w.detach().mT)
+    assert seen.seen == {"_linear_pointwise"}
+    close(out.detach(), x.detach().double() @ w.detach().double().mT)
