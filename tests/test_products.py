@@ -130,3 +130,15 @@ def test_products_are_ieee() -> None:
             product(x.detach(), w.detach().mT)
     assert seen.seen == {"_linear_pointwise"}
     close(out.detach(), x.detach().double() @ w.detach().double().mT)
+
+
+def test_autocast_does_not_reach_the_products() -> None:
+    x, w = torch.randn(6, 3, 17, requires_grad=True), torch.randn(11, 17, requires_grad=True)
+
+    def run(inside: bool) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            out = linear(x, w)
+            return [out, *torch.autograd.grad(out.square().sum(), [x, w])]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)
