@@ -531,6 +531,20 @@ def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:
         assert figure.axes[0].get_ylim()[0] == pytest.approx(low) and 100 < figure.axes[0].get_ylim()[1] <= 103
 
 
+def test_a_diverged_run_leaves_room_for_the_others(drawing: Any) -> None:
+    def run(name: str, *values: float) -> RunRecord:
+        return made(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
+
+    figure = plots.compare_curves([run("a", 9.0, 5.0, 4.0), run("b", 8.0, 6.0), run("c", 7.0, 1e9, 1e12)], "loss")
+    assert figure is not None
+    (axis,) = figure.axes
+    assert axis.get_ylim()[1] == pytest.approx(80.0), "ten times the first values"
+    (beyond,) = (line for line in axis.get_lines() if line.get_marker() == "^")
+    assert list(beyond.get_xdata()) == [2, 3] and set(beyond.get_ydata()) == {80.0}
+    figure = plots.compare_curves([run("a", 9.0, 5e-7), run("b", 8.0, 800.0)], "loss")
+    assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
+
+
 def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
     records = [{"iteration": i, "loss": 0.2 - 1e-4 * i} for i in range(1, 1001)]
     told = [

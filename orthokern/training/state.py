@@ -40,6 +40,7 @@ FREE_SETTINGS = frozenset(
         "minutes",
         "data",
         "checkpoint_every",
+        "diagnose_every",
         "threads",
         "plots",
         "processes",

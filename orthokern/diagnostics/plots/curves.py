@@ -1,6 +1,7 @@
 """Curves over iterations: loss and accuracy of one or several runs, values per layer, and iterations until solved."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,7 +164,7 @@ def compare_curves(
     Args:
         runs: those whose records have the quantity are drawn.
         quantity: a field of the records, or "field.part". Quantities with "accuracy" in their names are fractions, and
-            are drawn in percent.
+            are drawn in percent. A run that diverged has triangles at the upper end of the axis.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
         legend: settings to show in the legend, with `panel` those of them that differ within a panel; by default those
             in which the runs differ, see `labels`. Runs with the same label have the same colour.
@@ -190,6 +191,7 @@ def compare_curves(
     texts = _legend(drawn, groups, panel, legend)
     kinds = list(dict.fromkeys(texts[id(run)] for run in drawn))
     percent = "accuracy" in quantity
+    top = math.inf if percent else _top([found[id(run)][1] for run in drawn])
     figure, axes = _panels(list(groups), title, sharey=True)
     for axis, members in zip(axes, groups.values(), strict=True):
         told: set[str] = set()
@@ -209,6 +211,10 @@ def compare_curves(
                 label=None if text in told else text,
             )
             told.add(text)
+            beyond = values > top
+            if beyond.any():
+                where = at[beyond] / _Abscissa.of(run, x).per
+                axis.plot(where, np.full(len(where), top), "^", color=_COLOURS[kind % len(_COLOURS)], clip_on=False)
         for level in _baselines(members, quantity, baseline):
             axis.axhline(level, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline {level:.4g}")
         axis.set_xlabel(x)
@@ -219,8 +225,17 @@ def compare_curves(
         axes[0].set_ylim(percent_limits([100 * end for end in ends]))
     elif min(ends) > 0 and max(ends) > 10 * min(ends):
         axes[0].set_yscale("log")
+    if max(ends) > top:
+        axes[0].set_ylim(top=top)
     axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if percent else ""))
     return figure
+
+
+def _top(curves: Sequence[np.ndarray]) -> float:
+    """The end of the axis. It is finite where a run has diverged, so that its values leave the others a part of the
+    panel: ten times the median of the first values, if one is above a thousand times that."""
+    start = statistics.median_low([float(values[0]) for values in curves])
+    return 10 * start if max(float(values.max()) for values in curves) > 1000 * start > 0 else math.inf
 
 
 def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[RunRecord]]:
