@@ -1,4 +1,4 @@
-"""torch's matrix products in IEEE float32, for code that uses them together with the kernels of this package."""
+"""Matrix products in IEEE float32 by the libraries of torch, beside the kernels of this package."""
 
 from __future__ import annotations
 

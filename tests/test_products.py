@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,19 +93,18 @@ def test_transforms_of_linear() -> None:
     close(compiled(x, w), x.double() @ w.double().mT)
 
 
-def modules() -> list[torch.nn.Module]:
-    return [
-        GRU(5, 7),
-        GRU(5, 7, variant="torch", bias=True),
-        PeepholeLSTM(5, 7),
-        FactorizedRNN(5, 7, apply="composed"),
-    ]
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "gru": lambda: GRU(5, 7),
+    "gru-torch": lambda: GRU(5, 7, variant="torch", bias=True),
+    "lstm": lambda: PeepholeLSTM(5, 7),
+    "composed": lambda: FactorizedRNN(5, 7, apply="composed"),
+}
 
 
-@pytest.mark.parametrize("index", range(4), ids=["gru", "gru-torch", "lstm", "composed"])
-def test_modules(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States and gradients with both libraries."""
-    module, x = modules()[index], torch.randn(6, 3, 5, requires_grad=True)
+    module, x = MODULES[name](), torch.randn(6, 3, 5, requires_grad=True)
 
     def run() -> list[Tensor]:
         states, _ = module(x)
@@ -128,6 +128,8 @@ def test_products_are_ieee() -> None:
         torch.autograd.grad(out.sum(), [x, w])
         with ieee_products():
             product(x.detach(), w.detach().mT)
+        states, _ = PeepholeLSTM(300, 7)(x.unsqueeze(1))
+        states.sum().backward()
     assert seen.seen == {"_linear_pointwise"}
     close(out.detach(), x.detach().double() @ w.detach().double().mT)
 

@@ -298,6 +298,18 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert len(records(folder)) == 9
 
 
+def test_a_resumed_run_may_be_diagnosed_less_often(tmp_path: Path) -> None:
+    """The losses keep their bits."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, every in zip(folders, ("1", "3"), strict=True):
+        options = ["--T", "5", "--hidden", "8", "--batch", "4", "--no-plots", "--out", str(folder)]
+        assert copy.main([*options, "--iterations", "2", "--diagnose-every", "1"]) == 0
+        assert copy.main(["--resume", str(folder), "--iterations", "6", "--diagnose-every", every]) == 0
+    one, two = map(records, folders)
+    assert [r["iteration"] for r in two if "spectrum" in r] == [1, 2, 4]
+    assert [r["loss"] for r in one] == [r["loss"] for r in two]
+
+
 def test_resume_refuses_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert run(*SMALL, "--iterations", 6, "--out", folder) == 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products, product
+from orthokern._products import add_product, ieee_products, product
 from orthokern._scan_contract import LinearLoss, Readout
 from orthokern.cpu._call import call, new
 
 
 def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
-    """See :mod:`orthokern.ops.linear_cross_entropy`. For a weight that does not fit into a cache, torch's products over
-    chunks of rows are used: the kernel would read the weight again for every group of rows."""
+    """See :mod:`orthokern.ops.linear_cross_entropy`. For a weight that does not fit into a cache, `product` is used
+    over chunks of rows: the kernel would read the weight again for every group of rows."""
     weight, bias, target, reduction = readout
     if weight.numel() * weight.element_size() > _LARGE_READOUT:
         return _large_readout(hidden, readout, need_grad)
@@ -55,8 +55,10 @@ def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearL
             if scale != 1.0:
                 d.mul_(scale)
             grad_hidden[begin : begin + chunk] = product(d, weight)
-            of_chunk = product(d.mT, h)
-            grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
+            if grad_weight is None:
+                grad_weight = product(d.mT, h)
+            else:
+                add_product(grad_weight, d, h)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
     return LinearLoss((loss * scale).to(hidden.dtype), grad_hidden, grad_weight, grad_bias)
