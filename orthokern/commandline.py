@@ -324,6 +324,8 @@ class Parser(argparse.ArgumentParser):
             **keywords,
         )
         self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
+        # argparse's own pattern takes -1e-2 for an option
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument ", "", message))

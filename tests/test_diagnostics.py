@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from orthokern import InputError, diagnostics, dispatch, functional
 from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison, plots, runs
-from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.diagnostics.runs import RunRecord, load_run, recorded_time_steps
 from orthokern.nn import RNN, FactorizedRNN
 from orthokern.ops import _taps
 from orthokern.training import RunFolder, metrics
@@ -357,6 +357,8 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     varying = [{"iteration": i, "time_steps": i, "state_norm_through_time": [1.0] * i} for i in (1, 2)]
     run = load_run(write_run(tmp_path / "varying", varying))
     assert run.time_steps is None and run.profile_length("state_norm_through_time") is None
+    assert recorded_time_steps(run.records, 9) is None and recorded_time_steps(run.records[:1], 9) == 1
+    assert recorded_time_steps([{"iteration": 1}], 9) == 9
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison

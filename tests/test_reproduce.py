@@ -128,6 +128,22 @@ def test_a_table(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [row["state"] for row in summary["rows"]] == ["done", "unfinished"]
 
 
+def test_a_run_of_another_length_goes_on_to_the_planned_one(
+    toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, options = tmp_path / "full", ("toy", "--out", tmp_path, "--only", "toy-0.1", "--threads", 1)
+    assert reproduce(*options, "--iterations", 2) == 0
+    assert len(read_metrics(folder / "toy-0.1" / "metrics.jsonl")) == 2
+    short = (folder / "toy.json").read_text()
+    assert reproduce(*options) == 0
+    assert len(read_metrics(folder / "toy-0.1" / "metrics.jsonl")) == 6
+    shutil.rmtree(folder / "toy-0.1")
+    (folder / "toy.json").write_text(short)
+    capsys.readouterr()
+    assert reproduce(*options) == 0  # not again from the start, but told
+    assert "toy.json, 1 of them shorter than planned; to train" in capsys.readouterr().out
+
+
 def test_quick_and_partial(toys: Experiment, tmp_path: Path) -> None:
     """The quick version has folders of its own; a table of what is there can be drawn at any time."""
     assert reproduce("toy", "--quick", "--only", "toy-0.1", "--out", tmp_path, "--threads", 1) == 0
@@ -223,7 +239,7 @@ def test_a_rate_is_the_mean_over_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_budget(toys: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 0
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1, "--budget", "0.01s") == 4
     assert "runs are not done; the same command goes on" in capsys.readouterr().out
     states = [row["state"] for row in json.loads((tmp_path / "full" / "toy.json").read_text())["rows"]]
     assert "not run" in states  # the first run may have come to its end
@@ -485,6 +501,15 @@ def test_the_cost_of_the_constraint(
         assert row["ms_per_iteration"] > 0
         assert row["percent_of_iteration"] == pytest.approx(100 * row["ms_per_iteration"] / found["iteration_ms"])
     assert rows["naive SVD"]["published_seconds"] == 5.02e4
+    # the run of Table 1, if there is one, is where the timed iterations begin
+    assert reproduce("gru-table1", "--quick", "--data", tmp_path, "--out", tmp_path, "--only", "delta-0.2") == 0
+    assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 1, "--out", tmp_path) == 2
+    assert "of the run words-delta-0.2: there was no projection to time" in capsys.readouterr().err
+    monkeypatch.setattr(word_lm, "DEFAULTS", {**word_lm.DEFAULTS, "layers": 2})
+    capsys.readouterr()
+    assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 1, "--out", tmp_path) == 2
+    assert "checkpoint.pt is of another model than this command times: model" in capsys.readouterr().err
+    monkeypatch.undo()
     # where nothing grows nothing is measured, and no table says so
     monkeypatch.setattr(kanai, "_growth", lambda w: -0.1 * w)
     assert reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 2, "--out", tmp_path / "idle") == 2

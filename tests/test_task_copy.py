@@ -286,6 +286,31 @@ def test_killed_runs_resume_to_the_same_bits(
         assert same(load_checkpoint(killed / name), load_checkpoint(never_stopped / name))
 
 
+def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
+    """It is the length of the next --resume too, and a run whose end is moved back is evaluated where it stands."""
+    folder = tmp_path / "run"
+
+    def length() -> int:
+        found: int = json.loads((folder / "config.json").read_text())["settings"]["iterations"]
+        return found
+
+    assert run(*SMALL, "--out", folder, "--iterations", 2, "--eval-every", 0, "--eval-sequences", 2) == 0
+    longer = [sys.executable, "-m", "orthokern.tasks.copy", "--resume", str(folder), "--iterations", "100000000"]
+    process = subprocess.Popen(longer, stdout=subprocess.DEVNULL)
+    while len(read_metrics(folder / "metrics.jsonl")) < 5:
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    done = len(records(folder))
+    assert length() == 100_000_000 and done >= 5
+    assert run("--resume", folder, "--iterations", 3) == 0
+    result = json.loads((folder / "result.json").read_text())
+    assert result["iteration"] == len(records(folder)) == done
+    best = load_checkpoint(folder / "checkpoint.pt")
+    assert best["evaluated_at"] in (None, 2) and result["last"] != best["evaluation"]
+    assert length() == 3
+
+
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert run(*SMALL, "--iterations", 6, "--margin", "none", "--out", folder) == 0

@@ -43,6 +43,14 @@ def test_runs_in_threads(tmp_path: Path) -> None:
         assert [record["loss"] for record in one.records] == [record["loss"] for record in alone.records]
 
 
+def test_a_run_that_diverges_has_its_records(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "nonlinearity": "relu", "lr": 1e30, "input_lr": 1e30, "iterations": 9}
+    result = tasks.run("copy", tmp_path, threads=1, **settings)
+    assert result.exit_code == 3 and result.message.startswith("diverged: ") and result.values == {}
+    assert [record["iteration"] for record in result.records] == list(range(1, len(result.records) + 1)) != []
+    assert result.settings["margin"] == 0.2 and result.settings["goal"] == copy.DEFAULTS["goal"]
+
+
 def test_none_is_a_value(tmp_path: Path) -> None:
     result = tasks.run("copy", tmp_path, **{**SETTINGS, "margin": None})
     assert result.settings["margin"] is None

@@ -36,10 +36,10 @@ bool share_rows(Plan* plan) {
 // fn(row0, R) for each group, of at most `most` rows, of the rows of a task.
 template <class Plan, class F>
 void each_group(const Plan& plan, int task, int most, const F& fn) {
-  const int first = plan.begin[task], rows = plan.begin[task + 1] - first, groups = (rows + most - 1) / most;
-  for (int g = 0; g < groups; g++) {
-    const int row0 = first + rows * g / groups;
-    fn(row0, first + rows * (g + 1) / groups - row0);
+  const int64_t first = plan.begin[task], rows = plan.begin[task + 1] - first, groups = (rows + most - 1) / most;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t row0 = first + rows * g / groups;
+    fn(static_cast<int>(row0), static_cast<int>(first + rows * (g + 1) / groups - row0));
   }
 }
 

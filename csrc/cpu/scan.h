@@ -134,7 +134,7 @@ ScanArgs replica(const ScanArgs& all, int64_t r) {
   one.R = 1;
   const int64_t B = all.B, N = all.N, D = all.D, size = r * static_cast<int64_t>(sizeof(T));
   const int64_t rows = all.T * B, inputs = all.weight ? D : N, columns = all.K ? all.K : N;
-  const int64_t every = all.checkpoint_every, kept = every ? (all.T + every - 1) / every * B : rows;
+  const int64_t every = all.checkpoint_every, kept = every ? ((all.T - 1) / every + 1) * B : rows;
   if (!all.shared_x) {
     advance(size * rows * inputs, one.x);
     advance(r * rows * static_cast<int64_t>(sizeof(int64_t)), one.tokens);

@@ -78,7 +78,10 @@ struct ScanRows {
   const uint8_t* resets_at(int64_t t) const {
     if (!args.resets) return nullptr;
     const uint8_t* flags = args.resets + t * args.B + row0;
-    return memchr(flags, 1, active[t]) ? flags : nullptr;
+    // a bool tensor that was viewed from bytes may have other values than 0 and 1
+    for (int r = 0; r < active[t]; r++)
+      if (flags[r]) return flags;
+    return nullptr;
   }
   bool resets(const uint8_t* flags, int r, int64_t t) const { return flags[r] && !ended(r, t); }
   // reset_state of the rows that reset at step t, into a blocked matrix.

@@ -12,6 +12,7 @@
 #endif
 
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -169,7 +170,11 @@ void parallel_run(int tasks, void (*fn)(void* context, int task), void* context)
     return;
   }
   std::vector<std::thread> threads;
-  for (int i = 1; i < tasks; i++) threads.emplace_back(work, &run);
+  threads.reserve(tasks);
+  try {
+    for (int i = 1; i < tasks; i++) threads.emplace_back(work, &run);
+  } catch (const std::system_error&) {  // no more threads: those that started, and this one, do all tasks
+  }
   work(&run);
   for (std::thread& t : threads) t.join();
 }

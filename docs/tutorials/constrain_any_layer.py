@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Constrain any layer of a model
 #
-# `orthokern.parametrize` keeps the weight of any PyTorch layer orthogonal, or its singular values within a margin of 1.
+# `orthokern.parametrize` keeps the weight of any PyTorch layer orthogonal, or its singular values in 1 ± margin.
 # The layer, the optimizer and the training loop stay as they are. This tutorial constrains the layers of a deep
 # multilayer perceptron and of a `torch.nn.RNNCell`.
 
@@ -52,7 +52,7 @@ print([name for name, _ in layer.named_parameters()])
 # | `Exponential` | W = B exp(A), A skew-symmetric | square |
 # | `Cayley` | W = B (I - A/2)⁻¹ (I + A/2) | square |
 # | `Householder` | a product of reflections: orthonormal columns or rows | any |
-# | `FactorizedSpectrum` | W = U diag(s) Vᵀ, s within a margin of 1 | any |
+# | `FactorizedSpectrum` | W = U diag(s) Vᵀ, every s in 1 ± margin | any |
 # | `SchurForm` | W = P (Λ + T) Pᵀ: eigenvalues and a non-normal part | square |
 #
 # A margin limits how far the singular values may be from 1. Here the layer is not square:

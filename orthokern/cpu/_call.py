@@ -76,6 +76,12 @@ def new(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 
 
+def as_bytes(ids: Tensor) -> Tensor:
+    """Ids of any integer dtype as the bytes [n] that a kernel reads. Flat: a dimension of one may have any stride, with
+    which `view` refuses another dtype."""
+    return ids.contiguous().flatten().view(torch.uint8)
+
+
 def empty_cache() -> None:
     """Free the memory that is kept for large results."""
     if AVAILABLE:

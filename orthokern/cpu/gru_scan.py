@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern._gru_parameters import parameter_gradients
+from orthokern._products import ieee_products
 from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates, LastGrad, stored_steps
 from orthokern.cpu._call import Prepared, call, new
 
@@ -91,6 +92,7 @@ class GruSecond(NamedTuple):
     h0: Tensor  # [B,N]
 
 
+@ieee_products()
 def gru_second(
     inputs: GruInputs, options: GruOptions, states: GruStates, kept: GruKept, *cotangents: Tensor | None, need_w: bool
 ) -> GruSecond:

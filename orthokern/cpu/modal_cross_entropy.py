@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
-from orthokern.cpu._call import call, new
+from orthokern.cpu._call import as_bytes, call, new
 from orthokern.cpu.modal_scan import modal_arguments, modal_gradients, named
 
 
@@ -29,7 +29,7 @@ def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad:
         "need_grad": int(need_grad),
         "target_bytes": target.element_size(),
     }
-    tensors |= {"readout": weight, "bias": bias, "target_ids": target.view(torch.uint8)}
+    tensors |= {"readout": weight, "bias": bias, "target_ids": as_bytes(target)}
     tensors |= {"loss": loss.loss, "hits": loss.hits, "grad_readout": loss.weight, "grad_bias": loss.bias}
     call("modal_cross_entropy_fwd", dtype, sizes, {**tensors, **named(loss.inputs)})
     return loss

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from orthokern._scan_contract import ModalGradients, ModalInputs
-from orthokern.cpu._call import call, new
+from orthokern.cpu._call import as_bytes, call, new
 
 
 def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict[str, Tensor | None]]:
@@ -16,7 +16,7 @@ def modal_arguments(inputs: ModalInputs, T: int) -> tuple[dict[str, float], dict
     D, P = 0 if table is None else table.shape[0], 0 if pairs is None else pairs.shape[0]
     sizes: dict[str, float] = {"B": inputs.z0.shape[0], "T": T, "M": inputs.re.shape[0], "D": D, "P": P}
     sizes["id_bytes"] = 0 if ids is None else ids.element_size()
-    own = {"x": inputs.x if table is None else None, "ids": None if ids is None else ids.view(torch.uint8)}
+    own = {"x": inputs.x if table is None else None, "ids": None if ids is None else as_bytes(ids)}
     return sizes, {**inputs._asdict(), **own}
 
 

@@ -24,7 +24,8 @@ _TECHNICAL = (
     "plots",
     "preset",
 )
-_NO_RESULTS = ("held_out_sequences", "held_out_reached")  # counters and times of the evaluations
+# counters of the evaluations, and constants
+_NO_RESULTS = ("held_out_sequences", "held_out_reached", "held_out_success", "held_out_initial_loss")
 _ABSENT = "–"
 
 

@@ -49,7 +49,7 @@ class RunRecord:
         The number is read from "time_steps" in the records, configuration or settings. Otherwise it is computed from
         the times per iteration and per time step in the records and the number of accumulated batches.
         """
-        told = {steps for record in self.records if (steps := _time_steps(record)) is not None}
+        told = _told_time_steps(self.records)
         if told:
             return told.pop() if len(told) == 1 else None
         for place in (self.config, self.settings):
@@ -168,6 +168,9 @@ def load_run(folder: Path | str) -> RunRecord:
     except FileNotFoundError:
         pass
     result = _object(path / "result.json") or {}
+    ended = count(result.get("iteration"))
+    if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
+        result = {}
     return RunRecord(path, config, config["settings"], config["task"], records, result)
 
 
@@ -226,6 +229,22 @@ def numbers_at(record: Record, name: str) -> list[float | None] | None:
     found = [number(value) for value in values]
     fine = all(each is not None or value is None for each, value in zip(found, values, strict=True))
     return found if fine else None
+
+
+def recorded_time_steps(records: list[Record], usual: int) -> int | None:
+    """The number of time steps that all records have in common; None if they differ; `usual` if no record has one.
+
+    Example::
+
+        >>> recorded_time_steps([{"iteration": 1, "time_steps": 80}, {"iteration": 2, "time_steps": 75}], 80) is None
+        True
+    """
+    told = _told_time_steps(records) or {usual}
+    return told.pop() if len(told) == 1 else None
+
+
+def _told_time_steps(records: list[Record]) -> set[int]:
+    return {steps for record in records if (steps := _time_steps(record)) is not None}
 
 
 def _time_steps(place: dict[str, Any]) -> int | None:

@@ -23,9 +23,11 @@ from orthokern.commandline import (
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import finished_elsewhere, report
-from orthokern.reproduce.runner import Plan, train_all
+from orthokern.reproduce.runner import BudgetSpent, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
 from orthokern.reproduce.study import output_folder
+
+EXIT_FAILED, EXIT_BUDGET = 3, 4
 
 PAPERS = (vorontsov, oinit, nnrnn, kanai, constraint)
 EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
@@ -61,8 +63,8 @@ examples:
 Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
 missing keep their rows of an earlier EXPERIMENT.json, and are not trained again if they are finished there:
 copy this file to continue an experiment on another machine.
-Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged, 130 interrupted (the runs are
-saved: repeat the command to continue).
+Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 4 the budget is spent before all
+runs are done, 130 interrupted. After 4 and 130 the runs are saved: repeat the command to continue.
 """
 
 
@@ -157,28 +159,37 @@ def _run(given: Settings) -> int:
     if name not in EXPERIMENTS and name not in STUDIES:
         raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
     if name in STUDIES:
-        _show(STUDIES[name].make(given, sys.stdout))
+        try:
+            _show(STUDIES[name].make(given, sys.stdout))
+        except BudgetSpent:
+            _show([output_folder(given) / f"{name}.md"])
+            return EXIT_BUDGET
         return 0
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, given)
     runs = _chosen(experiment, given.get("only"))
     failed: dict[str, str] = {}
+    spent = False
     elsewhere = finished_elsewhere(experiment, plan)  # a damaged file is found before hours of training, not after them
     try:
         if not given.get("report"):
             open_runs = [run for run in runs if run.name not in elsewhere]
             if len(open_runs) < len(runs):
+                short = sum(not elsewhere.get(run.name, True) for run in runs)
                 say(
                     f"{len(runs) - len(open_runs)} of {len(runs)} runs are finished according to "
-                    f"{plan.folder / experiment.name}.json; to train them again, move it away"
+                    f"{plan.folder / experiment.name}.json{f', {short} of them shorter than planned' if short else ''}"
+                    "; to train them again, move it away"
                 )
             failed = train_all(plan, open_runs, sys.stdout)
+    except BudgetSpent as end:
+        failed, spent = end.failed, True
     finally:
         files = report(experiment, plan)
     _show(files)
     for run, line in failed.items():
         say(f"{run}: {line}", sys.stderr)
-    return 3 if failed else 0
+    return EXIT_FAILED if failed else EXIT_BUDGET if spent else 0
 
 
 def _show(files: Sequence[Path]) -> None:

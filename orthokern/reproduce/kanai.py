@@ -21,6 +21,7 @@ from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 from orthokern.reproduce.study import Study, conditions
 from orthokern.tasks import word_lm
 from orthokern.training.checkpoint import load_checkpoint, seed_all
+from orthokern.training.schema import check_model
 
 PAPER = "Kanai et al. 2017"
 LEGEND = ("delta", "clip")
@@ -194,7 +195,7 @@ def _language_model(given: Settings) -> word_lm.WordLm:
     data = root / "ptb" if (root / "ptb").is_dir() else root
     if not data.is_dir():
         raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see docs/experiments.md, Data)")
-    scale = {"hidden": 128, "window": 10} if given.get("quick", False) else {}
+    scale = {"hidden": 64, "window": 10} if given.get("quick", False) else {}
     settings = word_lm.complete({**word_lm.DEFAULTS, "data": str(data), "device": "cpu", "constraint": "none", **scale})
     seed_all(settings.seed)
     task = word_lm.WordLm(settings)
@@ -208,6 +209,10 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
     earlier = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
     if earlier.exists():
         found = load_checkpoint(earlier)
+        try:
+            check_model(found.get("model"), task)
+        except InputError as error:
+            raise InputError(f"{earlier} is of another model than this command times: {error}") from None
         task.model.load_state_dict(found["model"])
         return f"iteration {found['iteration']} of the run words-delta-{DELTA}", []
     # an untrained model takes thousands of iterations to reach the bound; before that, the projection changes nothing

@@ -163,15 +163,16 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, dict[str, Any]]:
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
 
 
-def finished_elsewhere(experiment: Experiment, plan: Plan) -> set[str]:
-    """Names of the runs that the JSON file of an earlier report has as finished, and whose folders are not here.
+def finished_elsewhere(experiment: Experiment, plan: Plan) -> dict[str, bool]:
+    """The runs that the JSON file of an earlier report has as finished, and whose folders are not here: name -> whether
+    the run is as long as planned.
 
     Raises:
         InputError: the file is damaged.
     """
     rows = earlier_rows(experiment.name, plan)
     return {
-        run.name
+        run.name: _row_is_finished(row, plan.length(run))
         for run in experiment.runs
         if (row := rows.get(run.name)) is not None
         and not (plan.run_folder(run) / "config.json").exists()

@@ -21,11 +21,23 @@ import torch
 from orthokern._files import RECORDS_LIMIT, count, number, open_regular, parse_json, read_object
 from orthokern.commandline import Settings, say, write
 from orthokern.errors import InputError
-from orthokern.reproduce.spec import Run, each_once
+from orthokern.reproduce.spec import Run, each_once, planned
 from orthokern.training.cli import EXIT_BAD_INPUT
 from orthokern.training.loop import EXIT_DIVERGED
 
 POLL = 0.2  # seconds between two polls of the child processes
+
+
+class BudgetSpent(Exception):
+    """The end of `Plan.budget`, before all runs were done.
+
+    Attributes:
+        failed: as returned by `train_all`.
+    """
+
+    def __init__(self, failed: dict[str, str]) -> None:
+        super().__init__()
+        self.failed = failed
 
 
 @dataclass(frozen=True)
@@ -64,16 +76,32 @@ class Plan:
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
 
+    def length(self, run: Run) -> tuple[str, ...]:
+        """The option with the length of a run: the requested one, else the planned one. () if its task derives it."""
+        if self.longer:
+            return self.longer
+        settings = planned(run, self.quick)
+        for name in ("epochs", "iterations"):
+            if settings.get(name) is not None:
+                return f"--{name}", str(settings[name])
+        return ()
+
+    def is_done(self, run: Run) -> bool:
+        return is_done(self.run_folder(run), self.length(run))
+
     def command(self, run: Run) -> list[str]:
         """The command line that trains or continues the run."""
         folder = self.run_folder(run)
-        options = [*each_once((*run.options, *(run.quick if self.quick else ()), *self.longer))]
+        begun = (folder / "config.json").exists()
+        # a run that was started with another length goes on to this one
+        length = self.length(run) if begun else self.longer
+        options = [*each_once((*run.options, *(run.quick if self.quick else ()), *length))]
         options += ["--threads", str(self.threads)]
         if self.data is not None:
             options += ["--data", str(self.data)]
         if self.device is not None:
             options += ["--device", self.device]
-        where = "--resume" if (folder / "config.json").exists() else "--out"
+        where = "--resume" if begun else "--out"
         return [sys.executable, "-m", f"orthokern.tasks.{run.task}", *options, where, str(folder)]
 
 
@@ -91,7 +119,7 @@ def is_done(folder: Path, longer: Sequence[str] = ()) -> bool:
 
     Args:
         folder: a run folder, which need not exist yet.
-        longer: as in Plan.
+        longer: an option with a length, as in Plan; without one, the length in its config.json counts.
     """
     result = result_of(folder)
     try:
@@ -105,16 +133,15 @@ def is_finished(settings: Mapping[str, Any], result: Mapping[str, Any], longer: 
     """Whether a run has ended, and is at least as long as requested.
 
     Args:
-        settings: those it was started with, as in its config.json.
+        settings: those in its config.json.
         result: the content of its result.json.
-        longer: as in Plan.
+        longer: as for `is_done`.
     """
     if result.get("diverged") or result.get("reached"):
         return True
     minutes, seconds = number(settings.get("minutes")), number(result.get("seconds"))
     if minutes is not None and seconds is not None and seconds >= 60.0 * minutes:
         return True
-    # config.json has the length that a run was started with; result.json has the number of iterations done.
     target = count(settings.get("iterations")) or 0
     for option, value in zip(longer[::2], longer[1::2], strict=True):
         per_unit = 1 if option == "--iterations" else count(settings.get("iterations_per_epoch")) or 0
@@ -239,6 +266,7 @@ def train_all(
     Raises:
         InputError: the command line or the data of a run was rejected. The other runs would be rejected as well.
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP has arrived, and the child processes have saved their runs.
+        BudgetSpent: at the end of the budget some runs are not done.
     """
     board = _Board(len(runs), stream, "runs" if successor is None else "searches")
     waiting = [open_run for run in runs if (open_run := _open(run, plan, successor)) is not None]
@@ -253,8 +281,7 @@ def train_all(
             if time.monotonic() >= deadline:
                 left = f"{len(runs) - done} {board.what} are not done"
                 board.say(f"the budget is spent: {left}; the same command goes on")
-                _stop(children)
-                break
+                raise BudgetSpent(failed)
             while waiting and len(children) < plan.jobs:
                 run = waiting.pop(0)
                 children[run.name] = _Child(run, plan)
@@ -298,7 +325,7 @@ def _stop(children: dict[str, _Child]) -> None:
 def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -> Run | None:
     """The first run of a chain that is not done, or None."""
     following: Run | None = run
-    while following is not None and is_done(plan.run_folder(following), plan.longer):
+    while following is not None and plan.is_done(following):
         following = None if successor is None else successor(following)
     return following
 

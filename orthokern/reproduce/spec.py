@@ -157,8 +157,6 @@ def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
     task, given = _task(run), _given(run, quick)
     plan, parser, earlier = {**task.DEFAULTS, **given}, task.COMMAND.parser(), first_defaults(task.COMMAND.options)
     derived = {name for name, value in plan.items() if value == "auto" or (value is None and name not in given)}
-    if plan.get("schedule") == "auto":
-        derived.add("lr_decay")
     compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
     compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
     # `earlier`: for a setting that an older version did not have

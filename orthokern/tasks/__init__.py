@@ -7,13 +7,14 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
 import pkgutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orthokern._files import read_object
+from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import InputError, unknown_name
 
 __all__ = ["Result", "names", "run"]
@@ -96,12 +97,14 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     if code == 2:
         raise InputError(message.removeprefix("error: "))
     folder = Path(out)
-    with contextlib.suppress(FileNotFoundError):  # a run that was interrupted before its first iteration has no records
-        values = json.loads((folder / "result.json").read_text())
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        chosen = json.loads((folder / "config.json").read_text())["settings"]
-        return Result(task, folder, chosen, code, message, values, records)
-    return Result(task, folder, dict(settings), code, message, {}, [])
+    values: dict[str, Any] = {}
+    chosen = dict(settings)
+    # A run that diverged or was interrupted has no result.json.
+    with contextlib.suppress(FileNotFoundError):
+        values = read_object(folder / "result.json")
+    with contextlib.suppress(FileNotFoundError):
+        chosen = read_object(folder / "config.json")["settings"]
+    return Result(task, folder, chosen, code, message, values, read_metrics(folder / "metrics.jsonl"))
 
 
 def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:

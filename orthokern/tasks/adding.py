@@ -116,6 +116,9 @@ class AddingOptions(StartOptions, DrawnOptions):
         ("auto", *SCHEDULES),
         f"as in the other tasks; auto: with the start silent inverse with D = {DECAY:g}, else constant",
     )
+    lr_decay: float = redeclared(
+        DrawnOptions, "lr_decay", default=None, shown=f"{DECAY:g} with the schedule auto and the start silent, else 0"
+    )
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
@@ -370,10 +373,11 @@ def complete(settings: Settings) -> AddingOptions:
             f"--sigma {settings['sigma']:g} with --start silent: each sets all weights; give one of the two"
         )
     T = settings["T"]
+    decreases = silent and settings["schedule"] == "auto"
     if settings["schedule"] == "auto":
         settings = {**settings, "schedule": "inverse" if silent else "constant"}
-        if silent and settings["lr_decay"] == 0.0:
-            settings["lr_decay"] = DECAY
+    if settings["lr_decay"] is None:
+        settings = {**settings, "lr_decay": DECAY if decreases else 0.0}
     rates = {name: rate / T for name, rate in RATES_TIMES_T.items()}
     if settings["model"] not in EXPONENTIALS or not silent:
         del rates["skew_lr"]

@@ -16,6 +16,7 @@ from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.diagnostics.runs import recorded_time_steps
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
@@ -336,11 +337,11 @@ class GruTask(Task):
     def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
         from orthokern.diagnostics import plots
 
-        title = self.title()
+        title, length = self.title(), recorded_time_steps(records, self.time_steps)
         drawn = [
             plots.plot_losses(records, folder / "learning.png", label=f"nats per {self.unit}", title=title),
             plots.plot_stability(records, folder / "stability.png", title=title),
-            plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
-            plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
+            plots.plot_gradients(records, folder / "gradients.png", length=length, title=title),
+            plots.plot_states(records, folder / "states.png", length=length, title=title),
         ]
         return [path for path in drawn if path is not None]

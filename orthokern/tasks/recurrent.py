@@ -17,6 +17,7 @@ from orthokern.commandline import LARGEST_INTEGER, Needs, Settings, file_name, i
 from orthokern.data import stream_rows
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
+from orthokern.diagnostics.runs import recorded_time_steps
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
@@ -269,11 +270,12 @@ class RecurrentTask(Task):
         title = f"{self.name}, {self.title()}"
         margin = self.settings.margin if self.settings.model == "factorized" else None
         goals: dict[str, Any] = {"baseline": self.baseline, "goal": self.goal, "loss_label": self.loss_label}
+        length = recorded_time_steps(records, self.time_steps)
         drawn = [
             plots.plot_learning(records, folder / "learning.png", title=title, **goals),
             plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
-            plots.plot_gradients(records, folder / "gradients.png", length=self.time_steps, title=title),
-            plots.plot_states(records, folder / "states.png", length=self.time_steps, title=title),
+            plots.plot_gradients(records, folder / "gradients.png", length=length, title=title),
+            plots.plot_states(records, folder / "states.png", length=length, title=title),
             plots.plot_angles(records, folder / "angles.png", title=title),
         ]
         if self.settings.model == "nnrnn":

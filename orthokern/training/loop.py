@@ -176,6 +176,8 @@ def iterations(
         state.restore()
     state.prepare_for_loss()
     state.open_log(resume)
+    if resume:
+        state.keep_settings()
     profiler = Profiler(settings.profile if shard.first else None, task.device)
     try:
         task.module = distributed.wrap(task.model)
@@ -205,7 +207,7 @@ def _iterations(
     shown_ms = None
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
-    over = state.is_over(settings)
+    over = _is_over_at_once(state, settings)
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
@@ -293,6 +295,15 @@ def _iterations(
     return Outcome(128 + number, False, state.iteration, seconds, state.evaluation, message)
 
 
+def _is_over_at_once(state: RunState, settings: LoopSettings) -> bool:
+    """Whether a run ends before its first iteration. A resumed run may end earlier than planned before, at an iteration
+    that was not evaluated: it is evaluated now."""
+    over = state.is_over(settings)
+    if over and not state.reached and 0 < state.iteration != state.evaluated_at:
+        _evaluate(state, False)
+    return over
+
+
 def _averaged(task: Task) -> AbstractContextManager[None]:
     return nullcontext() if task.average is None else task.average.in_model()
 
@@ -327,7 +338,7 @@ def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
 
     with _averaged(task):
         evaluation = distributed.on_first(evaluate)
-        state.evaluation = evaluation
+        state.evaluation, state.evaluated_at = evaluation, state.iteration
         score = task.score(evaluation)
         if math.isfinite(score) and (state.best is None or score > state.best["score"]):
             state.best = {"score": score, "iteration": state.iteration}

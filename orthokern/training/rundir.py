@@ -141,6 +141,15 @@ class RunFolder:
                 self._made = [self.path, *above]
                 return
 
+    def rewrite(self) -> None:
+        """Writes config.json again, with the settings that a resumed run changed: the next one continues with these.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.config["threads"] = self.config["settings"].get("threads")
+        write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
+
     def lock(self) -> Lock:
         """Transfers the lock that `create` or `open` acquired to the caller.
 

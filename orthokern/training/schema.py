@@ -48,6 +48,8 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
     check_like("reached", payload["reached"], False)
     _check_best(payload["best"], iteration)
     _check_evaluation(payload["evaluation"])
+    if payload.get("evaluated_at") is not None:
+        check_integer("evaluated_at", payload["evaluated_at"])
     check_model(payload["model"], task)
     _check_optimizer(payload["optimizer"], fresh["optimizer"], task, iteration)
     for name, schedule in (("scheduler", task.scheduler), ("plateau", task.plateau)):

@@ -64,6 +64,7 @@ class RunState:
         self.saved_at: int | None = None
         self.best: dict[str, Any] | None = None
         self.evaluation: dict[str, float] | None = None
+        self.evaluated_at: int | None = None  # the iteration of the evaluation
         self.reached = False
         self.moved = False  # whether the optimizer has taken a step in this call
         self.earlier_seconds = 0.0
@@ -94,6 +95,20 @@ class RunState:
             self.log = log
 
         distributed.on_first(open_file)
+
+    def keep_settings(self) -> None:
+        """Writes the settings of a resumed run to config.json, on rank 0. On a full disk the run trains anyway."""
+
+        def rewrite() -> None:
+            try:
+                self.run.rewrite()
+            except OSError as error:
+                self.progress.line(
+                    f"warning: {self.run.path / 'config.json'} not written: {error.strerror or error}; "
+                    "a later --resume needs the options of this one again"
+                )
+
+        distributed.on_first(rewrite)
 
     def restore(self) -> None:
         """Continues from the checkpoint in the folder, which rank 0 reads for all ranks. Without a checkpoint (the run
@@ -146,7 +161,7 @@ class RunState:
         path = self.run.checkpoint
         fresh = self._payload([rng_state()])
         lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
-        lacking -= {"data"}  # a checkpoint of an older version does not have it either
+        lacking -= {"data", "evaluated_at"}  # a checkpoint of an older version does not have them either
         lacking -= {name for name in ("plateau", "average") if fresh[name] is None}  # then too
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
@@ -190,6 +205,7 @@ class RunState:
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
         self.saved_at = self.iteration
         self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
+        self.evaluated_at = payload.get("evaluated_at")
 
     def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
         if self.shard.rank < len(states):
@@ -215,6 +231,7 @@ class RunState:
             "rng_of_other_ranks": rng[1:],
             "best": self.best,
             "evaluation": self.evaluation,
+            "evaluated_at": self.evaluated_at,
             "reached": self.reached,
         }
 

@@ -29,7 +29,7 @@ from helpers import (
     with_poisoned_padding,
 )
 
-from orthokern import cpu, dispatch
+from orthokern import cpu, dispatch, functional
 from orthokern._scan_contract import LastGrad
 from orthokern.ops.activations import NAMES
 
@@ -360,3 +360,15 @@ def test_lengths_of_one_backend_in_the_other(op: str, backend: str, checkpoint_e
             actual = run_scan(problem, fwd, checkpoint_every=checkpoint_every, bwd_backend=bwd, **options)
             for name in problem.grad_names():
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
+
+
+def test_half_a_million_sequences_on_one_thread() -> None:
+    """Products of two numbers of rows exceed 32 bits."""
+    B, threads = 500_000, torch.get_num_threads()
+    x, h0, w = torch.randn(1, B, 2), torch.randn(B, 2), torch.randn(2, 2)
+    torch.set_num_threads(1)
+    try:
+        hs = functional.dense_scan(x, w, h0, activation="identity", backend="cpu")
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(hs[0], x[0] + h0 @ w.mT, rtol=1e-5, atol=1e-5)

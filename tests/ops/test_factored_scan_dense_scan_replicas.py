@@ -413,3 +413,16 @@ def test_second_derivatives_of_replicas(activation: str) -> None:
     torch.testing.assert_close(twice, outside)
     alone = [grad(norm)(*(t if p is None else t[r] for t, p in zip(constants, places, strict=True))) for r in range(2)]
     torch.testing.assert_close(twice, torch.stack(alone))
+
+
+def test_checkpoints_further_apart_than_any_sequence() -> None:
+    """The largest distance that is accepted means one checkpoint for each model."""
+    of_all = problems("dense_scan", "features", count=2)
+    found = []
+    for every in (2**63 - 1, 1000):
+        run = states(of_all[0], checkpoint_every=every)
+        tensors = [t.clone().requires_grad_() for t in stacked(of_all) if t is not None]
+        hs = vmap(run)(*tensors)
+        found.append(torch.autograd.grad(hs.square().sum(), tensors))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -205,3 +205,18 @@ def test_opcheck_and_compile_with_resets(op: str) -> None:
 
     for a, e in zip(run(compiled(call_functional)), run(call_functional), strict=True):
         assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_any_byte_but_zero_is_a_reset(op: str) -> None:
+    """A bool tensor that is a view of bytes may have other values than 0 and 1."""
+    problem = scan_problem(op, B=8, T=6, N=5, K=3, D=2, activation="tanh", inputs="features")
+    flags = torch.zeros(6, 8, dtype=torch.uint8)
+    flags[3], flags[4, 2] = 255, 2
+    state = state_for(problem)
+    viewed, plain = (
+        run_scan(dataclasses.replace(problem, resets=resets, reset_state=state), "cpu")
+        for resets in (flags.view(torch.bool), flags > 0)
+    )
+    for name, tensor in plain.items():
+        assert torch.equal(viewed[name], tensor), name

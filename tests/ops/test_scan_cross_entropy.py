@@ -384,6 +384,20 @@ def test_modules(Module: Any, layers: int, options: dict[str, Any]) -> None:
             assert (a - b).norm() <= 1e-9 * b.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
+def test_a_batch_of_one_that_was_transposed(dtype: torch.dtype) -> None:
+    """[T, 1] with strides (1, T) is contiguous, and yet torch does not view it as another dtype."""
+    torch.manual_seed(0)
+    rnn, readout = RNN(5, 4, nonlinearity="identity", batch_first=True), torch.nn.Linear(4, 3)
+    ids, target = torch.randint(0, 5, (1, 12), dtype=dtype), torch.randint(0, 3, (1, 12), dtype=dtype)
+    losses = [
+        rnn.loss(x, readout, y, algorithm=algorithm)[0]
+        for algorithm in ("modal", "sequential")
+        for x, y in ((ids, target), (torch.nn.functional.one_hot(ids.long(), 5).float(), target))
+    ]
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(4), rtol=1e-5, atol=0.0)
+
+
 def test_layouts() -> None:
     torch.manual_seed(0)
     rnn, readout = FactorizedRNN(3, 8, nonlinearity="identity", batch_first=True), nn.Linear(8, 4)
