@@ -242,6 +242,13 @@ def test_another_gpu_can_be_pretended(module: Any) -> None:
         selftest(module, "reverse", torch.randn(100), (100,))
 
 
+def test_a_limit_on_shared_memory_is_never_lowered(module: Any) -> None:
+    """A launch between the call that raises its limit and its start must not lose it to another thread."""
+    failed, limits_set = module.race_for_shared_memory(8, 2000)
+    assert failed == 0
+    assert 4 <= limits_set <= 4 * 50  # two kernels on two devices, at most once for each of the sizes 1 to 50
+
+
 # ---------------------------------------------------------------------------------------------------------- activations
 
 

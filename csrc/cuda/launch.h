@@ -16,9 +16,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 namespace orthokern::cuda {
 
@@ -35,8 +38,31 @@ struct Launch {
 };
 
 // By default the static and the dynamic shared memory of a block are limited to 48 KB in total. The size of the static
-// part is not known here, so every launch with dynamic memory sets the attribute for a larger limit.
+// part is not known here, so every launch with dynamic memory raises the attribute for a larger limit, if it is lower.
 inline bool asks_for_shared_memory(const Launch& at) { return at.shared_bytes > 0; }
+
+// The largest limit on dynamic shared memory that a kernel has been given, by device. Limits only go up: a host thread
+// that lowered one could do so between the call that raised it in another thread and the launch that needs it.
+class SharedMemoryLimits {
+ public:
+  static SharedMemoryLimits& of_process() {
+    static SharedMemoryLimits* const limits = new SharedMemoryLimits;  // never destroyed: threads may launch at the end
+    return *limits;
+  }
+  // Call set(bytes), which throws if it fails, unless the limit is as large already.
+  template <class Set>
+  void raise(int device, const void* kernel, size_t bytes, Set set) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    size_t& limit = limits_[{device, kernel}];
+    if (bytes <= limit) return;
+    set(bytes);
+    limit = bytes;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, const void*>, size_t> limits_;
+};
 
 struct DeviceLimits {
   int major, minor;  // compute capability
@@ -97,8 +123,11 @@ void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t
   config.gridDim = at.grid, config.blockDim = at.block, config.dynamicSmemBytes = at.shared_bytes,
   config.stream = at.stream;
   if (asks_for_shared_memory(at))
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(at.shared_bytes)),
-          "asking for shared memory");
+    SharedMemoryLimits::of_process().raise(
+        current_device(), reinterpret_cast<const void*>(kernel), at.shared_bytes, [&](size_t bytes) {
+          check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+                "asking for shared memory");
+        });
   if (at.cluster > 1) {
     if (at.cluster > 8)
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),

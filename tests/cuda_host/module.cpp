@@ -2,14 +2,39 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "cuda/bindings.h"
 #include "cuda/step_graph.h"
 #include "runtime.h"
 
 namespace py = pybind11;
+
+// Host threads launch two kernels on two devices with memory of sizes that go up and down. Returns how often a launch would have failed,
+// since the limit of its kernel was below its size, and how often a limit was set.
+static std::pair<int, int> race_for_shared_memory(int threads, int launches) {
+  orthokern::cuda::SharedMemoryLimits limits;
+  static const char kernels[2] = {};
+  std::atomic<size_t> attribute[2][2] = {};
+  std::atomic<int> failed = 0, set = 0;
+  std::vector<std::thread> running;
+  for (int t = 0; t < threads; t++)
+    running.emplace_back([&, t] {
+      for (int i = 0; i < launches; i++) {
+        const size_t bytes = static_cast<size_t>(1 + (i * 7919 + t * 104729) % 50);
+        const int device = i % 2, kernel = i / 2 % 2;
+        limits.raise(device, kernels + kernel, bytes, [&](size_t to) { attribute[device][kernel] = to, set++; });
+        std::this_thread::yield();
+        if (attribute[device][kernel] < bytes) failed++;
+      }
+    });
+  for (std::thread& thread : running) thread.join();
+  return {failed, set};
+}
 
 void selftest(const std::string& name, uintptr_t in, uintptr_t out, int size, int variant);  // selftest.cu
 
@@ -30,6 +55,7 @@ PYBIND11_MODULE(orthokern_cuda_host, m) {
   m.def("current_device", [] { return cuda_host::device; });
   m.def("devices_used", [] { return std::exchange(cuda_host::devices_used, {}); }, "The devices that calls have used since the last question.");
   m.def("selftest", selftest, "A kernel of selftest.cu.");
+  m.def("race_for_shared_memory", race_for_shared_memory, "(launches that would have failed, limits that were set) of many host threads.");
 
   m.def("hold", [](int how) { cuda_host::hold(static_cast<cuda_host::Holding>(how)); },
         "0: work is carried out at once; 1: run_held does it; 2: so, and streams say that they are being captured.");
