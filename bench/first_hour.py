@@ -5,7 +5,8 @@
 
 Every measurement is a process of its own under a time limit, and so is the whole. Results go into
 ``bench/results/first-hour-<GPU>-<hash of the sources>``, a JSON file and a log for each measurement. A second call
-continues with the measurements without a result; ``--again NAME`` repeats those whose names begin with NAME.
+continues with the measurements without a result, and repeats those that failed; ``--again NAME`` repeats those whose
+names begin with NAME.
 ``report.md`` in this folder is rewritten after every measurement.
 """
 
@@ -199,9 +200,13 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
     log = folder / f"{job.name}.log"
     with log.open("w") as output:
         # a group of its own, so that the limit also ends what it has started
-        process = subprocess.Popen(
-            job.command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                job.command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:  # as the probe that could not be compiled
+            yield {"name": job.name, "status": "failed", "error": str(error)}
+            return
         try:
             status = process.wait(limit)
         except BaseException as error:
@@ -218,7 +223,8 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
         status_of = "failed" if "error" in record else "ok"
         name = record.pop("case")
         yield {"name": name, "status": status_of, "seconds": seconds, **record}
-    if status is None:
+    timed_out = status is None
+    if timed_out:
         error = f"ran past {limit:.0f} s"
     elif status not in job.passes:
         last = [line for line in text.splitlines() if line.strip()]
@@ -229,7 +235,8 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
         done: dict[str, Any] = {"name": job.name, "status": "ok", "seconds": seconds}
         yield {**done, "result": records} if job.lines else done
         return
-    yield {"name": job.name, "status": "failed", "seconds": seconds, "error": error}
+    failed = {"name": job.name, "status": "failed", "seconds": seconds, "error": error}
+    yield {**failed, "timed_out": True} if timed_out else failed
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
@@ -349,7 +356,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = [name for job in plan for name in (case_names() if job.name == "cases" else [job.name])]
     for job in plan:
         wanted = job.name == "cases" or not options.only or any(job.name.startswith(name) for name in options.only)
-        done = load(folder)
+        records = load(folder)
+        done = {name for name, record in records.items() if record["status"] == "ok"}
+        if job.name == "build":  # nothing else counts after one that failed
+            wanted = wanted or ("build" in records and "build" not in done)
         if job.name == "cases":  # of many cases in one process: those that are missing
             left = [n for n in planned if n in job.command and n not in done]
             if options.only:
@@ -362,11 +372,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left_seconds = deadline - time.monotonic()
         if left_seconds < 5:
             break
+        names = set()
         for record in run(job, min(job.limit, left_seconds), folder):
-            store(folder, record)
+            names.add(record["name"])
+            if record.get("timed_out") and left_seconds < job.limit:  # the whole had no more time: no result
+                record["status"] = "cut off"
+            else:
+                store(folder, record)
             print(f"{record['status']:>13}  {record['name']}  {record.get('error', '')}".rstrip(), flush=True)
+        if job.name not in names:  # all cases ran to their end, maybe after a call in which the process died
+            (folder / f"{job.name}.json").unlink(missing_ok=True)
         report(folder, chip, dry, planned)
-        if job.name == "build" and load(folder)["build"]["status"] != "ok":
+        if job.name == "build" and load(folder).get("build", {}).get("status") != "ok":
             break
     print(report(folder, chip, dry, planned))
     print(f"results: {folder}")

@@ -79,6 +79,80 @@ def test_a_case_that_fails_leaves_those_before_it(script: Any, tmp_path: Path) -
     assert failed["status"] == "failed" and "exit status -6" in failed["error"]
 
 
+def test_a_second_call_repeats_what_failed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The build above all: until it has succeeded nothing else runs, also with --only."""
+    works = tmp_path / "works"
+    code = "import pathlib, sys; sys.exit(not pathlib.Path(sys.argv[1]).exists())"
+    flaky = (sys.executable, "-c", code, str(works))
+    steady = (sys.executable, "-c", "")
+    plan = [
+        script.Job("build", flaky, 60),
+        script.Job("probe", (str(tmp_path / "not-compiled"),), 60),
+        script.Job("flaky", flaky, 60),
+        script.Job("steady", steady, 60),
+        script.Job("tool", (), 60, missing="not found"),
+    ]
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA X1, 9.0")
+    monkeypatch.setattr(script, "jobs", lambda *_: plan)
+    out, ran = tmp_path / "out", []
+    true_run = script.run
+    monkeypatch.setattr(script, "run", lambda job, *rest: ran.append(job.name) or true_run(job, *rest))
+
+    def call(*arguments: str) -> tuple[int, list[str]]:
+        ran.clear()
+        return script.main(["--out", str(out), *arguments]), list(ran)
+
+    assert call() == (1, ["build"]) and call("--only", "steady") == (1, ["build"])
+    works.touch()
+    assert call("--only", "steady") == (0, ["build", "steady"])
+    works.unlink()
+    assert call() == (1, ["probe", "flaky", "tool"])
+    works.touch()
+    plan[1] = script.Job("probe", steady, 60)
+    assert call() == (0, ["probe", "flaky", "tool"]) and call() == (0, ["tool"])
+
+
+def test_what_the_end_of_the_hour_cuts_off_has_no_result(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    sleep = (sys.executable, "-c", "import time; time.sleep(60)")
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA X1, 9.0")
+    plan = [script.Job("whole", sleep, 60)]
+    monkeypatch.setattr(script, "jobs", lambda *_: plan)
+    assert script.main(["--out", str(tmp_path), "--minutes", "0.1"]) == 0
+    told = capsys.readouterr().out
+    assert "cut off  whole  ran past" in told and "## Not run\n\nwhole\n" in told
+    assert not script.load(tmp_path)
+    plan[0] = script.Job("own", sleep, 1)
+    assert script.main(["--out", str(tmp_path), "--minutes", "0.5"]) == 1
+    assert script.load(tmp_path)["own"]["status"] == "failed"
+
+
+def test_cases_that_failed_run_again(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those alone; and a process that died is forgotten where the cases that it left have run."""
+    code = (
+        "import json, os, pathlib, sys\n"
+        "works = pathlib.Path(sys.argv[1]).exists()\n"
+        "for name in sys.argv[2:]:\n"
+        "    if name == 'c' and not works: os.abort()\n"
+        "    failed = {'error': 'no'} if name == 'b' and not works else {'result': {}}\n"
+        "    print(json.dumps({'case': name, **failed}), flush=True)\n"
+    )
+    works, names = tmp_path / "works", ["a", "b", "c", "d"]
+    job = script.Job("cases", (sys.executable, "-c", code, str(works), *names), 60, lines=True)
+    monkeypatch.setattr(script, "jobs", lambda *_: [job])
+    monkeypatch.setattr(script, "case_names", lambda: names)
+    out = tmp_path / "out"
+    call = ["--dry-run", "--out", str(out)]
+    assert script.main(call) == 1
+    statuses = {name: record["status"] for name, record in script.load(out).items()}
+    assert statuses == {"a": "ok", "b": "failed", "cases": "failed"}
+    before = (out / "a.json").stat().st_mtime_ns
+    works.touch()
+    assert script.main(call) == 0
+    assert set(script.load(out)) == set(names) and (out / "a.json").stat().st_mtime_ns == before
+
+
 def test_verdicts_and_report(script: Any, tmp_path: Path) -> None:
     bar = script.BARS["times-tanh-N128"]
     assert [script.verdict(v, bar) for v in (bar.goal, bar.bar, bar.bar * 1.01)] == ["goal", "bar", "MISSED"]
