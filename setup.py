@@ -53,7 +53,7 @@ ISA_PROBES = {
     "avx2": "#include <immintrin.h>\n__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }\n",
     "avx512": "#include <immintrin.h>\n__m512d f(__m512i a) { return _mm512_cvtepi64_pd(a); }\n",
 }
-CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the last one those to come
+CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the highest those to come
 
 
 def fail(message: str) -> NoReturn:
@@ -189,9 +189,13 @@ class Cuda:
         return archs
 
     def gencode(self) -> list[str]:
-        """One binary for each architecture, and PTX of the last one for GPUs to come."""
+        """One binary for each architecture, and PTX of the highest one for GPUs to come.
+
+        That of 90a or 100f is for its own generation, so it is taken where the list has no other.
+        """
         binaries = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*binaries, f"-gencode=arch=compute_{self.archs[-1]},code=compute_{self.archs[-1]}"]
+        highest = max(self.archs, key=lambda arch: (arch.isdigit(), int(arch.rstrip("af"))))
+        return [*binaries, f"-gencode=arch=compute_{highest},code=compute_{highest}"]
 
 
 class NinjaBuild(build_ext):

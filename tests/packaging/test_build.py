@@ -191,6 +191,16 @@ def test_cuda_rule_without_cuda(
         assert cuda.nvcc is None and cuda.reason.startswith(outcome)
 
 
+@pytest.mark.parametrize(
+    ("archs", "ptx"), [("80 90 100", "100"), ("100 80 90", "100"), ("80 90a", "80"), ("100f 90a", "100f"), ("80", "80")]
+)
+def test_ptx_is_that_of_the_highest_architecture(script: ModuleType, archs: str, ptx: str) -> None:
+    """In whatever order they are asked for; PTX of 90a runs on no later GPU."""
+    flags = script.Cuda("nvcc", archs.split(), "").gencode()
+    assert flags[:-1] == [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split()]
+    assert flags[-1] == f"-gencode=arch=compute_{ptx},code=compute_{ptx}"
+
+
 def test_instruction_sets_that_the_compiler_refuses(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
