@@ -997,6 +997,23 @@ def test_path_by_size(op: str, harness: Any) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_code_for_older_gpus_has_no_clusters(op: str, harness: Any, override: Any) -> None:
+    """A build for sm_80 alone on an H200: the driver compiles its PTX, whose code traps where it needs clusters."""
+    for code, path, split in ((80, STEPS, 1), (90, CLUSTER, 4)):
+        harness.set_chip(code=code)
+        assert plan(op, 100, 50)["path"] == RESIDENT
+        assert (plan(op, 500, 50)["path"], plan(op, 1100, 1)["cluster"]) == (path, split)
+    harness.set_chip(code=80)
+    check(scan_problem(op, B=3, T=3, N=257))
+    override({"path": CLUSTER})
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        plan(op, 500, 50)
+    override({"path": STEPS, "cluster": 2})
+    with pytest.raises(RuntimeError, match="no clusters of 2 blocks on this device with this build"):
+        plan(op, 500, 50)
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_sequences_are_spread_over_the_gpu(op: str) -> None:
     # a multiprocessor holds two blocks of a dense map
     expected = [1, 1, 2, 2, 4, 8] if op == "factored_scan" else [1, 1, 1, 1, 2, 4]

@@ -116,6 +116,15 @@ inline DeviceLimits device_limits() {
           static_cast<size_t>(get(cudaDevAttrMaxSharedMemoryPerMultiprocessor))};
 }
 
+// The compute capability that the code of a kernel was compiled for, as 90. It is below that of the device where the
+// build has no binary for it and the driver has compiled older PTX: __CUDA_ARCH__ was that of the PTX.
+template <class... Parameters>
+int compiled_for(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, kernel), "asking for the code of a kernel");
+  return attributes.ptxVersion;
+}
+
 template <class... Parameters>
 void prepare(void (*kernel)(Parameters...), const Launch& at, cudaLaunchConfig_t& config,
              cudaLaunchAttribute* attribute) {
@@ -190,6 +199,11 @@ inline DeviceLimits device_limits() {
   cuda_host::note_device();
   const cuda_host::Chip& chip = cuda_host::chip;
   return {chip.major, chip.minor, chip.multiprocessors, chip.shared_per_block, chip.shared_per_multiprocessor};
+}
+
+template <class... Parameters>
+int compiled_for(void (*)(Parameters...)) {
+  return cuda_host::compiled_for();
 }
 
 template <class... Parameters, class... Arguments>

@@ -223,7 +223,8 @@ inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, const 
   plan.cluster =
       overrides.cluster ? overrides.cluster : step_split(plan.blocks, a.K ? std::min(a.N, a.K) : a.N, limits);
   if (plan.cluster > kMostSplit || (plan.cluster > 1 && limits.major < 9))
-    throw Error("single steps have no clusters of " + std::to_string(plan.cluster) + " blocks on this device");
+    throw Error("single steps have no clusters of " + std::to_string(plan.cluster) +
+                " blocks on this device with this build");
   plan.sums_rows = static_cast<int>(a.sequences);
   plan.work = (2 * a.N + a.K) * a.sequences + 1;
   plan.graph_steps = graph_steps_of(overrides.graph_steps);
@@ -232,11 +233,13 @@ inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, const 
 template <bool kFactored>
 ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overrides) {
   const DeviceGuard guard(a.device);
-  const DeviceLimits limits = device_limits();
+  DeviceLimits limits = device_limits();
   auto allowed = [&](ScanPath path) { return overrides.path < 0 || overrides.path == static_cast<int>(path); };
   ScanPlan plan{};
   if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
   if (models_of(a) > 1) throw Error("so many models of this size are not served by one launch");
+  // Code for older GPUs has no clusters. All kernels of a build are compiled for the same ones, so any of them tells.
+  if (limits.major >= 9 && compiled_for(step_product_kernel<false, kIeee>) < 90) limits.major = 8;
   plan = {};
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};

@@ -46,12 +46,12 @@ PYBIND11_MODULE(orthokern_cuda_host, m) {
   m.def(
       "set_chip",
       [](int major, int minor, int multiprocessors, size_t shared_per_block, size_t shared_per_multiprocessor, int largest_cluster,
-         unsigned largest_grid_yz) {
-        cuda_host::chip = {major, minor, multiprocessors, shared_per_block, shared_per_multiprocessor, largest_cluster, largest_grid_yz};
+         unsigned largest_grid_yz, int code) {
+        cuda_host::chip = {major, minor, multiprocessors, shared_per_block, shared_per_multiprocessor, largest_cluster, largest_grid_yz, code};
       },
       "The GPU that is pretended.", py::arg("major") = 9, py::arg("minor") = 0, py::arg("multiprocessors") = 132,
       py::arg("shared_per_block") = 227 << 10, py::arg("shared_per_multiprocessor") = 228 << 10,
-      py::arg("largest_cluster") = 16, py::arg("largest_grid_yz") = 65535);
+      py::arg("largest_cluster") = 16, py::arg("largest_grid_yz") = 65535, py::arg("code") = 0);
   m.def("current_device", [] { return cuda_host::device; });
   m.def("devices_used", [] { return std::exchange(cuda_host::devices_used, {}); }, "The devices that calls have used since the last question.");
   m.def("selftest", selftest, "A kernel of selftest.cu.");

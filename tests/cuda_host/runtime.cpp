@@ -202,6 +202,7 @@ std::string refuse(const Shape& s) {
   else if (!s.asks_for_shared_memory && s.shared_bytes > chip.shared_by_default)
     text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the launch did not ask for more than " << chip.shared_by_default;
   else if (s.cluster > 1 && chip.major < 9) text << "clusters need compute capability 9.0";
+  else if (s.cluster > 1 && compiled_for() < 90) text << "clusters need code for compute capability 9.0";
   else if (s.cluster < 1 || s.cluster > chip.largest_cluster) text << "invalid cluster of " << s.cluster << " blocks";
   else if (s.grid.x % static_cast<unsigned>(s.cluster)) text << "invalid configuration: " << s.grid.x << " blocks in clusters of " << s.cluster;
   return text.str();

@@ -62,9 +62,11 @@ struct Chip {
   size_t shared_per_block = 227 << 10, shared_per_multiprocessor = 228 << 10;
   int largest_cluster = 16;
   unsigned largest_grid_yz = 65535;  // blocks along y, and along z
+  int code = 0;  // the compute capability that the kernels were compiled for, as 90; 0: that of the GPU
   size_t shared_by_default = 48 << 10;  // of a block, static and dynamic, unless the launch asks for more
 };
 inline Chip chip;
+inline int compiled_for() { return chip.code ? chip.code : 10 * chip.major + chip.minor; }
 
 // The current device, and the devices on which something was launched or asked for: the machine has any number of them, all alike.
 inline int device = 0;
