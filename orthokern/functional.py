@@ -436,7 +436,8 @@ def linear_cross_entropy(
     Args:
         hidden: [..., N], floating.
         weight: [C, N]; bias: [C] or None; dtype and device of hidden.
-        target: int64 or int32 [...], hidden's shape without N, class ids in [0, C).
+        target: int64 or int32 [...], hidden's shape without N, class ids in [0, C). On a GPU they are not checked: a
+            wrong one makes the loss NaN.
         reduction: "mean" or "sum" over all rows.
         backend: see the module's docstring.
 
@@ -507,7 +508,8 @@ def scan_cross_entropy(
 
     Args:
         x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state: as in
-            ``factored_scan``; token ids may also be uint8 or int16. With resets the sequential scan is used.
+            ``factored_scan``; token ids may also be uint8 or int16. With resets the sequential scan is used. On a GPU
+            a sequential call with lengths waits for the device, since the loss is that of the rows before padding.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).

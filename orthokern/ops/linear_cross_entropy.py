@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def linear_cross_entropy(
 
     Args:
         As in ``orthokern.functional.linear_cross_entropy``, with hidden [R, N] and int64 target [R]. An explicit
-        "reference" runs plain differentiable torch code.
+        "reference" runs plain differentiable torch code. Class ids are checked on a CPU only, since a check on a GPU
+        would synchronise; there a wrong id makes the loss and the gradients of its row and of the layer NaN.
 
     Returns:
         The loss, 0-dim, in nats.
@@ -63,7 +65,7 @@ def linear_cross_entropy(
         in a fixed order.
     """
     if _route.plain(backend):
-        check_range("target", target, weight.shape[0], "class ids")
+        hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
         loss: Tensor = reference.linear_cross_entropy_fwd(hidden, readout, need_grad=False).loss
@@ -71,6 +73,27 @@ def linear_cross_entropy(
     need_grad = needs_grad(hidden, weight, bias)
     loss = torch.ops.orthokern.linear_cross_entropy_fwd(hidden, weight, bias, target, reduction, need_grad, backend)[0]
     return loss
+
+
+def _is_read(target: Tensor) -> bool:
+    """Whether the class ids are checked."""
+    return not target.is_cuda
+
+
+def _checked(hidden: Tensor, target: Tensor, classes: int, *, for_reference: bool) -> tuple[Tensor, Tensor]:
+    """(hidden [R, N], target [R]), of which every implementation gives a defined result.
+
+    InputError for a wrong class id on a CPU. The kernels of a GPU turn such an id into NaN. Torch's functions, which
+    the reference calls, would end the process's use of the GPU: there the id becomes 0, and its row of hidden NaN.
+    """
+    if _is_read(target):
+        check_range("target", target, classes, "class ids")
+    elif for_reference:
+        wrong = (target < 0) | (target >= classes)
+        # added, so that the gradient of the row is NaN too
+        nan_rows = torch.zeros_like(target, dtype=hidden.dtype).masked_fill(wrong, math.nan)
+        hidden, target = hidden + nan_rows[:, None], target.masked_fill(wrong, 0)
+    return hidden, target
 
 
 @custom_op(
@@ -86,7 +109,8 @@ def _fwd(
     leaf = dispatch.resolve(
         "linear_cross_entropy", backend, device=hidden.device, dtype=hidden.dtype, N=hidden.shape[1], C=weight.shape[0]
     )
-    check_range("target", target, weight.shape[0], "class ids")
+    plain = dispatch.backend_of(leaf) == "reference"
+    hidden, target = _checked(hidden, target, weight.shape[0], for_reference=plain)
     readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
     found = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
     return filled(found, hidden)
@@ -103,10 +127,12 @@ def _fwd_fake(
 
 
 def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
-    *tensors, target, reduction = inputs
+    hidden, weight, bias, target, reduction = inputs
+    if not _is_read(target):  # on a CPU the forward has checked it
+        hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
     reference = dispatch.leaf("linear_cross_entropy", "reference")
     found: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
-        grad_loss, tensors[0], Readout(tensors[1], tensors[2], target, reduction)
+        grad_loss, hidden, Readout(weight, bias, target, reduction)
     )
     return found
 

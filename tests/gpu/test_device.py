@@ -403,7 +403,16 @@ def small_calls(backend: str) -> dict[str, tuple[list[torch.Tensor], Callable[..
     g, rate = torch.randn(2, 130, 130, device="cuda"), torch.tensor([1e-4, 0.3], device="cuda", dtype=torch.float64)
     thin, thin_g = m[:, :, :7].contiguous(), g[:, :, :7].contiguous()
     x, grad_y, slope = (torch.randn(*shape, device="cuda") for shape in ((501, 66), (501, 66), (66,)))
+    losses: dict[str, tuple[list[torch.Tensor], Callable[..., tuple[torch.Tensor, ...]]]] = {}
+    for C in (10, 200) if backend == "triton" else ():  # a program for the classes of many rows, and for those of one
+        readout = [torch.randn(C, 66, device="cuda"), torch.randn(C, device="cuda")]
+        target = torch.randint(0, C, (501,), device="cuda")
+        losses[f"linear_cross_entropy of {C}"] = (
+            [x, *readout, target],
+            lambda *args: ops.linear_cross_entropy_fwd(*args, "mean", True, backend),
+        )
     return {
+        **losses,
         "cayley": ([m, g, rate], lambda *args: (ops.cayley(*args, backend),)),
         "thin cayley": ([thin, thin_g, rate], lambda *args: (ops.cayley(*args, backend),)),
         "activation_fwd": ([x, slope], lambda *args: (ops.activation_fwd(*args, "modrelu", backend),)),
@@ -544,12 +553,22 @@ def test_nothing_waits_for_the_device(backend: str) -> None:
     need("factored_scan", backend, N=32, K=32)
     problem = on(scan_problem("factored_scan", B=3, T=5, N=32, inputs="tokens").to(torch.float32), "cuda")
     ragged = {"lengths": torch.tensor([5, 2, 3], device="cuda"), "message_clip": 0.1}
-    run_scan(problem, backend)
-    run_scan(problem, backend, **ragged)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    calls = small_calls(backend)
+    hidden = torch.randn(20, 32, device="cuda", requires_grad=True)
+    classes, weight = torch.randint(0, 7, (20,), device="cuda"), torch.randn(7, 32, device="cuda")
+
+    def everything() -> None:
         run_scan(problem, backend)
         run_scan(problem, backend, **ragged)
+        for inputs, call in calls.values():
+            call(*inputs)
+        for name in (None, "reference"):
+            functional.linear_cross_entropy(hidden, weight, None, classes, backend=name).backward()
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -725,6 +744,22 @@ def test_linear_cross_entropy_parity(C: int, reduction: str) -> None:
         ("loss", "hidden", "weight", "bias"), *results, run(torch.float32, "cpu", "reference"), strict=True
     ):
         assert_matches_reference(*three, name=name, gradient=name != "loss")
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+@pytest.mark.parametrize("C", [10, 200])
+def test_a_wrong_class_is_nan_in_its_own_row(C: int, name: str) -> None:
+    """In the reference too, where torch's functions would end in an assertion of the device."""
+    need("linear_cross_entropy", name)
+    hidden, weight = torch.randn(6, 32, device="cuda", requires_grad=True), torch.randn(C, 32, device="cuda")
+    target = torch.randint(0, C, (6,), device="cuda")
+    target[1], target[4] = C, -1
+    loss = functional.linear_cross_entropy(hidden, weight, None, target, backend=name)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    torch.cuda.synchronize()
+    rows = grad.isnan().all(1).tolist()
+    assert bool(loss.isnan()) and rows == [False, True, False, False, True, False]
+    assert not grad[[0, 2, 3, 5]].isnan().any()
 
 
 def test_a_compiled_module() -> None:

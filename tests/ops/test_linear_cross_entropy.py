@@ -4,6 +4,7 @@ registration and autograd."""
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from orthokern import dispatch, functional
 from orthokern._scan_contract import Readout
 from orthokern.cpu import linear_cross_entropy
+from orthokern.ops import _route
 from orthokern.reference import linear_cross_entropy as reference
 
 NAMESPACE = torch.ops.orthokern
+op_module = importlib.import_module("orthokern.ops.linear_cross_entropy")  # the package has the function of that name
 WHY_NO_CPU = dispatch.absence("linear_cross_entropy", "cpu")
 
 
@@ -213,6 +216,35 @@ def test_loss_alone_keeps_nothing() -> None:
     del states
     gc.collect()
     assert reference() is None, "a finished backward still holds its inputs"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "op"])
+def test_wrong_classes_where_nobody_reads_them(plain: bool, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the reference: no error and no wait, but NaN in the loss and in all that a wrong row enters."""
+    hidden, weight, bias, target = readout(6)
+    options: dict[str, Any] = {"reduction": reduction, "backend": "reference"}
+    if not plain:  # the route of a call without an explicit backend
+        monkeypatch.setattr(_route, "plain", lambda _: False)
+
+    def results() -> list[Tensor]:
+        loss = functional.linear_cross_entropy(hidden, weight, bias, target, **options)
+        grads = torch.autograd.grad(loss, (hidden, weight, bias), create_graph=True)
+        second = torch.autograd.grad(grads[0].square().sum(), hidden)
+        return [loss.detach(), *grads, *second]
+
+    expected = results()
+    monkeypatch.setattr(op_module, "_is_read", lambda _: False)
+    monkeypatch.setattr(op_module, "check_range", lambda *_: pytest.fail("the classes were read"))
+    for one, other in zip(results(), expected, strict=True):
+        assert torch.equal(one, other)
+    target[1], target[4] = len(weight), -(2**40)
+    loss, grad_hidden, grad_weight, grad_bias, second = results()
+    assert all(bool(t.isnan().all()) for t in (loss, grad_weight, grad_bias))
+    good = torch.tensor([0, 2, 3, 5])
+    for found, want in ((grad_hidden, expected[1]), (second, expected[4])):
+        assert bool(found[[1, 4]].isnan().all()) and torch.equal(found[good], want[good])
+    assert target[1] == len(weight)  # the caller's
 
 
 def test_shapes_with_time_and_batch() -> None:
