@@ -187,6 +187,29 @@ def test_saved_tensors_that_hooks_copy(kind: str, options: dict[str, Any]) -> No
                 parameter.copy_(value)
 
 
+@pytest.mark.parametrize("kind", ["exponential", "non-normal"])
+def test_a_backward_has_the_base_of_its_forward(kind: str) -> None:
+    """That of functional_call, and none that has changed since."""
+    module, x = made(kind, dtype=torch.float64), torch.randn(2, 2, D, dtype=torch.float64)
+    other = made(kind, dtype=torch.float64, rebase_every=1)
+    other.rebase()
+    assert not torch.allclose(module.base_l0, other.base_l0)
+    expected = torch.autograd.grad(other._full_forward(x, None, None, None)[0].sin().sum(), list(other.parameters()))
+    given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    for _ in range(4):
+        loss = torch.func.functional_call(module, given, (x,))[0].sin().sum()
+        found = torch.autograd.grad(loss, list(other.parameters()), create_graph=True)
+        torch.testing.assert_close(found, expected)
+        with torch.autograd.graph.save_on_cpu():
+            loss = torch.func.functional_call(module, given, (x,))[0].sin().sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, list(other.parameters())), expected)
+        loss = other(x)[0].sum()
+        with torch.no_grad():
+            other.base_l0.mul_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def unturned(tensor: Tensor) -> Tensor:
     return tensor.mT if tensor.ndim > 1 else tensor
 

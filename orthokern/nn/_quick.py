@@ -102,9 +102,11 @@ class _Steps(torch.autograd.Function):
             (hs, h0, more), ctx.backward_ready = found, known.backward
             ctx.given = x, hx, *parameters
         ctx.module, ctx.count = module, len(parameters)
+        # the base of an ExpRNN: it may be exchanged (torch.func.functional_call) or changed before the backward
+        ctx.buffers = tuple(module._buffers)
         ctx.set_materialize_grads(False)
         # the same number and shapes in both cases, which torch.utils.checkpoint requires
-        save_tensors(ctx, x, hx, *parameters, h0 if hx is None else None, hs, *more)
+        save_tensors(ctx, x, hx, *parameters, h0 if hx is None else None, hs, *more, *module._buffers.values())
         return hs, _last(hs)
 
     @staticmethod
@@ -112,10 +114,11 @@ class _Steps(torch.autograd.Function):
         saved = saved_tensors(ctx)
         if grad_hs is None and grad_last is None:
             return (None,) * (ctx.count + 5)
-        end = ctx.count + 2
+        end, kept = ctx.count + 2, len(saved) - len(ctx.buffers)
+        buffers, saved = dict(zip(ctx.buffers, saved[kept:], strict=True)), saved[:kept]
         again = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
         if again or (ctx.backward_ready is not None and not _as_saved(ctx, saved)):
-            return None, None, None, *_derived(ctx, saved[:end], (grad_hs, grad_last))
+            return None, None, None, *_derived(ctx, saved[:end], buffers, (grad_hs, grad_last))
         return None, None, None, *_gradients(ctx, saved, grad_hs, grad_last)
 
 
@@ -169,16 +172,16 @@ def _gradients(
     return found
 
 
-def _holding(module: Recurrent, values: dict[str, Any]) -> Recurrent:
-    """A module like this one with other parameters. torch.func.functional_call exchanges those of the module itself,
-    which other threads may be using."""
+def _holding(module: Recurrent, values: dict[str, Any], buffers: dict[str, Any]) -> Recurrent:
+    """A module like this one with other parameters and buffers. torch.func.functional_call exchanges those of the
+    module itself, which other threads may be using."""
     found = object.__new__(type(module))
-    vars(found).update(vars(module), _parameters={**module._parameters, **values})
+    vars(found).update(vars(module), _parameters={**module._parameters, **values}, _buffers=buffers)
     return found
 
 
 def _derived(
-    ctx: Any, inputs: tuple[Any, ...], grads: tuple[Tensor | None, Tensor | None]
+    ctx: Any, inputs: tuple[Any, ...], buffers: dict[str, Any], grads: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by the full path, which is differentiable."""
     module = ctx.module
@@ -186,7 +189,7 @@ def _derived(
     def function(tensors: list[Any]) -> tuple[Tensor, Tensor]:
         x, hx, *values = tensors
         turned = x.transpose(0, 1) if module.batch_first else x
-        holding = _holding(module, dict(zip(module._shapes, values, strict=True)))
+        holding = _holding(module, dict(zip(module._shapes, values, strict=True)), buffers)
         output, last = holding._full_forward(turned, hx, None, None)
         assert isinstance(output, Tensor)
         return output.transpose(0, 1) if module.batch_first else output, last
