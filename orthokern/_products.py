@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,29 +22,54 @@ def ieee_products() -> Iterator[None]:
 
     float32 is IEEE float32 in this package, regardless of torch.backends and torch.set_float32_matmul_precision; a
     lower precision is selected by ``precision=`` only. The setting is global to the process, so that concurrent
-    products of other threads are IEEE too. It is restored at the end.
+    products of other threads are IEEE too. The last thread that leaves restores it as it was: a setting that was
+    inherited from another one still is.
     """
+    global _inside, _lowered
+    with _lock:
+        if _inside == 0:
+            _lowered = _lower()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _restore(_lowered)
+
+
+# The setting is changed by the first thread that enters, and restored by the last that leaves: a thread that restored
+# what it found would lower the precision of another one's products, or keep the setting of another one for good.
+_lock = threading.Lock()
+_inside = 0  # contexts that are open, of all threads
+_lowered: list[tuple[Any, str]] = []  # what was set to another precision, and the values
+
+
+def _lower() -> list[tuple[Any, str]]:
+    """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9
         before = [(kind, kind.fp32_precision) for kind in (backends.cuda.matmul, backends.mkldnn.matmul)]
         lowered = [(kind, value) for kind, value in before if value not in _EXACT]
-        try:
-            for kind, _ in lowered:
-                kind.fp32_precision = "ieee"
-            yield
-        finally:
-            for kind, value in lowered:
-                kind.fp32_precision = value
-        return
+        for kind, _ in lowered:
+            kind.fp32_precision = "ieee"
+        return lowered
     precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
     if precision == "highest":
-        yield
-        return
+        return []
     torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    return [(None, precision)]
+
+
+def _restore(lowered: list[tuple[Any, str]]) -> None:
+    for kind, value in lowered:
+        if kind is None:
+            torch.set_float32_matmul_precision(value)
+            continue
+        kind.fp32_precision = "none"  # not set; the value may be that of the backend or of all backends
+        if kind.fp32_precision != value:
+            kind.fp32_precision = value
 
 
 @functools.cache

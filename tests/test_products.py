@@ -134,6 +134,55 @@ def test_products_are_ieee() -> None:
     close(out.detach(), x.detach().double() @ w.detach().double().mT)
 
 
+def settings() -> list[Any]:
+    """The precision of products of float32, also where it is inherited."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        return [torch.get_float32_matmul_precision()]
+    return [kind.fp32_precision for kind in (backends, backends.mkldnn, backends.cuda.matmul, backends.mkldnn.matmul)]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="settings of torch 2.9 and later")
+def test_an_inherited_precision_stays_inherited() -> None:
+    backends: Any = torch.backends
+    kinds = (backends, backends.cuda.matmul, backends.mkldnn.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind, value in zip(kinds, ("tf32", "none", "none"), strict=True):
+            kind.fp32_precision = value
+        inherited = settings()
+        for _ in range(2):
+            with ieee_products():
+                assert settings()[2:] == ["ieee", "ieee"]
+            assert settings() == inherited
+        backends.fp32_precision = "ieee"
+        assert "tf32" not in settings()
+    finally:
+        for kind, value in zip(kinds, before, strict=True):
+            kind.fp32_precision = value
+
+
+def test_threads_share_one_setting() -> None:
+    """The contexts of two threads overlap: products are IEEE until the last one ends, and the setting is restored."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        outside = settings()
+        for first_ends_first in (True, False):
+            first, second = ieee_products(), ieee_products()
+            first.__enter__()
+            inside = settings()
+            assert inside != outside
+            second.__enter__()
+            ends = (first, second) if first_ends_first else (second, first)
+            ends[0].__exit__(None, None, None)
+            assert settings() == inside
+            ends[1].__exit__(None, None, None)
+            assert settings() == outside
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_autocast_does_not_reach_the_products() -> None:
     x, w = torch.randn(6, 3, 17, requires_grad=True), torch.randn(11, 17, requires_grad=True)
 
