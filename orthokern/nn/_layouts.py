@@ -55,15 +55,15 @@ def _rows(rows: Tensor, place: Tensor) -> Tensor:
 
 
 class Dense:
-    """data [T,B,D] or ids [T,B]: all sequences have T steps."""
+    """data [T,B,D] or ids [T,B]: all sequences have T steps, or lengths [B] of them. Lengths are for one direction."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, lengths: Tensor | None = None) -> None:
+        self.batch, self.lengths = batch, lengths
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         """One recurrence in one direction: data in this form -> (output in this form, last states [B,N])."""
         if not reverse:
-            hs = scan(data, h0, None)
+            hs = scan(data, h0, self.lengths)
             return hs, hs[-1]
         hs = scan(data.flip(0), h0, None)
         return hs.flip(0), hs[-1]

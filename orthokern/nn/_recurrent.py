@@ -538,7 +538,7 @@ class Recurrent(nn.Module):
         data, target = self._time_first(input, batched), self._time_first(target, batched)
         hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
-        layout = Dense(data.shape[1])
+        layout = Dense(data.shape[1], lengths)
         self._begin()
         if self.num_layers > 1:
             if tokens and data.dtype not in (torch.int64, torch.int32):

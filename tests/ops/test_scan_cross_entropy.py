@@ -410,6 +410,25 @@ def test_layouts() -> None:
     assert one.item() == pytest.approx(other.item()) and hits.shape == (9,)
 
 
+@pytest.mark.parametrize("nonlinearity", ["identity", "tanh"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("ids", [False, True])
+def test_padding_is_not_read(nonlinearity: str, layers: int, ids: bool) -> None:
+    """By no layer: neither NaN nor ids out of range."""
+    torch.manual_seed(0)
+    rnn, readout = FactorizedRNN(3, 8, layers, nonlinearity=nonlinearity, dtype=torch.float64), nn.Linear(8, 4).double()
+    lengths, padding = torch.tensor([9, 5]), torch.arange(9)[:, None] >= torch.tensor([9, 5])
+    x = torch.randint(3, (9, 2)) if ids else torch.randn(9, 2, 3, dtype=torch.float64)
+    target = torch.randint(4, (9, 2))
+    parameters = [*rnn.parameters(), *readout.parameters()]
+    expected = nn.functional.cross_entropy(readout(rnn(x)[0])[~padding], target[~padding])
+    wanted = torch.autograd.grad(expected, parameters)
+    x[padding] = -1 if ids else torch.nan
+    loss, _ = rnn.loss(x, readout, target, lengths=lengths)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted)
+
+
 def test_a_module_refuses() -> None:
     rnn, readout = FactorizedRNN(3, 8), nn.Linear(8, 4)
     x, target = torch.randn(9, 2, 3), torch.zeros(9, 2, dtype=torch.int64)
