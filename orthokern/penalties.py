@@ -230,10 +230,12 @@ class OrthogonalPenalty:
 
     def add_gradients_(self, *parts: nn.Module | Tensor) -> None:
         """Add the penalty's gradient to `.grad` of every matrix in `parts`, as for `__call__`: the same numbers as
-        those of the loss term, for less work."""
+        those of the loss term, for less work. Frozen matrices, without requires_grad, get none, as from the loss."""
         with torch.enable_grad():  # without it what a module computes from parameters would look like one
             matrices = list(self._matrices(parts))
         for matrix in matrices:
+            if not (matrix.s if isinstance(matrix, _Spectrum) else matrix).requires_grad:
+                continue
             if isinstance(matrix, _Spectrum) or not matrix.is_leaf:  # a function of parameters
                 with torch.enable_grad():
                     self._value(_distance(matrix)).backward()

@@ -281,6 +281,17 @@ def test_gradients_reach_what_a_matrix_is_computed_from_without_grad_mode_too() 
     torch.testing.assert_close(rnn.gamma_l0.grad, expected)
 
 
+def test_frozen_matrices_get_no_gradients() -> None:
+    penalty, open_ = OrthogonalPenalty(0.3), RNN(3, 4)
+    frozen = [module.requires_grad_(False) for module in (RNN(3, 4), FactorizedRNN(3, 4), ExpRNN(3, 4), GRU(3, 4))]
+    penalty.add_gradients_(*frozen, torch.randn(3, 3), open_)
+    assert all(parameter.grad is None for module in frozen for parameter in module.parameters())
+    assert open_.weight_hh_l0.grad is not None
+    frozen[0].weight_hh_l0.grad = torch.zeros(4, 4)  # from before it was frozen
+    penalty.add_gradients_(frozen[0])
+    assert not frozen[0].weight_hh_l0.grad.any()
+
+
 def test_a_part_of_a_parameter_is_descended_in_place() -> None:
     """W_hn of a GRU is a slice of what is stored; so are views that are given."""
     gru, penalty = GRU(3, 4, dtype=torch.float64), OrthogonalPenalty(on="recurrent")
