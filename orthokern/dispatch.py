@@ -119,6 +119,12 @@ def requested(backend: str | None) -> str:
     return backend
 
 
+def beside(backend: str | None) -> str:
+    """The backend of an op that only some backends have, beside the recurrence of a module, whose argument this is:
+    "auto", or "reference" where that is asked for."""
+    return "reference" if requested(backend) == "reference" else "auto"
+
+
 def plain_reference(backend: str | None) -> bool:
     """Whether a call runs the reference as plain torch code, which can be differentiated twice.
 

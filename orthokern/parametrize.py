@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import _autocast, functional
+from orthokern import _autocast, dispatch, functional
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal
@@ -93,7 +93,7 @@ class _Trivialized(_Based):
 
 def _exponential(name: str, x: Tensor) -> Tensor:
     """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
-    p = functional.skew_exp(2 * x.tril(-1))
+    p = functional.skew_exp(2 * x.tril(-1), backend=dispatch.beside(None))
     check_exponential(f"{name}: the parameter", x, p)
     return p
 

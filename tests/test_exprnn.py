@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from orthokern import InputError
+from orthokern import InputError, cpu, dispatch
 from orthokern.errors import OutOfRange
 from orthokern.init import haar_rotation_, skew_generator_
 from orthokern.nn import ExpRNN, NonNormalRNN
@@ -371,3 +371,26 @@ def test_bad_states() -> None:
         rnn.load_state_dict({**state, "_extra_state": {"uses": 1}})
     with pytest.raises(InputError, match="none of this module's skew parameters"):
         rnn.track_optimizer(torch.optim.SGD([rnn.bias_l0], lr=1.0))
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
+def test_a_default_backend_without_the_exponential(
+    kind: type[ExpRNN], backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is for the recurrence alone: the cpu backend has no exponential."""
+    x = torch.randn(40, 2, 3, dtype=F64)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(3)
+        rnn = kind(3, 6, dtype=F64, backend=backend, rebase_every=1)
+        with torch.no_grad():
+            rnn.skew_l0.add_(0.3)
+        rnn.rebase()
+        return [*rnn(x), *torch.autograd.grad(loss_of(rnn, x), list(rnn.parameters()))]
+
+    expected = results()
+    monkeypatch.setattr(dispatch, "_process_default", "cpu")
+    monkeypatch.setattr(dispatch, "_chosen", {})  # kept from calls before
+    torch.testing.assert_close(results(), expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
-from orthokern import InputError
+from orthokern import InputError, dispatch
 from orthokern.errors import OutOfRange
 from orthokern.init import haar_orthogonal_, haar_rotation_
 from orthokern.parametrize import Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm
@@ -217,3 +217,14 @@ def test_refusals(call: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         call()
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("kind", [Exponential, SchurForm])
+def test_a_default_backend_without_the_exponential(
+    kind: Callable[[Tensor], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = layer(4, 4, kind)
+    expected = linear.weight
+    monkeypatch.setattr(dispatch, "_process_default", "cpu")
+    monkeypatch.setattr(dispatch, "_chosen", {})  # kept from calls before
+    torch.testing.assert_close(linear.weight, expected)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from orthokern import _autocast, functional
+from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _few_rows
@@ -126,7 +126,7 @@ class _Exponential(Recurrent):
         name = "identity" if self.init == "legacy" else self.init
         init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
         if self.rebase_every is not None and not parameter.is_meta:
-            base.copy_(functional.skew_exp(skew_from(parameter.double())))
+            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.beside(None)))
             nn.init.zeros_(parameter)
 
     @_autocast.keeps_dtype
@@ -136,7 +136,7 @@ class _Exponential(Recurrent):
         p = functional.skew_exp(
             # the op uses the skew part of its argument: that of 2 L is L - L^T
             2 * parameter.tril(-1),
-            backend="reference" if self.backend == "reference" else None,
+            backend=dispatch.beside(self.backend),
         )
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
@@ -235,7 +235,7 @@ class _Exponential(Recurrent):
         self._rebases += 1
         self._uses = 0
         for parameter, base in self._skews():
-            moved = base.double() @ functional.skew_exp(skew_from(parameter.double()))
+            moved = base.double() @ functional.skew_exp(skew_from(parameter.double()), backend=dispatch.beside(None))
             if self._rebases % self.project_every == 0:
                 moved = _nearest_orthogonal(moved)
             for optimizer in _optimizers.get(self, ()):
