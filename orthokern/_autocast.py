@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.nn.utils.rnn import PackedSequence
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -25,6 +26,19 @@ _KINDS = ("cpu", "cuda")
 def is_on(kind: str) -> bool:
     """Whether autocast is enabled for a type of device; False for "meta", for which torch raises."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def widened(value: Any, dtype: torch.dtype) -> Any:
+    """Converts a tensor or packed sequence of 16-bit floats to ``dtype``; returns anything else unchanged."""
+    floats = value.data if isinstance(value, PackedSequence) else value
+    if isinstance(floats, Tensor) and floats.dtype in (torch.bfloat16, torch.float16):
+        return value.to(dtype)
+    return value
+
+
+def widened_inside(value: Any, like: Tensor) -> Any:
+    """Inside autocast, `widened` to the dtype of a parameter; the value itself elsewhere."""
+    return widened(value, like.dtype) if is_on(like.device.type) else value
 
 
 def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:

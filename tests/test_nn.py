@@ -678,6 +678,25 @@ def test_autocast_leaves_the_recurrence_in_float32(module: Any) -> None:
         net(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -> None:
+    """A layer of torch before them returns 16 bits."""
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 6).to(dtype).requires_grad_(), torch.randint(4, (5,))
+    activation, readout = ModReLU(6), LinearCrossEntropy(6, 4)
+    parameters = [*activation.parameters(), *readout.parameters()]
+    outside = readout.loss(activation(x.float()), target), readout.loss(x.float(), target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = readout.loss(activation(x), target), readout.loss(x, target)
+    assert activation(x.float()).dtype == torch.float32 and inside == outside
+    for one, other in zip(inside, outside, strict=True):
+        found = (torch.autograd.grad(loss, [x, *parameters], allow_unused=True) for loss in (one, other))
+        torch.testing.assert_close(*found)
+    for call in (lambda: activation(x), lambda: readout.loss(x, target)):
+        with pytest.raises(InputError, match="dtype"):
+            call()
+
+
 @pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
 def test_a_module_pickled_by_an_earlier_version_still_loads(kind: type) -> None:
     """Pickles name the file in which a class was defined when they were made."""

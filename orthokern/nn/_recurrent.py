@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
+from orthokern._autocast import widened
 from orthokern._scan_contract import ScanInputs
 from orthokern.cpu._scan import prepared_scan
 from orthokern.cpu._steps import Parts, Plan, scan_plan
@@ -47,14 +48,6 @@ Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bia
 
 # torch 2.6 has no is_exporting: there, compiled programs keep all states, as exported ones do
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-
-
-def widened(value: Any, dtype: torch.dtype) -> Any:
-    """Converts a tensor or packed sequence of 16-bit floats to ``dtype``; returns anything else unchanged."""
-    floats = value.data if isinstance(value, PackedSequence) else value
-    if isinstance(floats, Tensor) and floats.dtype in (torch.bfloat16, torch.float16):
-        return value.to(dtype)
-    return value
 
 
 class Recurrent(nn.Module):

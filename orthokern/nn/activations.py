@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
+from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
 from orthokern.nn._checks import check_backend, check_device, positive_int
 
@@ -63,10 +64,10 @@ class ModReLU(nn.Module):
         draw_start(self.bias, learned, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., N] float, of the bias's dtype -> [..., N]."""
+        """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, 16-bit x are converted to that dtype."""
         if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
-        return functional.modrelu(x, self.bias, backend=self.backend)
+        return functional.modrelu(widened_inside(x, self.bias), self.bias, backend=self.backend)
 
     def extra_repr(self) -> str:
         return "" if self.features is None else str(self.features)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import functional
+from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int
 
@@ -77,9 +78,14 @@ class LinearCrossEntropy(nn.Module):
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """hidden [..., N] float, target [...] int64 in [0, C) -> the loss, a 0-dim tensor in nats. Raises InputError
-        for shapes that do not match."""
+        for shapes that do not match. Under autocast, a 16-bit hidden is converted to the dtype of the weight."""
         return functional.linear_cross_entropy(
-            hidden, self.weight, self.bias, target, reduction=self.reduction, backend=self.backend
+            widened_inside(hidden, self.weight),
+            self.weight,
+            self.bias,
+            target,
+            reduction=self.reduction,
+            backend=self.backend,
         )
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from orthokern import _autocast
 from orthokern import init as init_
+from orthokern._autocast import widened
 from orthokern.errors import InputError
 from orthokern.nn._checks import (
     check_device,
@@ -26,7 +27,6 @@ from orthokern.nn._checks import (
     settings_text,
     share,
 )
-from orthokern.nn._recurrent import widened
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
 from orthokern.ops.peephole_scan import peephole_scan
