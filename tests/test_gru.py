@@ -222,3 +222,12 @@ def test_the_state_decays_without_input(layers: int, variant: str) -> None:
         module.recurrent_matrix(0).copy_(2.4 * torch.eye(12, dtype=F64))
     h = module(torch.zeros(3000, 4, 4, dtype=F64), h0)[1]
     assert float(h.detach()[0].abs().max()) > 0.1
+
+
+def test_there_is_no_loss_without_the_states() -> None:
+    x, target, readout = torch.randn(5, 2, 3), torch.zeros(5, 2, dtype=torch.int64), nn.Linear(4, 2)
+    for module in (GRU(3, 4), GRU(3, 4).frozen()):
+        with pytest.raises(InputError, match="^loss is not for a GRU: accepted is forward, then LinearCrossEntropy"):
+            module.loss(x, readout, target)
+        with pytest.raises(InputError, match="^explain_loss is not for a GRU: accepted is forward"):
+            module.explain_loss(5, 2, 2)

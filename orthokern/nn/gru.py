@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -217,6 +217,14 @@ class GRU(TorchRecurrent):
     def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
         w, w_in = parameters["weight_hh_l0"], parameters["weight_ih_l0"]
         return gru_plan(x, w, w_in, self.variant == "kanai", tuple(self._shapes))
+
+    def loss(self, *args: Any, **options: Any) -> NoReturn:
+        """Not for a GRU: raises InputError. Its states can be passed to LinearCrossEntropy.loss."""
+        raise InputError("loss is not for a GRU: accepted is forward, then LinearCrossEntropy.loss")
+
+    def explain_loss(self, *args: Any, **options: Any) -> NoReturn:
+        """Not for a GRU, which has no `loss`: raises InputError."""
+        raise InputError("explain_loss is not for a GRU: accepted is forward, then LinearCrossEntropy.loss")
 
     def extra_repr(self) -> str:
         return settings_text(
