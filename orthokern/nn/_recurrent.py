@@ -523,6 +523,8 @@ class Recurrent(nn.Module):
             raise InputError(
                 "loss is for one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
             )
+        if isinstance(input, PackedSequence):
+            raise InputError("input of loss is a PackedSequence; accepted: a Tensor, with lengths=")
         tokens = self._check_input(input, small_ids=True)
         batched = input.dim() == (2 if tokens else 3)
         if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:

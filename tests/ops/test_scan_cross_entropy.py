@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_modal_basis import MARGINS, factored, randn
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import _memory, functional, init
 from orthokern.diagnostics import profile_steps, tap
@@ -442,6 +443,8 @@ def test_a_module_refuses() -> None:
         FactorizedRNN(3, 8, bidirectional=True).loss(x, readout, target)
     with pytest.raises(InputError, match="activation is 'tanh'"):
         rnn.loss(x, readout, target, algorithm="modal")
+    with pytest.raises(InputError, match="^input of loss is a PackedSequence; accepted: a Tensor, with lengths="):
+        rnn.loss(pack_sequence([x[:, 0]]), readout, target[:, :1])  # type: ignore[arg-type]
 
 
 def test_the_basis_is_part_of_the_state() -> None:
