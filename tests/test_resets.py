@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 from orthokern.ops import _scan_loss
 
 KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU]
@@ -231,6 +231,16 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
             core(value, start[:, 0], is_init)
     with pytest.raises(InputError, match="rnn is bidirectional"):
         EpisodeRNN(RNN(3, 5, bidirectional=True))
+
+
+def test_episodes_need_a_module_that_takes_resets() -> None:
+    for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5), nn.Linear(3, 5), 3):
+        with pytest.raises(InputError, match="^rnn is a .*; accepted: a module whose forward takes resets and reset_"):
+            EpisodeRNN(wrong)  # type: ignore[arg-type]
+    value, is_init = torch.randn(2, 4, 3), torch.zeros(2, 4, 1, dtype=torch.bool)
+    for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):
+        assert EpisodeRNN(right)  # type: ignore[arg-type]
+    assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)
 
 
 def as_gru(rnn: Any) -> nn.GRU:
