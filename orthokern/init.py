@@ -224,7 +224,7 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
 def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, K] with independent normals of mean 0 and standard deviation `std`.
 
-    Raises InputError for a std that is not finite or not above 0.
+    Raises InputError for a std that is no number, not finite or not above 0.
 
     Example::
 
@@ -232,7 +232,11 @@ def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> 
         torch.Size([64, 32])
     """
     _check(t, "normal_")
-    if not 0.0 < std < math.inf:
+    try:
+        accepted = 0.0 < std < math.inf
+    except TypeError:  # no number
+        accepted = False
+    if not accepted:
         raise InputError(f"normal_: std must be finite and above 0, got {std!r}")
     return t if t.is_meta else t.copy_(_normal(tuple(t.shape), generator) * std)
 

@@ -71,7 +71,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
         The sum, a 0-dim tensor with a gradient for the moduli.
 
     Raises:
-        InputError: a module without a Schur form, or an unknown norm.
+        InputError: no module, or one without a Schur form; or an unknown norm.
 
     Example::
 
@@ -81,7 +81,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
     """
     if norm not in ("l1", "l2"):
         raise unknown_name("norm", norm, ("l1", "l2"))
-    found = [gamma - 1 for part in module.modules() if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    found = [gamma - 1 for part in _modules(module) if isinstance(part, HasSchurForms) for gamma in part.moduli()]
     values = [off.square().sum() if norm == "l2" else off.abs().sum() for off in found]
     return _total(values, module, "Schur form; accepted: a NonNormalRNN")
 
@@ -98,7 +98,7 @@ def triangular_decay(module: nn.Module) -> Tensor:
         The sum, a 0-dim tensor with a gradient for T.
 
     Raises:
-        InputError: a module without a Schur form.
+        InputError: no module, or one without a Schur form that has a T.
 
     Example::
 
@@ -107,9 +107,9 @@ def triangular_decay(module: nn.Module) -> Tensor:
         0
     """
     values = [
-        t.square().sum() for part in module.modules() if isinstance(part, HasSchurForms) for t in part.triangles()
+        t.square().sum() for part in _modules(module) if isinstance(part, HasSchurForms) for t in part.triangles()
     ]
-    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
+    return _total(values, module, "Schur form with a triangle; accepted: a NonNormalRNN with triangular=True")
 
 
 def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         The sum, a 0-dim tensor; for factorized recurrences with a gradient for the spectrum parameters only.
 
     Raises:
-        InputError: a module without a recurrence.
+        InputError: no module, or one without a recurrence.
 
     Cost: O(K) for a factorized recurrence; a singular value decomposition, O(N^3), for a dense one.
 
@@ -356,9 +356,15 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         >>> spectrum_prior(FactorizedRNN(3, 8)).item()
         0.0
     """
-    found = [matrix for part in module.modules() for matrix in _recurrent(part)]
+    found = [matrix for part in _modules(module) for matrix in _recurrent(part)]
     values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in found]
     return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
+
+
+def _modules(whole: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(whole, nn.Module):
+        raise InputError(f"module is a {type(whole).__name__}; accepted: a torch.nn.Module with recurrences")
+    return whole.modules()
 
 
 def _nothing_given() -> InputError:
@@ -418,7 +424,7 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         sum of s^2 over all recurrences, a 0-dim tensor with a gradient for the spectrum parameters only.
 
     Raises:
-        InputError: when there is no factorized recurrence in the module.
+        InputError: no module, or one without a factorized recurrence.
 
     Cost: O(K) per recurrence.
 
@@ -436,5 +442,5 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         GeodesicSGD clips would increase without any effect on the step. An optimizer for which U and V leave the
         manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
-    values = [(s * s).sum() for module in rnn.modules() if isinstance(module, HasSpectra) for s in module.spectra()]
+    values = [(s * s).sum() for module in _modules(rnn) if isinstance(module, HasSpectra) for s in module.spectra()]
     return _total(values, rnn, "factorized recurrence; accepted: a FactorizedRNN")

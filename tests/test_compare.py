@@ -263,8 +263,13 @@ def test_mistakes(models: str, arguments: str, text: str, capsys: pytest.Capture
 
 
 def test_mistakes_in_code() -> None:
-    for call in (lambda: compare(nn.GRU(2, 3), torch.randn(2, 2, 2), rounds=0), lambda: compare(3)):  # type: ignore
-        with pytest.raises(ValueError, match="must be"):
+    x = torch.randn(2, 2, 2)
+    for call in (
+        lambda: compare(nn.GRU(2, 3), x, rounds=0),
+        lambda: compare(nn.GRU(2, 3), x, rounds=2.5),  # type: ignore[arg-type]
+        lambda: compare(3),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError, match="must be"):
             call()
 
 

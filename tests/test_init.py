@@ -145,6 +145,11 @@ def test_meta_and_bad_tensors() -> None:
             fill(torch.empty(4, 3))
     with pytest.raises(InputError, match="did you mean 'henaff'"):
         init.initialize_(torch.empty(4, 4), "hennaf")
+    for std in ("a", None, [1.0], 0.0, float("nan")):
+        with pytest.raises(InputError, match="std must be finite and above 0, got"):
+            init.normal_(torch.empty(4, 4), std)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="std must be finite and above 0, got 'a'"):
+        init.learned_(torch.empty(4, 4), std="a")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown init"):
         init.factorized_(torch.empty(4, 4), torch.empty(4), torch.empty(4, 4), "haar")
 

@@ -12,7 +12,14 @@ from orthokern import InputError
 from orthokern.functional import cayley
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.parametrize import FactorizedSpectrum
-from orthokern.penalties import OrthogonalPenalty, composite_weight_decay, orthogonal_penalty, spectrum_prior
+from orthokern.penalties import (
+    OrthogonalPenalty,
+    composite_weight_decay,
+    modulus_penalty,
+    orthogonal_penalty,
+    spectrum_prior,
+    triangular_decay,
+)
 
 
 def composed(rnn: FactorizedRNN) -> list[torch.Tensor]:
@@ -331,3 +338,11 @@ def test_refusals_of_the_penalty() -> None:
         with pytest.raises(InputError) as error:
             call()
         assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+def test_what_a_module_must_be() -> None:
+    for call in (modulus_penalty, triangular_decay, spectrum_prior, composite_weight_decay):
+        with pytest.raises(InputError, match="^module is a Tensor; accepted: a torch.nn.Module with recurrences$"):
+            call(torch.eye(3))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no Schur form with a triangle; accepted: .* triangular=True"):
+        triangular_decay(NonNormalRNN(3, 4, triangular=False))

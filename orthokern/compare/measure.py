@@ -16,6 +16,7 @@ from orthokern import dispatch
 from orthokern.compare.result import Comparison, Errors, Times
 from orthokern.conversion import Conversion, Report, convert
 from orthokern.errors import BackendUnavailable, InputError
+from orthokern.nn._checks import positive_int
 
 SECONDS = 60.0  # no new round of timing after this, once there are LEAST_ROUNDS
 LEAST_ROUNDS = 3
@@ -53,8 +54,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         >>> found.agree
         True
     """
-    if rounds < 1:
-        raise InputError(f"rounds must be 1 or more, got {rounds}")
+    rounds = positive_int("rounds", rounds)
     theirs = _copy(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
