@@ -651,6 +651,17 @@ def test_linear_cross_entropy_module(bias: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kind", [FactorizedRNN, ExpRNN, NonNormalRNN])
+def test_a_batch_of_no_sequences(kind: Any) -> None:
+    module, resets = kind(3, 4, learned_h0=True), torch.zeros(5, 0, dtype=torch.bool)
+    for x in (torch.zeros(5, 0, 3), torch.zeros(5, 0, dtype=torch.int64)):
+        output, last = module(x, resets=resets)
+        assert output.shape == (5, 0, 4) and last.shape == (1, 0, 4)
+        for grad in torch.autograd.grad(output.sum() + last.sum(), list(module.parameters())):
+            assert not grad.any()
+    assert module.frozen().step(torch.zeros(0, 3))[0].shape == (0, 4)
+
+
 def test_no_warning_without_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -110,7 +110,6 @@ INPUTS = [
     (torch.zeros(5, 2, 4), ["4 features", "input_size = 3"]),
     (torch.zeros(5, 4), ["4 features"]),
     (torch.zeros(0, 2, 3), ["T=0"]),
-    (torch.zeros(5, 0, 3), ["B=0"]),
     (torch.zeros(0, 3), ["T=0"]),
     (torch.zeros(5, 2, 3, dtype=torch.float64), ["torch.float64", "torch.float32"]),
     (torch.zeros(5, 2, 3, dtype=torch.bfloat16), ["torch.bfloat16"]),

@@ -378,7 +378,7 @@ class Recurrent(nn.Module):
             recurrence (for the reverse direction the one at t = 0).
 
         Raises:
-            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T or B of zero.
+            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T of zero.
 
         Example::
 
@@ -404,13 +404,14 @@ class Recurrent(nn.Module):
         tokens = self._check_input(input)
         batched = input.dim() == (2 if tokens else 3)
         data = self._time_first(input, batched)
-        if data.shape[0] < 1 or data.shape[1] < 1:
-            raise InputError(
-                f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step and 1 sequence"
-            )
+        if data.shape[0] < 1:
+            raise InputError(f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step")
         hx = self._checked_hx(hx, data, batched)
         cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
-        output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
+        if data.shape[1] == 0:
+            output, h_n = self._run_empty(data, hx)
+        else:
+            output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
@@ -587,6 +588,14 @@ class Recurrent(nn.Module):
         self._begin()
         data, last = self._layers(data, hx, layout, self.num_layers, cuts)
         return data, torch.stack(last)
+
+    def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_run` of no sequences, by the run of one of zeros, which is cut off: gradients are zeros, as torch's are."""
+        data = torch.cat([data, data.new_zeros(data.shape[0], 1, *data.shape[2:])], 1)
+        if hx is not None:
+            hx = torch.cat([hx, hx.new_zeros(hx.shape[0], 1, hx.shape[2])], 1)
+        output, h_n = self._run(data, hx, Dense(1))
+        return output[:, :0], h_n[:, :0]
 
     def _layers(
         self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Cuts | None = None
