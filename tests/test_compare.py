@@ -273,6 +273,20 @@ def test_mistakes_in_code() -> None:
             call()
 
 
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.rnn(x)[0])
+
+
+def test_a_backward_that_raises() -> None:
+    with pytest.raises(InputError, match="^backward of InPlace raised RuntimeError: .*modified by an inplace"):
+        compare(InPlace(), torch.randn(2, 2, 2), rounds=1)
+
+
 def test_a_model_without_finite_outputs() -> None:
     """It would agree with anything that is NaN as well."""
     model = nn.GRU(3, 4)

@@ -44,8 +44,8 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         A `Comparison`; print it, or read its attributes.
 
     Raises:
-        InputError: the model has no module that can be replaced; or its forward raises, returns no floating-point
-            tensor, or is random even with a fixed seed.
+        InputError: the model has no module that can be replaced; or its forward or backward raises, or its forward
+            returns no floating-point tensor or is random even with a fixed seed.
 
     Example::
 
@@ -205,9 +205,14 @@ class _Run:
             self._cotangents = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
         return [c.to(t.dtype) for c, t in zip(self._cotangents, outputs, strict=True)]
 
-    def backward(self, outputs: list[Tensor]) -> None:
+    def backward(self, module: nn.Module, outputs: list[Tensor]) -> None:
         pairs = [(t, c) for t, c in zip(outputs, self.cotangents(outputs), strict=True) if t.requires_grad]
-        torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+        try:
+            torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+        except (InputError, BackendUnavailable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a user's model: as one that changes the output of a recurrence in place
+            raise InputError(f"backward of {type(module).__name__} raised {first_line(error)}") from error
 
     def results(
         self, module: nn.Module, with_backward: bool, dtype: torch.dtype | None = None
@@ -223,7 +228,7 @@ class _Run:
             torch.set_default_dtype(default)
         gradients: list[Tensor] = []
         if with_backward:
-            self.backward(outputs)
+            self.backward(module, outputs)
             wanted = [*module.parameters(), *(t for t in tensors(inputs) if t.is_floating_point())]
             gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted]
             module.zero_grad(set_to_none=True)
@@ -361,7 +366,7 @@ def _time(
                 outputs = run.forward(module, inputs)
                 middle = now()
                 if with_backward:
-                    run.backward(outputs)
+                    run.backward(module, outputs)
                     end = now()
                 if number >= 0:
                     forward[which].append(1e3 * (middle - start))
