@@ -304,8 +304,8 @@ def second_gradients(case: Case, backend: str | None) -> list[Tensor]:
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_message_clip(op: str, activation: str) -> None:
-    """The clip is no part of the forward, so finite differences of the first gradient are not its derivative's: the
-    reference's autograd is the measure. Some messages are clipped, some are not."""
+    """Reverse over reverse clips the messages of the second backward too, so finite differences are not the measure:
+    the reference's autograd is. Some messages are clipped, some are not."""
     case = scan_case(op, activation, "features", message_clip=0.5, lengths=LENGTHS)
     expected = second_gradients(case, "reference")
     for actual, e in zip(second_gradients(case, None), expected, strict=True):
@@ -465,6 +465,26 @@ def test_message_clip_is_no_part_of_the_tangent() -> None:
     for backend in (None, "reference"):
         found = torch.func.jvp(lambda *t, b=backend: case(*t, backend=b), case.plain, directions)[1]
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("op", SCANS)
+def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str, backend: str | None) -> None:
+    """Reverse over reverse is not, since the second backward clips too (docs/training.md)."""
+    case = scan_case(op, "tanh", "features", message_clip=0.5)
+
+    def gradient(*leaves: Tensor) -> tuple[Tensor, ...]:
+        def loss(*leaves: Tensor) -> Tensor:
+            return (case(*leaves, backend=backend) * case.cotangent).square().sum()
+
+        found: tuple[Tensor, ...] = torch.func.grad(loss, tuple(range(len(leaves))))(*leaves)
+        return found
+
+    directions, step = tuple(torch.ones_like(t) for t in case.plain), 1e-6
+    ends = [gradient(*(t + sign * step * d for t, d in zip(case.plain, directions, strict=True))) for sign in (1, -1)]
+    expected = [(above - below) / (2 * step) for above, below in zip(*ends, strict=True)]
+    found = torch.func.jvp(gradient, case.plain, directions)[1]
+    torch.testing.assert_close(list(found), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
