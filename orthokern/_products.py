@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,25 +26,36 @@ def ieee_products() -> Iterator[None]:
     products of other threads are IEEE too. The last thread that leaves restores it as it was: a setting that was
     inherited from another one still is.
     """
-    global _inside, _lowered
-    with _lock:
-        if _inside == 0:
-            _lowered = _lower()
-        _inside += 1
+    own = object()
     try:
+        with _lock:
+            _open.add(own)
+            _lowered.extend(_lower())  # also inside another context: the setting may have been changed since
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _restore(_lowered)
+            _open.discard(own)  # it may be missing, after a KeyboardInterrupt
+            if not _open:
+                _restore()
 
 
 # The setting is changed by the first thread that enters, and restored by the last that leaves: a thread that restored
 # what it found would lower the precision of another one's products, or keep the setting of another one for good.
-_lock = threading.Lock()
-_inside = 0  # contexts that are open, of all threads
+_lock = threading.RLock()  # a signal handler may have products too
+_open: set[object] = set()  # contexts of all threads
 _lowered: list[tuple[Any, str]] = []  # what was set to another precision, and the values
+
+
+def _begin_in_child() -> None:
+    """After a fork: contexts of other threads, and their lock, have nobody who ends them."""
+    global _lock
+    _lock = threading.RLock()
+    _open.clear()
+    _restore()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _lower() -> list[tuple[Any, str]]:
@@ -62,8 +74,9 @@ def _lower() -> list[tuple[Any, str]]:
     return [(None, precision)]
 
 
-def _restore(lowered: list[tuple[Any, str]]) -> None:
-    for kind, value in lowered:
+def _restore() -> None:
+    while _lowered:
+        kind, value = _lowered.pop()
         if kind is None:
             torch.set_float32_matmul_precision(value)
             continue

@@ -22,7 +22,7 @@ import torch
 from orthokern import commandline
 from orthokern.commandline import Parser, one_line, write
 from orthokern.errors import InputError
-from orthokern.tasks import memory
+from orthokern.tasks import copy, memory
 from orthokern.tasks.network import MODELS
 
 TASKS = (
@@ -252,6 +252,11 @@ def test_help_and_errors_on_any_stream(name: str, monkeypatch: pytest.MonkeyPatc
         code, text = with_streams(monkeypatch, out, err, name, "--help")
         assert code == 0 and ("usage: " in text) == (out in ("ascii", "latin-1"))
         assert with_streams(monkeypatch, out, err, name, "--ünknown")[0] == 2
+
+
+@pytest.mark.parametrize("text", ["-1e-2", "-0.01", "-.01"])
+def test_a_negative_number_is_a_value(text: str) -> None:
+    assert copy.COMMAND.parser().parse(["--slope", text]) == {"slope": -0.01}
 
 
 @pytest.mark.parametrize("out, err", PAIRS)

@@ -659,6 +659,9 @@ def test_a_batch_of_no_sequences(kind: Any) -> None:
         assert output.shape == (5, 0, 4) and last.shape == (1, 0, 4)
         for grad in torch.autograd.grad(output.sum() + last.sum(), list(module.parameters())):
             assert not grad.any()
+    torch.nn.init.constant_(module.weight_ih_l0, float("inf"))  # nothing is computed
+    module(x, resets=resets)[0].sum().backward()
+    assert torch.equal(module.h0_l0.grad, torch.zeros(4))
     assert module.frozen().step(torch.zeros(0, 3))[0].shape == (0, 4)
 
 

@@ -679,6 +679,33 @@ def test_a_run_that_the_system_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert runner.train_all(plan, runs, io.StringIO()) == {run.name: line for run in runs}
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_begun_run_has_one_length(quick: bool, tmp_path: Path) -> None:
+    """Its command would be refused with two of them."""
+    for experiment in ALL:
+        for run in experiment.runs:
+            plan = runner.Plan(tmp_path, None, quick, 1, 1)
+            folder = plan.run_folder(run)
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text("{}")
+            given = plan.command(run)
+            assert ("--epochs" in given) + ("--iterations" in given) <= 1, given
+            settings = planned(run, quick)
+            assert "--iterations" not in run.options or settings["epochs"] is None, run.name
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search_that_fails_within_its_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train_all(*_: Any) -> dict[str, str]:
+        raise runner.BudgetSpent({"easy-T10": "ended by SIGKILL"})
+
+    monkeypatch.setattr("orthokern.reproduce.search.train_all", train_all)
+    assert reproduce("oinit-table1", "--out", tmp_path, "--budget", "1m") == 3
+    assert capsys.readouterr().err == "easy-T10: ended by SIGKILL\n"
+
+
 @pytest.mark.usefixtures("searches")
 def test_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command_line = ("oinit-table1", "--out", tmp_path, "--jobs", 2, "--threads", 1)

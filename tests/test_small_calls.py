@@ -210,6 +210,18 @@ def test_a_backward_has_the_base_of_its_forward(kind: str) -> None:
             loss.backward()
 
 
+def test_a_buffer_of_the_user_may_change() -> None:
+    module = RNN(D, 4)
+    module.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def count(rnn: Any, *_: Any) -> None:
+        rnn.calls.add_(1)
+
+    module.register_forward_hook(count)
+    module(torch.randn(2, 2, D))[0].sum().backward()
+    assert module.calls == 1 and module.weight_hh_l0.grad is not None
+
+
 def unturned(tensor: Tensor) -> Tensor:
     return tensor.mT if tensor.ndim > 1 else tensor
 

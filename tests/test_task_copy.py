@@ -306,9 +306,21 @@ def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
     assert run("--resume", folder, "--iterations", 3) == 0
     result = json.loads((folder / "result.json").read_text())
     assert result["iteration"] == len(records(folder)) == done
-    best = load_checkpoint(folder / "checkpoint.pt")
-    assert best["evaluated_at"] in (None, 2) and result["last"] != best["evaluation"]
+    saved = load_checkpoint(folder / "checkpoint.pt")
+    assert saved["evaluated_at"] == done and saved["evaluation"] == result["last"]
+    assert saved["best"] == result["best"] and result["tested"] == saved["best"]["iteration"]
     assert length() == 3
+
+
+def test_no_plots_is_for_one_call(tmp_path: Path) -> None:
+    small = ["--T", 3, "--hidden", 4, "--batch", 2, "--threads", 1, "--eval-sequences", 2]
+    assert run(*small, "--iterations", 2, "--out", tmp_path / "run") == 0
+    for plot in (tmp_path / "run").glob("*.png"):
+        plot.unlink()
+    assert run("--resume", tmp_path / "run", "--iterations", 3, "--no-plots") == 0
+    assert not list((tmp_path / "run").glob("*.png"))
+    assert run("--resume", tmp_path / "run", "--iterations", 4) == 0
+    assert (tmp_path / "run" / "learning.png").exists()
 
 
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

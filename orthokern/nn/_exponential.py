@@ -141,6 +141,9 @@ class _Exponential(Recurrent):
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
 
+    def _matrix_buffers(self, suffix: str) -> tuple[str, ...]:
+        return (f"base_{suffix}",)
+
     def _made_of(self, suffix: str) -> tuple[str, ...]:
         """Names of the tensors that the matrix depends on."""
         return f"skew_{suffix}", f"base_{suffix}"

@@ -102,11 +102,11 @@ class _Steps(torch.autograd.Function):
             (hs, h0, more), ctx.backward_ready = found, known.backward
             ctx.given = x, hx, *parameters
         ctx.module, ctx.count = module, len(parameters)
-        # the base of an ExpRNN: it may be exchanged (torch.func.functional_call) or changed before the backward
-        ctx.buffers = tuple(module._buffers)
+        # they may be exchanged (torch.func.functional_call) or changed before the backward
+        ctx.buffers = module._matrix_buffers("l0")
         ctx.set_materialize_grads(False)
         # the same number and shapes in both cases, which torch.utils.checkpoint requires
-        save_tensors(ctx, x, hx, *parameters, h0 if hx is None else None, hs, *more, *module._buffers.values())
+        save_tensors(ctx, x, hx, *parameters, h0 if hx is None else None, hs, *more, *map(module._tensor, ctx.buffers))
         return hs, _last(hs)
 
     @staticmethod
@@ -176,7 +176,8 @@ def _holding(module: Recurrent, values: dict[str, Any], buffers: dict[str, Any])
     """A module like this one with other parameters and buffers. torch.func.functional_call exchanges those of the
     module itself, which other threads may be using."""
     found = object.__new__(type(module))
-    vars(found).update(vars(module), _parameters={**module._parameters, **values}, _buffers=buffers)
+    vars(found).update(vars(module), _parameters={**module._parameters, **values})
+    vars(found).update(_buffers={**module._buffers, **buffers})
     return found
 
 

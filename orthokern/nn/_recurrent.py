@@ -511,7 +511,7 @@ class Recurrent(nn.Module):
             is that of the target.
 
         Raises:
-            InputError: as forward; a bidirectional module; "modal" where it is not possible.
+            InputError: as forward; no sequences; a bidirectional module; "modal" where it is not possible.
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
@@ -578,6 +578,10 @@ class Recurrent(nn.Module):
     def _begin(self) -> None:
         """Called before the layers run."""
 
+    def _matrix_buffers(self, suffix: str) -> tuple[str, ...]:
+        """Names of the buffers that a recurrent matrix is computed from."""
+        return ()
+
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,N] of one recurrence, the index-th of hx."""
         if hx is not None:
@@ -590,12 +594,11 @@ class Recurrent(nn.Module):
         return data, torch.stack(last)
 
     def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`_run` of no sequences, by the run of one of zeros, which is cut off: gradients are zeros, as torch's are."""
-        data = torch.cat([data, data.new_zeros(data.shape[0], 1, *data.shape[2:])], 1)
-        if hx is not None:
-            hx = torch.cat([hx, hx.new_zeros(hx.shape[0], 1, hx.shape[2])], 1)
-        output, h_n = self._run(data, hx, Dense(1))
-        return output[:, :0], h_n[:, :0]
+        """`_run` of no sequences: empty results, whose gradients are zeros, as torch's are."""
+        N, ways = self.hidden_size, 2 if self.bidirectional else 1
+        read = [t for t in (data, hx, *self.parameters()) if t is not None and t.is_floating_point()]
+        nothing = torch.stack([t.flatten()[:0].sum() for t in read]).sum()  # 0, with a gradient of zeros for all
+        return nothing.expand(len(data), 0, ways * N), nothing.expand(self.num_layers * ways, 0, N)
 
     def _layers(
         self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Cuts | None = None

@@ -161,9 +161,9 @@ def _run(given: Settings) -> int:
     if name in STUDIES:
         try:
             _show(STUDIES[name].make(given, sys.stdout))
-        except BudgetSpent:
+        except BudgetSpent as end:
             _show([output_folder(given) / f"{name}.md"])
-            return EXIT_BUDGET
+            return _exit_code(end.failed, spent=True)
         return 0
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, given)
@@ -187,6 +187,11 @@ def _run(given: Settings) -> int:
     finally:
         files = report(experiment, plan)
     _show(files)
+    return _exit_code(failed, spent)
+
+
+def _exit_code(failed: dict[str, str], spent: bool) -> int:
+    """Prints the last lines of the runs that failed. Returns the exit code."""
     for run, line in failed.items():
         say(f"{run}: {line}", sys.stderr)
     return EXIT_FAILED if failed else EXIT_BUDGET if spent else 0

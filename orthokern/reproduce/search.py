@@ -18,7 +18,7 @@ from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
 from orthokern.reproduce.page import commands, drawn, table, written
 from orthokern.reproduce.report import earlier_rows
-from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
+from orthokern.reproduce.runner import BudgetSpent, Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, each_once, planned, trained_for
 
 
@@ -105,8 +105,14 @@ def find(name: str, searches: Sequence[Search], plan: Plan, stream: TextIO) -> d
     if len(firsts) < len(searches):
         finished = f"{len(searches) - len(firsts)} of {len(searches)} searches are finished"
         say(f"{finished} according to {plan.folder / name}.json; to repeat them, move it away", stream)
-    failed = train_all(plan, firsts, stream, successor)
-    return {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
+
+    def ended_otherwise(failed: dict[str, str]) -> dict[str, str]:
+        return {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
+
+    try:
+        return ended_otherwise(train_all(plan, firsts, stream, successor))
+    except BudgetSpent as end:
+        raise BudgetSpent(ended_otherwise(end.failed)) from None
 
 
 def _open_lengths(search: Search, plan: Plan, known: Found | None) -> list[int]:

@@ -146,7 +146,10 @@ def _given(run: Run, quick: bool) -> Settings:
 
 def planned(run: Run, quick: bool) -> Settings:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
-    return {**_task(run).DEFAULTS, **_given(run, quick)}
+    given = _given(run, quick)
+    if "iterations" in given:  # in place of the default number of epochs
+        given = {"epochs": None, **given}
+    return {**_task(run).DEFAULTS, **given}
 
 
 def is_planned(settings: Settings, run: Run, quick: bool) -> bool:

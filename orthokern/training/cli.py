@@ -374,7 +374,9 @@ class TaskCommand(Generic[Chosen]):
         if run_folder is None:
             run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
         else:
-            run_folder.config["settings"] = {**(stored or {}), **asdict(settings)}
+            stored = stored or {}
+            of_one_call = {name: stored[name] for name in ("plots",) if name in stored}
+            run_folder.config["settings"] = {**stored, **asdict(settings), **of_one_call}
         loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
         return PreparedRun(task, run_folder, loop, resume, settings)
 

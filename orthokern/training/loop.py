@@ -301,6 +301,9 @@ def _is_over_at_once(state: RunState, settings: LoopSettings) -> bool:
     over = state.is_over(settings)
     if over and not state.reached and 0 < state.iteration != state.evaluated_at:
         _evaluate(state, False)
+        failure = state.save()
+        if failure is not None:
+            state.progress.line(f"warning: the checkpoint could not be written: {failure}; {state.last_good()}")
     return over
 
 
