@@ -25,9 +25,9 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def poisoned(
-    allocate: Callable[..., torch.Tensor], traced: Callable[..., torch.Tensor] | None = None
+    allocate: Callable[..., torch.Tensor], traced: Callable[..., torch.Tensor] | None = None, only: str = "orthokern"
 ) -> Callable[..., torch.Tensor]:
-    """``allocate``, but with poisoned memory where code of orthokern itself is the caller.
+    """``allocate``, but with poisoned memory where code of the module or package ``only`` is the caller.
 
     A compiler that traces the caller sees ``traced`` alone: by default, ``allocate``.
     """
@@ -38,7 +38,7 @@ def poisoned(
             return traced(*args, **kwargs)
         tensor = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller == "orthokern" or caller.startswith("orthokern."):
+        if caller == only or caller.startswith(f"{only}."):
             poison(tensor)
         return tensor
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from orthokern import cpu
+from orthokern.cpu import _call
+
 ALLOCATIONS = [
     "torch.empty(3)",
     "torch.empty_like(x)",
@@ -26,6 +29,26 @@ def evaluate(expression: str, module: str) -> Any:
 def test_memory_of_orthokern_is_poisoned(expression: str) -> None:
     assert evaluate(expression, "orthokern.ops.factored_scan").isnan().all()
     assert evaluate("torch.empty(3, dtype=torch.int64)", "orthokern.cpu._call").tolist() == [-(2**63)] * 3
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_large_results_are_poisoned(dtype: torch.dtype) -> None:
+    """Those of at least a mebibyte, whose memory was that of an earlier result."""
+    size = _call.POOLED_BYTES // dtype.itemsize
+    for count in (size - 1, size, 2 * size):
+        for _ in range(2):  # the second takes the memory of the first
+            result = _call.new(count, dtype=dtype)
+            unwritten = result.isnan() if dtype.is_floating_point else result == torch.iinfo(dtype).min
+            assert unwritten.all()
+            result.zero_()
+            del result
+
+
+def test_data_in_a_buffer_is_left_alone() -> None:
+    data = "torch.frombuffer(bytearray(b'abc'), dtype=torch.uint8)"
+    assert evaluate(data, "orthokern.data.mnist").tolist() == [97, 98, 99]
+    assert evaluate(data, "orthokern.cpu._call").tolist() == [0, 0, 0], "the smallest value of the type"
 
 
 def test_memory_of_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
