@@ -7,7 +7,7 @@ import torch
 from helpers import DTYPES, SHORT, assert_matches_reference, compiled, each, served, strided
 from torch import Tensor
 
-from orthokern import functional, ops
+from orthokern import cpu, functional, ops
 from orthokern.reference.cayley import cayley
 
 NAMESPACE = torch.ops.orthokern
@@ -131,8 +131,10 @@ def test_cayley_has_no_derivative_but_the_reference_does() -> None:
 
 
 def test_optimizer_path_of_cayley_is_the_op() -> None:
+    # bit by bit in the kernels; in the reference, torch multiplies by a number and by a tensor with different roundings
+    limits = {"rtol": 0.0, "atol": 0.0} if cpu.AVAILABLE else {"rtol": 1e-5, "atol": 1e-6}
     m, g = torch.linalg.qr(torch.randn(3, 8, 5))[0], torch.randn(3, 8, 5)
     for lr in (1e-3, torch.rand(3)):
-        torch.testing.assert_close(ops.cayley.step(m, g, lr), functional.cayley(m, g, lr), rtol=0, atol=0)
+        torch.testing.assert_close(ops.cayley.step(m, g, lr), functional.cayley(m, g, lr), **limits)
     one = functional.cayley(m, g, torch.tensor(1e-3, dtype=torch.float64))
-    torch.testing.assert_close(one, functional.cayley(m, g, 1e-3), rtol=0, atol=0)
+    torch.testing.assert_close(one, functional.cayley(m, g, 1e-3), **limits)
