@@ -74,14 +74,22 @@ def cases(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["case"] for row in rows))
 
 
-def size_label(size: Mapping[str, int], without: str = "B") -> str:
-    return ", ".join(f"{letter}={size[letter]}" for letter in "NTBDC" if letter in size and letter not in without)
+LETTERS = "NKTBDCR"  # in the order of a label
+
+
+def size_label(size: Mapping[str, int], without: str) -> str:
+    return ", ".join(f"{letter}={size[letter]}" for letter in LETTERS if letter in size and letter not in without)
 
 
 def sizes(rows: Sequence[Row]) -> list[dict[str, int]]:
     """All sizes, by N, then T, then B."""
     unique = {tuple(sorted(row["size"].items())): row["size"] for row in rows}
     return sorted(unique.values(), key=lambda size: (size.get("N", 0), size.get("T", 0), size.get("B", 0)))
+
+
+def constant(rows: Sequence[Row], letters: str) -> str:
+    """Those of the letters that have one value in all rows, or none."""
+    return "".join(letter for letter in letters if len({row["size"].get(letter) for row in rows}) == 1)
 
 
 def find(rows: Sequence[Row], case: str, size: Mapping[str, int]) -> Row | None:
@@ -116,9 +124,12 @@ def by_size(
     first: str = "",
     without: str = "BDC",
 ) -> Table:
-    """A table of cases by sizes; `show_limit` adds a column of targets."""
-    columns = sizes(rows)
-    header = [first, *(size_label(size, without) for size in columns)]
+    """A table of cases by sizes; `show_limit` adds a column of targets.
+
+    The header leaves out the letters of `without` that are the same in all rows.
+    """
+    columns, hidden = sizes(rows), constant(rows, without)
+    header = [first, *(size_label(size, hidden) for size in columns)]
     if show_limit is not None:
         header.append("target (stretch)")
     cells = []
