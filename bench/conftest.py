@@ -57,7 +57,9 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     if not cpu.AVAILABLE:
         pytest.skip(cpu.REASON)
     torch.manual_seed(0)
-    yield request.config.stash[_BENCH]
+    session = request.config.stash[_BENCH]
+    session.file = request.path.name
+    yield session
     cpu.empty_cache()
 
 

@@ -50,6 +50,7 @@ class Row:
         bar, goal: the required and the desired value; None if there is none.
         better: "higher" or "lower".
         details: further values, with the unit in the name of the key.
+        file: of the case that recorded it, e.g. "bench_modules.py".
     """
 
     table: str
@@ -62,6 +63,7 @@ class Row:
     goal: float | None = None
     better: str = "higher"
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    file: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The row as an object of the results file, with whether bar and goal are reached."""
@@ -95,13 +97,14 @@ class Bench:
     def __init__(self, quick: bool) -> None:
         self.quick = quick
         self.rows: list[dict[str, Any]] = []
+        self.file = ""  # of the case that runs
         self._sgemm: Sgemm | None = None
 
     def record(self, table: str, case: str, size: Size, measure: str, value: float, **more: Any) -> None:
         """Add a row; `more` are the other attributes of Row. A quick run has other sizes and therefore no bars."""
         if self.quick:
             more = {key: None if key in ("bar", "goal") else given for key, given in more.items()}
-        self.rows.append(Row(table, case, dict(size), measure, float(value), **more).as_json())
+        self.rows.append(Row(table, case, dict(size), measure, float(value), file=self.file, **more).as_json())
 
     def rounds(self, full: int) -> int:
         """The number of rounds."""

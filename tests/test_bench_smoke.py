@@ -19,6 +19,7 @@ from orthokern import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "bench" / "tables.py"
+CASES = sorted((ROOT / "bench").glob("bench_*.py"))
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 RECORDED = re.compile(r'bench\.record\(\s*"([^"]+)"')
 
@@ -68,6 +69,7 @@ def test_a_quick_run_reports_every_table(results: Path) -> None:
     assert all(row["reached"] is None and row["bar"] is None for row in found["rows"]), "tiny sizes have no bars"
     assert set(found["conditions"]) >= {"machine", "versions", "commit", "threads", "source"}
     assert str(ROOT) not in text and f'"{platform.node()}"' not in text, "the file is published"
+    assert {row["file"] for row in found["rows"]} <= {path.name for path in CASES}
     assert results.with_name(f"{results.stem}-scaling.png").stat().st_size > 0
 
 
@@ -112,6 +114,24 @@ def test_results_of_one_state_share_a_file(tmp_path: Path, monkeypatch: pytest.M
         and len(json.loads(other.read_text())["rows"]) == 1
         and len(json.loads(path.read_text())["rows"]) == 2
     )
+
+
+def test_raw_times_are_of_files_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    tables = importlib.import_module("tables")
+    ms = {"median": 1.0, "min": 1.0, "max": 1.0}
+    timings = [
+        {"name": f"bench/{file}::test_a", "group": file, "ms": ms, "rounds": 1}
+        for file in ("bench_with.py", "bench_without.py")
+    ]
+    rows = [{"table": "scan", "file": "bench_with.py"}]
+    assert [table.title for table in tables.timings_of({"rows": rows, "timings": timings})] == ["bench_without.py"]
+    for path in (ROOT / "bench" / "results").glob("*.json"):  # the rows of the first ones do not name their file
+        published = tables.load(path)
+        assert published["timings"] and tables.timings_of(published) == []
+    for path in CASES:  # and what is known of those agrees with the cases
+        found = {"rows": [{"table": name} for name in RECORDED.findall(path.read_text())]}
+        assert path.name in tables.files_with_rows(found)
 
 
 def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,5 +186,5 @@ def test_every_table_has_a_title_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     """No title is the key that the rows have in the results file."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     tables = importlib.import_module("tables")
-    recorded = {name for path in (ROOT / "bench").glob("bench_*.py") for name in RECORDED.findall(path.read_text())}
+    recorded = {name for path in CASES for name in RECORDED.findall(path.read_text())}
     assert {"scan", "gru", "gpu scan"} <= recorded <= {*tables.KNOWN, *tables.SUBJECTS, "loops", "lengths"}
