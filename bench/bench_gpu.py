@@ -8,6 +8,7 @@ previous call. Other implementations run in turns with ours, in float32 without 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_table5 import CHECKED_ITERATIONS, CHECKED_RATES, TIMED_RATES, in_float64
 from harness import BATCH, ROOT, Bench, Size, check, factors, relative_error
 from torch import Tensor
 
@@ -380,24 +382,44 @@ def test_table5(benchmark: Any, bench: Bench, size: Size) -> None:
         task.fill(tokens, targets, generator)
     there = [(tokens.cuda(), targets.cuda()) for tokens, targets in batches]
 
-    def trainer(rnn: torch.nn.Module) -> Callable[[], None]:
-        model = torch.nn.ModuleList([rnn, orthokern.nn.LinearCrossEntropy(N, task.num_classes)]).cuda()
-        optimizer = optimizer_for(model, lr=1e-4, geodesic_lr=1e-6, euclidean=torch.optim.SGD)
+    def trainer(
+        model: torch.nn.Module, rates: tuple[float, float], iterations: int, backend: str | None = None
+    ) -> Callable[[], Tensor]:
+        """Iterations of a model on the device; the call returns their last loss."""
+        rnn, readout = model.children()
+        lr, geodesic_lr = rates
+        optimizer = optimizer_for(
+            model,
+            lr=lr,
+            geodesic_lr=geodesic_lr,
+            euclidean=torch.optim.SGD,
+            geodesic_options={"backend": backend},
+        )
 
-        def iterate() -> None:
-            for index in range(count):
+        def iterate() -> Tensor:
+            for index in range(iterations):
                 tokens, targets = there[index % len(there)]
-                loss = model[1].loss(model[0](tokens)[0], targets)
+                loss: Tensor = readout.loss(rnn(tokens)[0], targets)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
+            return loss.detach()
 
         return iterate
 
-    calls = {
-        "geodesic": trainer(orthokern.nn.FactorizedRNN(task.num_ids, N, nonlinearity="identity")),
-        "SGD": trainer(orthokern.nn.RNN(task.num_ids, N, nonlinearity="identity", init="orthogonal")),
+    rnns = {
+        "geodesic": orthokern.nn.FactorizedRNN(task.num_ids, N, nonlinearity="identity"),
+        "SGD": orthokern.nn.RNN(task.num_ids, N, nonlinearity="identity", init="orthogonal"),
     }
+    calls, errors = {}, {}
+    for name, rnn in rnns.items():
+        model = torch.nn.ModuleList([rnn, orthokern.nn.LinearCrossEntropy(N, task.num_classes)]).cuda()
+        # a few iterations at rates with which a wrong step shows, as on the CPU
+        copied, exact = copy.deepcopy(model), in_float64(model)
+        found = [trainer(copied, CHECKED_RATES, CHECKED_ITERATIONS)(), *copied.parameters()]
+        expected = [trainer(exact, CHECKED_RATES, CHECKED_ITERATIONS, "reference")(), *exact.parameters()]
+        errors[name] = check(f"Table 5, {name}", found, expected, TOLERANCE)
+        calls[name] = trainer(model, TIMED_RATES, count)
     times = milliseconds(calls, bench.rounds(3))
     benchmark.pedantic(calls["geodesic"], rounds=1)
     seconds = {name: statistics.median(found) / count for name, found in times.items()}  # of 1000 iterations
@@ -405,9 +427,11 @@ def test_table5(benchmark: Any, bench: Bench, size: Size) -> None:
     sizes = {**size, "B": BATCH}
     for name, value in seconds.items():
         limits = {"bar": bar, "goal": goal} if name == "geodesic" else {}
+        details = {"error": errors[name], "tolerance": TOLERANCE}
         bench.record(
-            "gpu table5", name, sizes, "seconds per 1000 iterations", value, unit="s", better="lower", **limits
-        )
+            "gpu table5", name, sizes, "seconds per 1000 iterations", value, unit="s", better="lower",
+            details=details, **limits,
+        )  # fmt: skip
     bar, goal = GEODESIC_OVER_SGD
     ratio = seconds["geodesic"] / seconds["SGD"]
     bench.record("gpu table5", "geodesic over SGD", sizes, "time ratio", ratio, bar=bar, goal=goal, better="lower")
