@@ -92,6 +92,7 @@ class FrozenRNN(_Frozen):
 
     Example::
 
+        >>> from orthokern.nn import FactorizedRNN
         >>> rnn = FactorizedRNN(3, 8).frozen()
         >>> output, h = rnn.step(torch.randn(1, 3))
         >>> output, h = rnn.step(torch.randn(1, 3), h)
