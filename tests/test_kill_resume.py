@@ -16,7 +16,7 @@ from runs import records, same
 from orthokern.training import load_checkpoint
 
 OPTIONS = ["--iterations", 100, "--checkpoint-every", 2, "--dropout", 0.2, "--no-plots", "--threads", 1]
-LONGEST_DELAY = 0.3  # seconds; a run that nobody kills takes about half a second
+LONGEST_DELAY = 0.6  # before a kill, in units of the time of a run that nobody kills
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -24,7 +24,10 @@ def test_killed_at_random_moments(kills: int, fork_server: ForkServer, tmp_path:
     draw = random.Random(kills)
     moments = []  # the checkpoint that each kill left
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    assert fork_server.start("--out", whole, *OPTIONS).wait() == 0
+    run = fork_server.start("--out", whole, *OPTIONS)
+    started = time.monotonic()  # after the start of the server
+    assert run.wait() == 0
+    longest = LONGEST_DELAY * (time.monotonic() - started)
     finished = 0
     while len(moments) < kills or finished == 0:
         if (folder / "config.json").exists():
@@ -33,7 +36,7 @@ def test_killed_at_random_moments(kills: int, fork_server: ForkServer, tmp_path:
             shutil.rmtree(folder, ignore_errors=True)
             run = fork_server.start("--out", folder, *OPTIONS)
         if len(moments) < kills:
-            time.sleep(draw.uniform(0.0, LONGEST_DELAY))
+            time.sleep(draw.uniform(0.0, longest))
             os.kill(run.pid, signal.SIGKILL)
         code = run.wait()
         assert code in (0, -signal.SIGKILL), run.err
