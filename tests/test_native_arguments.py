@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import GruProblem, run_scan, scan_problem
 
-from orthokern import cpu
+from orthokern import cpu, functional
 from orthokern.cpu import _call, spectral
-from orthokern.nn import GRU, RNN, ExpRNN
+from orthokern.nn import GRU, RNN, ExpRNN, PeepholeLSTM
+
+LIST = Path(__file__).resolve().parents[1] / "csrc" / "cpu" / "select.h"
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
@@ -43,6 +47,12 @@ def every_call() -> dict[str, dict[str, Any]]:
             slope[0].sum().backward()
         for module in (RNN(2, 4), ExpRNN(2, 4), GRU(2, 4)):  # the backwards of a few steps
             module(torch.randn(1, 1, 2))[0].sum().backward()
+        PeepholeLSTM(2, 4)(torch.randn(3, 2, 2))[0].sum().backward()
+        linear: dict[str, Any] = {"activation": "identity", "algorithm": "modal"}
+        recurrent = torch.linalg.qr(torch.randn(4, 4))[0].requires_grad_()
+        functional.dense_scan(torch.randn(3, 2, 4), recurrent, **linear).sum().backward()
+        target = torch.randint(0, 5, (3, 2))
+        functional.scan_cross_entropy(torch.randn(3, 2, 4), recurrent, torch.randn(5, 4), target, **linear)
         x, w = torch.randn(4, 3), torch.randn(6, 3)
         torch.ops.orthokern.activation_bwd(
             x, torch.ops.orthokern.activation_fwd(x, None, "relu", "cpu"), None, "relu", "cpu"
@@ -56,9 +66,14 @@ def every_call() -> dict[str, dict[str, Any]]:
     return listening.calls
 
 
+@pytest.mark.skipif(not LIST.exists(), reason="not a source tree with kernels")
+def test_every_kernel_is_called() -> None:
+    kernels = re.findall(r"^ *kernel\((\w+), \w+, \w+\)", LIST.read_text(), flags=re.MULTILINE)
+    assert len(kernels) > 20 and set(every_call()) == set(kernels)
+
+
 def test_a_missing_or_misspelt_argument_is_an_error() -> None:
     calls = every_call()
-    assert len(calls) == 20
     for name, arguments in calls.items():
         function = getattr(_call._C, name)
         for key in arguments:
