@@ -205,6 +205,11 @@ class NinjaBuild(build_ext):
     builds in a temporary folder (as it does for an editable install), so that the next build compiles what has changed.
     """
 
+    def run(self) -> None:
+        if sys.platform == "win32":  # before setuptools looks for a compiler
+            fail("Windows is not supported; use WSL")
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         jobs = job_count()
         cuda_sources = sorted((CSRC / "cuda").glob("*.cu"))

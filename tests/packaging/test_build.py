@@ -93,6 +93,12 @@ def script() -> ModuleType:
     return module
 
 
+def test_windows_is_refused_before_anything_is_looked_for(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script.sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="^orthokern: error: Windows is not supported; use WSL$"):
+        script.NinjaBuild.run(None)
+
+
 def test_build_information(built: Path) -> None:
     info, (best, cuda, _) = probe(built)
     assert sorted(info) == ["compiler", "cuda", "cuda_reason", "isas", "version"]
