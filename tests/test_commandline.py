@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -329,8 +330,9 @@ def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     if redirection == "LC_ALL=C":
         environment |= {"LC_ALL": "C"}
-        redirection = f">{tmp_path / 'out'} 2>{tmp_path / 'err'}"
-    line = f"exec {sys.executable} {tmp_path / 'script.py'} {redirection}"
+        out, err = (shlex.quote(str(tmp_path / name)) for name in ("out", "err"))
+        redirection = f">{out} 2>{err}"
+    line = f"exec {shlex.join([sys.executable, str(tmp_path / 'script.py')])} {redirection}"
     done = subprocess.run(["sh", "-c", line], env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and (tmp_path / "codes").read_text() == "[0, 2, 0, 0]"
     assert len((folder / "metrics.jsonl").read_bytes().splitlines()) == 1  # nothing else was written into it
