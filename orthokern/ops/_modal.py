@@ -425,8 +425,13 @@ class _Spans:
                 grad_w += _product(d[0], h0 if begin == 0 else hs[begin - 1])
                 grad_w += _sum_over_rows(d[1:], hs[begin : end - 1])
         assert carried is not None
-        grads = grad_w, grad_x, self._of_h0(carried, h0)
-        return *grads, *(None if table is None else grad.to(table.dtype) for grad in (grad_table, grad_offset))
+        return (
+            grad_w,
+            grad_x,
+            self._of_h0(carried, h0),
+            None if table is None else grad_table.to(table.dtype),
+            None if self.offset is None else grad_offset.to(self.offset.dtype),
+        )
 
     def _of_h0(self, grad_z0: Tensor, h0: Tensor) -> Tensor:
         return (grad_z0.double() @ self.basis.left).to(h0.dtype)

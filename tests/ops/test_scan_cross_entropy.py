@@ -319,6 +319,21 @@ def test_states(form: str, kind: str, lengths: bool, steps: int, monkeypatch: py
         assert (one - other).norm() <= 1e-11 * other.norm()
 
 
+@pytest.mark.parametrize("kind", [IDS, FEATURES])
+def test_states_without_a_bias(kind: str) -> None:
+    _, a = problem(kind, 6, 6, 9, 2, dense=True)
+    x = a["x"] if kind == FEATURES else a["x"].long()
+    wanted, cotangent = [*a["matrix"], a["h0"], a["weight"]], randn(9, 2, 6, seed=30)
+    results = []
+    for algorithm in ("sequential", "modal"):
+        hs = functional.dense_scan(
+            x, *a["matrix"], a["h0"], weight=a["weight"], activation="identity", algorithm=algorithm
+        )
+        results.append(torch.autograd.grad(hs, wanted, cotangent))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() <= 1e-11 * one.norm()
+
+
 def test_padding_may_hold_anything() -> None:
     _, a = problem(FEATURES, 6, 6, 9, 2)
     lengths = torch.tensor([9, 4])
