@@ -98,20 +98,19 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Note [Chunks of states]: (loss, hits), the gradients computed in the forward."""
+    """Note [Chunks of states]: (loss, hits), the gradients computed in the forward. For calls that need gradients
+    alone: inside, ``ctx.needs_input_grad`` of parameters is true under no_grad too."""
 
     @staticmethod
     def forward(
         ctx: Any, scan: Scan, steps: int, scale: float, target: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         run = _Chunks(scan, steps, scale, target, tensors)
-        loss, hits = run.backward() if any(ctx.needs_input_grad) else run.forward()
+        loss, hits = run.backward()
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
         save_tensors(ctx, *run.grads)
-        if run.op:
-            _taps.record_state_norms(run.op, run.state_norms)
         ctx.op, ctx.norms = run.op, run.grad_norms
         return loss, hits
 
@@ -125,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """One call of ``_ChunkedLoss``.
+    """One loss in chunks of states.
 
     tensors: those of ScanInputs, the readout's weight and bias, then the matrix.
     """
@@ -185,6 +184,8 @@ class _Chunks:
         return loss
 
     def _result(self) -> tuple[Tensor, Tensor]:
+        if self.op:
+            _taps.record_state_norms(self.op, self.state_norms)
         return (self.total * self.scale).to(self.h0.dtype), self.hits
 
     @torch.no_grad()
@@ -287,7 +288,10 @@ def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan
             return _readout(hs, readout, None, scan.backend)
         loss, hits = _readout(hs, readout._replace(reduction="sum"), lengths, scan.backend)
         return loss * scale, hits
-    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, *inputs, weight, bias, *matrix)
+    tensors = (*inputs, weight, bias, *matrix)
+    if not needs_grad(*tensors):
+        return _Chunks(scan, _chunk_steps(step), scale, target, tensors).forward()
+    loss, hits = _ChunkedLoss.apply(scan, _chunk_steps(step), scale, target, *tensors)
     return loss, hits
 
 

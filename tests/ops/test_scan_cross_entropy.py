@@ -106,6 +106,21 @@ def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert (loss - expected[0]).abs() < 1e-13 and torch.equal(hits, expected[1])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_chunks_without_gradients_are_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trainable parameters too."""
+    rnn, readout = FactorizedRNN(10, 8), LinearCrossEntropy(8, 9)
+    ids, target = torch.randint(10, (40, 3)), torch.randint(9, (40, 3))
+    expected = rnn.loss(ids, readout, target)
+    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
+    monkeypatch.setattr(_scan_loss, "CHUNK", 7 * 3 * 8 * 4)
+    monkeypatch.setattr(_scan_loss._Chunks, "backward", None)
+    with mode(), tap() as taken:
+        loss, hits = rnn.loss(ids, readout, target)
+    torch.testing.assert_close(loss, expected[0].detach())
+    assert torch.equal(hits, expected[1]) and taken.state_norms[0].shape == (40,)
+
+
 @pytest.mark.parametrize("activation", ["tanh", "modrelu", "prelu"])
 @pytest.mark.parametrize("message_clip", [0.0, 0.01])
 def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
