@@ -317,8 +317,6 @@ class _ModalStates(torch.autograd.Function):
             z = call.states(begin, end, starts[-1])
             torch.mm(z.flatten(0, 1), right, out=hs[begin:end].view(-1, hs.shape[2]))
             starts.append(z[-1].clone())
-        if call.padding is not None:
-            hs.masked_fill_(call.padding[..., None], 0)
         ctx.set_materialize_grads(False)
         ctx.call = call
         save_tensors(ctx, x, table, h0, hs, *starts[:-1])
@@ -362,7 +360,8 @@ class _Spans:
         return x.masked_fill(padding if x.ndim == 2 else padding[..., None], 0)
 
     def states(self, begin: int, end: int, z0: Tensor) -> Tensor:
-        """z [steps, B, 2M] of a span."""
+        """z [steps, B, 2M] of a span, with zeros on padding, where a state that grew out of range would turn the
+        zeros of the adjoint into NaN."""
         x, table = self._masked(self.x[begin:end], begin, end), None
         if not x.is_floating_point():
             table = self.table
@@ -370,7 +369,8 @@ class _Spans:
             x = x @ self.table
         else:
             x = torch.addmm(self.offset, x.flatten(0, 1), self.table).view(*x.shape[:2], -1)
-        return scan_fwd(ModalInputs(x, self.basis.re, self.basis.im, z0, table), self.backend)
+        z = scan_fwd(ModalInputs(x, self.basis.re, self.basis.im, z0, table), self.backend)
+        return z if self.padding is None else z.masked_fill_(self.padding[begin:end, :, None], 0)
 
     def _cotangent(self, grad_hs: Tensor, begin: int, end: int, carried: Tensor | None) -> Tensor:
         """dL/dz of a span through its own states, at its last step also through all later ones."""

@@ -383,6 +383,25 @@ def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
         assert one.equal(other)
 
 
+@pytest.mark.parametrize("inputs", [IDS, FEATURES])
+def test_states_that_grow_out_of_range_on_padding(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are those of the sequences that were cut off before it."""
+    monkeypatch.setattr(_modal, "SPAN_ROWS", 2 * 64)
+    torch.manual_seed(0)
+    w = (1.12 * torch.linalg.qr(torch.randn(6, 6))[0]).requires_grad_()
+    table, h0, lengths = torch.randn(6, 3, requires_grad=True), torch.randn(2, 6, requires_grad=True), [5, 7]
+    x = torch.randint(3, (1000, 2)) if inputs == IDS else torch.randn(1000, 2, 3)
+    results = []
+    for T in (7, 1000):
+        hs = functional.dense_scan(
+            x[:T], w, h0, weight=table, activation="identity", algorithm="modal", lengths=torch.tensor(lengths)
+        )
+        results.append([hs[:7], *torch.autograd.grad(hs.square().sum(), (w, table, h0))])
+        assert not hs[7:].any()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
 def test_states_bad_input() -> None:
     with pytest.raises(InputError, match="algorithm is 'modal': W does not suit"):
         functional.dense_scan(
