@@ -45,6 +45,7 @@ class Modes:
     w: Tensor  # [N, N], float64, differentiable with respect to the given matrix
     basis: Basis
     pairs: Tensor  # from `close_pairs`; for a deferred basis, from `first_close_pairs`
+    backward: bool  # gradients are needed
     pending: Pending | None = None  # of a deferred basis: its report, `neglected`, and the number of pairs
 
     def hold(self, call: Call, asked: bool) -> bool:
@@ -196,12 +197,12 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
         if basis.report is not None:
             pairs, count = first_close_pairs(basis, call.T, 2 * call.N) if call.backward else (none, none.sum())
             pending = Pending(torch.cat([basis.report, torch.stack([neglected, count.double()])]))
-            return Modes(w, basis, pairs, pending)
+            return Modes(w, basis, pairs, call.backward, pending)
         check_accuracy(basis.condition, float(neglected), call, asked)
         pairs = close_pairs(basis, call.T) if call.backward else none
     if len(pairs) > 2 * call.N and not asked:
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
-    return Modes(w, basis, pairs)
+    return Modes(w, basis, pairs, call.backward)
 
 
 def choose(
@@ -256,15 +257,15 @@ class _ModalLoss(torch.autograd.Function):
         basis, pairs = modes.basis, modes.pairs if len(modes.pairs) else None
         inputs = ModalInputs(x, basis.re, basis.im, z0, table, lengths, pairs)
         readout = Readout(weight, bias, target, reduction)
-        need_grad = any(ctx.needs_input_grad)
-        loss, hits, *grads = loss_fwd(inputs, readout, need_grad, backend)
+        # ctx.needs_input_grad of parameters is true under no_grad too
+        loss, hits, *grads = loss_fwd(inputs, readout, modes.backward, backend)
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.has_bias, ctx.norms = modes, bias is not None, None
         if _taps.SINKS and lengths is None:
             state_norms, ctx.norms = norms_through_time(inputs._replace(pairs=None), readout, basis, backend)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
-        if need_grad:
+        if modes.backward:
             save_tensors(ctx, x if table is None else None, table, z0, weight, *grads)
         return loss, hits
 

@@ -151,6 +151,24 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
         assert (a - b).norm() <= 1e-13 * b.norm()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trainable parameters too, and with a bias, which is the one that enters the call as it is."""
+    wanted, arguments = problem(IDS, 12, 12, 17, 4)
+    run, needed = _modal.loss_fwd, []
+
+    def watched(inputs: Any, readout: Any, need_grad: bool, backend: str | None) -> Any:
+        needed.append(need_grad)
+        return run(inputs, readout, need_grad, backend)
+
+    monkeypatch.setattr(_modal, "loss_fwd", watched)
+    expected = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
+    with mode():
+        found = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
+    assert needed == [True, False]
+    torch.testing.assert_close(found, expected.detach())
+
+
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize(("N", "T"), list(itertools.product([1, 2, 3, 17, 33], [1, 30])))
 def test_margins(N: int, T: int, margin: float | None) -> None:
