@@ -93,6 +93,19 @@ def test_compile(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of few rows, other sums: measured 4e-6
 
 
+@pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])
+def test_compile_of_a_loss(nonlinearity: str) -> None:
+    """In one graph, step by step: the modal form has none."""
+    module, readout = made("factorized", nonlinearity=nonlinearity), nn.Linear(N, 2)
+    x, target = torch.randn(6, 2, D), torch.randint(2, (6, 2))
+    torch._dynamo.reset()
+    compiled = torch.compile(module.loss, backend="aot_eager", fullgraph=True)
+    expected = gradients_of(module, lambda: module.loss(x, readout, target)[0])
+    found = gradients_of(module, lambda: compiled(x, readout, target)[0])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def gradients_of(
     module: nn.Module, loss: Callable[[], Tensor], forward: bool = False, backward: bool = False
 ) -> list[Tensor]:

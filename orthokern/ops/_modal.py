@@ -129,8 +129,6 @@ def why_not_now(call: Call) -> str | None:
 
     (It is never used for states: transforming them to modes and back takes products as large as those of the scan.)
     """
-    if torch.compiler.is_compiling():
-        return "the call is compiled, and an eigensolver has no graph"
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if _route.plain(call.backend):
@@ -213,6 +211,8 @@ def choose(
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
     asked = algorithm == "modal"
+    if not asked and torch.compiler.is_compiling():  # before the look for a kernel, which has no graph either
+        return None, "the call is compiled, and an eigensolver has no graph"
     why = why_never(call)
     if why is None and torch._C._are_functorch_transforms_active():
         why = "torch.func transforms the call, and the host has to read the modes of one W"
