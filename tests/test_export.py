@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_small_calls import D, N, made
 from torch import Tensor, nn
 from torch.export import Dim, export, save
+
+from orthokern.nn import RNN, FactorizedRNN
 
 LAYERS = 2
 KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru")
@@ -71,6 +74,26 @@ def test_programs_run_in_a_new_process(tmp_path: Path) -> None:
         [sys.executable, "-c", CHILD], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.stdout.split() == [str(2 * len(KINDS))], run.stderr[-2000:]
+
+
+class WithLoss(nn.Module):
+    def __init__(self, rnn: Any) -> None:
+        super().__init__()
+        self.rnn, self.readout = rnn, nn.Linear(N, 2)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rnn.loss(x, self.readout, target)
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
+def test_a_loss_with_any_number_of_steps(kind: Any, nonlinearity: str) -> None:
+    sizes = {0: Dim("T", min=2, max=10_000), 1: Dim("B", min=2, max=1000)}
+    model = WithLoss(kind(D, N, nonlinearity=nonlinearity))
+    program = export(model, (torch.randn(6, 5, D), torch.randint(2, (6, 5))), dynamic_shapes=(sizes, sizes)).module()
+    for steps, batch in ((4, 2), (9, 7)):
+        inputs = torch.randn(steps, batch, D), torch.randint(2, (steps, batch))
+        torch.testing.assert_close(program(*inputs), model(*inputs))
 
 
 @pytest.mark.parametrize("first", ["import torch, torch.export; import orthokern", "import orthokern; import torch"])

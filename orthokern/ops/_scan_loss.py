@@ -282,7 +282,7 @@ def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan
     if reduction != "sum":
         scale /= target.numel() if lengths is None else int(lengths.sum())
     step = h0.numel() * h0.element_size()
-    if _is_kept_whole(len(x), step, h0.device, scan.backend):
+    if _is_kept_whole(x.shape[0], step, h0.device, scan.backend):
         hs = scan(inputs, matrix)
         if lengths is None:  # bitwise the result of linear_cross_entropy with this reduction
             return _readout(hs, readout, None, scan.backend)
