@@ -330,8 +330,12 @@ class _ModalStates(torch.autograd.Function):
             return (None,) * 8
         x, table, h0, hs, *starts = saved_tensors(ctx)
         call: _Spans = ctx.call
+        call.norms = h0.new_empty(len(x)) if _taps.SINKS else None
         grads = call.backward_of_features if x.is_floating_point() else call.backward_of_ids
-        return (*(None,) * 3, *grads(x, h0, table, hs, grad_hs, starts, ctx.needs_input_grad[3]))
+        found = grads(x, h0, table, hs, grad_hs, starts, ctx.needs_input_grad[3])
+        if call.norms is not None:
+            _taps.record("modal_scan", call.norms)
+        return (*(None,) * 3, *found)
 
 
 class _Spans:
@@ -351,6 +355,7 @@ class _Spans:
         self.left = self.basis.left.to(self.dtype)
         self.z0 = (h0.double() @ self.basis.left.mT).to(self.dtype)
         self.x, self.offset = x, offset
+        self.norms: Tensor | None = None  # of dL/dh_t [T], in a backward while a tap is open
         self.table = table if table is not None else self.left.mT.contiguous()
 
     def _masked(self, x: Tensor, begin: int, end: int) -> Tensor:
@@ -380,6 +385,11 @@ class _Spans:
             grad_z[-1] += carried
         return grad_z
 
+    def _take_norms(self, begin: int, end: int, adjoint: Tensor) -> None:
+        """Stores the norms of dL/dh_t of a span, for open taps."""
+        if self.norms is not None:
+            self.norms[begin:end] = torch.linalg.vector_norm(adjoint, dim=(1, 2))
+
     def backward_of_ids(
         self, x: Tensor, h0: Tensor, table: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], need_w: bool
     ) -> tuple[Tensor | None, ...]:
@@ -393,6 +403,9 @@ class _Spans:
             inputs = ModalInputs(ids, basis.re, basis.im, z0, table, pairs=pairs if len(pairs) else None)
             grad_z = self._cotangent(grad_hs, begin, end, carried)
             _, *found = scan_bwd(inputs, grad_z, z, False, self.backend)
+            if self.norms is not None:  # with token ids the op does not return the adjoint
+                delta, *_ = scan_bwd(inputs._replace(x=None, table=None, pairs=None), grad_z, z, True, self.backend)
+                self._take_norms(begin, end, delta @ self.left)
             carried = found[2]
             h += _sum_over_rows(grad_z, z) - _product(found[2], z0)
             sums = [f.double() for f in found] if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
@@ -421,8 +434,10 @@ class _Spans:
             if table is not None:
                 grad_table += _sum_over_rows(self._masked(x[begin:end], begin, end), delta)
                 grad_offset += delta.sum((0, 1), dtype=torch.float64)
-            if need_w:
+            if need_w or self.norms is not None:
                 d = grad_x[begin:end] if table is None else delta @ self.left
+                self._take_norms(begin, end, d)
+            if need_w:
                 grad_w += _product(d[0], h0 if begin == 0 else hs[begin - 1])
                 grad_w += _sum_over_rows(d[1:], hs[begin : end - 1])
         assert carried is not None

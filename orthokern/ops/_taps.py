@@ -41,12 +41,14 @@ class tap:
     Attributes:
         state_norms: tensors [T]; element t is the Frobenius norm over [B, N] of h_t. No unit. In the dtype of the
             states, float32 for 16-bit ones.
-        state_ops: the op of each, "factored_scan", "dense_scan", or "modal_cross_entropy".
+        state_ops: the op of each, "factored_scan", "dense_scan", "gru_scan", "modal_scan" (a scan with
+            algorithm="modal") or "modal_cross_entropy".
         grad_norms: tensors [T]; element t is the Frobenius norm over [B, N] of dL/dh_t, in the units of the loss.
         ops: the op of each, as in state_ops.
 
     Not recorded: grad_norms of scans with an explicit ``backend="reference"``, which are plain differentiable torch
-    code, and their state_norms under torch.compile.
+    code, and their state_norms under torch.compile; both norms of a loss with an explicit algorithm="modal" and
+    lengths.
     """
 
     def __init__(self, *, sparse: bool = False) -> None:

@@ -605,6 +605,28 @@ def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
+@pytest.mark.parametrize("need_w", [False, True])
+def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step, in spans too, and in each of two backwards of one graph."""
+    monkeypatch.setattr(_modal, "SPAN_STEPS", 5)
+    monkeypatch.setattr(_modal, "SPAN_ROWS", 4 * 5)
+    _, a = problem(kind, 8, 8, 17, 4, dense=True, lengths=lengths)
+    x = a["x"] if a["x"].is_floating_point() else a["x"].long()
+    options = {name: a.get(name) for name in ("weight", "bias", "lengths", "activation")}
+    w, cotangent, taps = a["matrix"][0].detach().requires_grad_(need_w), randn(17, 4, 8, seed=30), {}
+    for algorithm in ("modal", "sequential"):
+        with tap() as taps[algorithm]:
+            hs = functional.dense_scan(x, w, a["h0"], algorithm=algorithm, **options)
+            for factor in (1.0, -3.0):
+                torch.autograd.grad(hs, a["h0"], factor * cotangent, retain_graph=True)
+    for names in ("state_norms", "grad_norms"):
+        found, expected = getattr(taps["modal"], names), getattr(taps["sequential"], names)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert taps["modal"].ops == 2 * taps["modal"].state_ops == ["modal_scan"] * 2
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
 @pytest.mark.parametrize("activation", ["identity", "tanh"])
 def test_norms_of_a_scan_in_chunks(activation: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tap hears one scan of all steps, not one of each chunk."""
