@@ -31,6 +31,14 @@ def test_ids(tmp_path: Path) -> None:
     assert words.test.tolist() == [5, 2, 0]
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u0085", "\x0c", "\x1c"])
+def test_only_a_newline_ends_a_line(tmp_path: Path, mark: str) -> None:
+    """And only spaces and tabs separate words; a carriage return before the newline belongs to it."""
+    train = f" the{mark}cat <unk>\r\n a\tdog\n{mark}\n".encode()
+    words = load_words(folder(tmp_path, train=train))
+    assert words.text(words.train) == f"the{mark}cat <unk> <eos> a dog <eos>"
+
+
 def test_the_limit(tmp_path: Path) -> None:
     assert len(load_words(folder(tmp_path), limit=6).vocabulary) == 6
     with pytest.raises(InputError, match=r"ptb.train.txt has 6 distinct words, <eos> included; accepted: at most 5"):
@@ -48,6 +56,7 @@ def test_the_limit(tmp_path: Path) -> None:
         ({"test": b" the dog"}, "ptb.test.txt does not end with a line end: is it cut off?"),
         ({"test": b" the\n d\xffg \n"}, "ptb.test.txt line 2: byte 0xff is no text"),
         ({"train": b" the\n \0\0 \n"}, "ptb.train.txt line 2: a zero byte"),
+        ({"valid": b" the\n the <eos> dog\n"}, "ptb.valid.txt line 2: the word <eos>, which marks the ends of lines"),
         ({"train": b" the cat dog a \n"}, "'bird', which the training file lacks"),
     ],
 )

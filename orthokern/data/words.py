@@ -2,12 +2,14 @@
 
     ptb.train.txt, ptb.valid.txt, ptb.test.txt      one sentence per line: " no it was <unk> \\n"
 
-A line is converted to its words and <eos>. The vocabulary consists of the words of the training file: 10 000 words,
-including <eos>, in the standard files.
+A line ends with a newline alone, and only spaces and tabs separate words; other white space is a part of a word, except
+in a line of nothing else, which is blank. A line is converted to its words and <eos>. The vocabulary consists of the
+words of the training file: 10 000 words, including <eos>, in the standard files.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +56,8 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
 
     Raises:
         InputError: a file is missing, unreadable, empty, truncated, not text, a damaged copy of a standard file, or
-            swapped with another one; the training file has more than `limit` distinct words; or a word is not in the
-            training file, and the training file has no <unk>.
+            swapped with another one; a line has the word <eos>; the training file has more than `limit` distinct words;
+            or a word is not in the training file, and the training file has no <unk>.
 
     Example::
 
@@ -97,7 +99,16 @@ def _words(path: Path, content: bytes, part: str) -> list[str]:
         raise InputError(f"{path} line {line}: a zero byte, which is no text; expected: words")
     if not text.endswith("\n"):
         raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence a line")
-    sentences = [sentence for line in text.splitlines() if (sentence := line.split())]
+    # splitlines and split know more ends of lines and more spaces, as U+2028 and \x1c
+    sentences = []
+    for number, row in enumerate(text.split("\n"), 1):
+        sentence = re.findall(r"[^ \t\r]+", row)
+        if END in sentence:
+            raise InputError(
+                f"{path} line {number}: the word {END}, which marks the ends of lines; expected: other words"
+            )
+        if row.strip():
+            sentences.append(sentence)
     if not sentences:
         raise InputError(f"{path} holds blank lines only; expected: one sentence a line")
     check_part(path, part, "".join(f" {' '.join(sentence)} \n" for sentence in sentences).encode())
