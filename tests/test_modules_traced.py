@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 
 from orthokern import parametrize, penalties
+from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 
 D, N = 3, 4
@@ -104,6 +106,18 @@ def test_compile_of_a_loss(nonlinearity: str) -> None:
     found = gradients_of(module, lambda: compiled(x, readout, target)[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rnn", "factorized"])
+def test_fake_tensors_of_a_loss(kind: str) -> None:
+    """Of sizes for which the modal form would pay: its eigenvalues cannot be read."""
+    with FakeTensorMode():
+        module, readout = made(kind, nonlinearity="identity"), nn.Linear(N, 2)
+        x, target = torch.zeros(20_000, 50, dtype=torch.int64), torch.zeros(20_000, 50, dtype=torch.int64)
+        loss, hits = module.loss(x, readout, target)
+        assert loss.shape == () and hits.shape == (20_000,) and loss.requires_grad
+        with pytest.raises(InputError, match="^algorithm is 'modal': its tensors are fake.*'sequential'"):
+            module.loss(x, readout, target, algorithm="modal")
 
 
 def gradients_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
@@ -216,6 +217,8 @@ def choose(
     why = why_never(call)
     if why is None and torch._C._are_functorch_transforms_active():
         why = "torch.func transforms the call, and the host has to read the modes of one W"
+    if why is None and detect_fake_mode(matrix) is not None:
+        why = "its tensors are fake, and the host has to read the modes of W"
     if why is None and not asked:
         why = why_not_now(call)
     if why is None:
