@@ -98,9 +98,10 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     modules with hooks, parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters, quantized
     and scripted modules. The report has the reason.
 
-    There are three differences: the new modules are not instances of torch.nn.RNN or GRU; under torch.autocast they
-    return float32, because their states are float32; and their output must not be changed in place before the backward,
-    as by ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace operation".
+    There are four differences: the new modules are not instances of torch.nn.RNN or GRU; under torch.autocast they
+    return float32, because their states are float32; their output must not be changed in place before the backward, as
+    by ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace operation"; and torch.fx
+    needs a Tracer whose ``is_leaf_module`` is true for them.
 
     Args:
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.

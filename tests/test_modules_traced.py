@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 
@@ -106,6 +106,20 @@ def test_compile_of_a_loss(nonlinearity: str) -> None:
     found = gradients_of(module, lambda: compiled(x, readout, target)[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Leaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m).__module__.startswith("orthokern.") or super().is_leaf_module(m, module_qualified_name)
+
+
+@pytest.mark.parametrize("kind", ["rnn", "gru", "peephole"])
+def test_symbolic_trace(kind: str) -> None:
+    """With the modules as leaves; else it is refused in one line that says so."""
+    model, x = nn.Sequential(made(kind)), torch.randn(6, 2, D)
+    with pytest.raises(InputError, match="torch.fx traces into .* accepted: a Tracer whose is_leaf_module is True"):
+        fx.symbolic_trace(model)
+    assert torch.equal(fx.GraphModule(model, Leaves().trace(model))(x)[0], model(x)[0])
 
 
 @pytest.mark.parametrize("kind", ["rnn", "factorized"])

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.dispatch import BACKENDS
@@ -129,6 +130,7 @@ def check_input(
     int16.
     """
     if not isinstance(input, Tensor):
+        refuse_proxy(input)
         raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
     strided("input", input)
     if input.device != weight.device:
@@ -158,6 +160,15 @@ def check_input(
             f"accepted: input_size = {input_size} in the last dimension"
         )
     return tokens
+
+
+def refuse_proxy(value: Any) -> None:
+    """Rejects what torch.fx.symbolic_trace passes in place of a tensor."""
+    if isinstance(value, Proxy):
+        raise InputError(
+            "torch.fx traces into a module of orthokern, whose checks need tensors; "
+            "accepted: a Tracer whose is_leaf_module is True for it"
+        )
 
 
 def check_ids(ids: Tensor, size: int) -> None:
@@ -241,6 +252,7 @@ def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
     if (held is nn.Parameter or held is Tensor) and value.layout is torch.strided and value.shape == shape:
         return
     if not isinstance(value, Tensor):
+        refuse_proxy(value)
         accepted = "a tensor" if shape is None else f"a tensor of shape {list(shape)}"
         raise InputError(f"parameter {name} is {value!r}; accepted: {accepted}")
     if shape is not None and value.shape != shape:
