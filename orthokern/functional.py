@@ -589,7 +589,7 @@ def explain_scan_cross_entropy(
 
     Args:
         matrix, activation, message_clip, backend, algorithm, basis: as in ``scan_cross_entropy``.
-        T, B, classes: sizes of the call.
+        T, B, classes: sizes of the call, each at least 1.
         ids: whether the inputs are token ids.
         lengths, resets: whether the call has these arguments.
 
@@ -597,7 +597,7 @@ def explain_scan_cross_entropy(
         ("modal", the condition of the eigenvectors), or (another algorithm, the reason why it is not modal).
 
     Raises:
-        InputError: algorithm="modal" is not possible.
+        InputError: a size below 1, an unknown name, or an algorithm that is not possible for the call.
 
     Example::
 
@@ -606,6 +606,9 @@ def explain_scan_cross_entropy(
         'sequential'
     """
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
+    for name, size in (("T", T), ("B", B), ("classes", classes)):
+        check.positive(name, size)
+    check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None)
     _, modes, why = _scan_loss.choose_for(
         factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,
         backend=backend, algorithm=algorithm, start=basis, resets=resets,

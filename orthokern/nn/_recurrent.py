@@ -560,7 +560,7 @@ class Recurrent(nn.Module):
         """Which algorithm `loss` would use with the current parameters, and why.
 
         Args:
-            T, B: time steps and sequences; classes: of the readout.
+            T, B: time steps and sequences; classes: of the readout; each at least 1.
             ids: whether the input is token ids.
             lengths, resets: whether the call has these arguments.
             algorithm: the argument of the call.
@@ -570,7 +570,7 @@ class Recurrent(nn.Module):
             as the first item for algorithm="chunked".
 
         Raises:
-            InputError: algorithm="modal" is not possible.
+            InputError: a size below 1, an unknown algorithm, or one that is not possible for the call.
         """
         matrix, options = _loss.described(self, ids, lengths, algorithm)
         return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)

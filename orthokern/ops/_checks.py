@@ -97,6 +97,12 @@ def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{argument} has shape {list(tensor.shape)}: every size of {letters} must be at least 1")
 
 
+def positive(argument: str, value: object) -> None:
+    """value must be an integer, 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{argument} is {describe(value)}: accepted is an integer, 1 or more")
+
+
 def activation_name(name: object) -> str:
     """Return name if it is one of the activations."""
     if not isinstance(name, str) or name not in NAMES:

@@ -277,6 +277,27 @@ def test_why_not(change: dict[str, Any], why: str) -> None:
     assert name == "sequential" and why in said, said
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"T": 0}, "T is 0: accepted is an integer, 1 or more"),
+        ({"T": -4}, "T is -4: accepted"),
+        ({"B": 0}, "B is 0: accepted"),
+        ({"classes": 2.5}, "classes is 2.5: accepted"),
+        ({"algorithm": "model"}, "unknown algorithm 'model'.*did you mean 'modal'"),
+        ({"algorithm": "chunked", "resets": True}, "algorithm is 'chunked' with resets"),
+    ],
+)
+def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> None:
+    module = RNN(10, 6, nonlinearity="identity")
+    sizes = {"T": 10, "B": 3, "classes": 5}
+    for told in (functional.explain_scan_cross_entropy, module.explain_loss):
+        matrix = {"matrix": torch.eye(6)} if told != module.explain_loss else {}
+        with pytest.raises(InputError, match=message) as error:
+            told(**{**matrix, **sizes, **change})
+        assert "\n" not in str(error.value)
+
+
 def test_a_defective_matrix_falls_back() -> None:
     w = torch.eye(64, dtype=torch.float64) * 0.9 + torch.diag(torch.full((63,), 0.1, dtype=torch.float64), 1)
     wanted, arguments = problem(IDS, 64, 64, 1500, 8, dense=True)
