@@ -130,7 +130,11 @@ def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected:
             continue
         if key in unexpected:
             unexpected.remove(key)
-        if not isinstance(basis, Tensor) or basis.dim() != 2 or basis.shape[0] != N or not N <= basis.shape[1] <= 2 * N:
-            errors.append(f"{key} is no basis of {N} units")
+        shape = list(basis.shape) if isinstance(basis, Tensor) else []
+        if len(shape) != 2 or shape[0] != N or shape[1] % 2 or not N <= shape[1] <= 2 * N:
+            got = f"has shape {shape}" if isinstance(basis, Tensor) else f"is {type(basis).__name__}"
+            errors.append(
+                f"{key} {got}, which is no basis of {N} units; accepted: [N, 2M] with N = {N}, 2M from N to 2N"
+            )
             continue
         module._bases[suffix] = basis.detach().to(torch.float64, copy=True)

@@ -575,9 +575,10 @@ def test_the_basis_is_part_of_the_state() -> None:
     del state["modal_basis_l0"]
     other.load_state_dict(state)
     assert "modal_basis_l0" not in other.state_dict()
-    state["modal_basis_l0"] = torch.ones(3)
-    with pytest.raises(RuntimeError, match="no basis of 24 units"):
-        other.load_state_dict(state)
+    for wrong in (torch.ones(3), torch.ones(24, 25), torch.ones(24, 22), torch.ones(24, 50), [1.0]):
+        state["modal_basis_l0"] = wrong
+        with pytest.raises(RuntimeError, match=r"modal_basis_l0 (has shape \[.*\]|is list), .* no basis of 24 units"):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.01, 0.3, None])
