@@ -119,6 +119,7 @@ def test_a_normal_network_has_the_same_total_whatever_it_is() -> None:
         (torch.zeros(2, 2), torch.ones(2), {"noise": None}, ["noise", "None"]),
         (torch.zeros(2, 2), torch.ones(2), {"noise": -torch.eye(2)}, ["no covariance"]),
         (torch.zeros(2, 2), torch.ones(2), {"noise": torch.eye(3)}, ["noise has shape (3, 3)"]),
+        (torch.zeros(2, 2), torch.ones(2), {"noise": torch.eye(2).long()}, ["noise has dtype torch.int64", "(2, 2)"]),
         (torch.zeros(2, 2), torch.ones(2), {"steps": 0}, ["steps", "0"]),
         (torch.zeros(2, 2, dtype=torch.int64), torch.ones(2), {}, ["v must be a floating"]),
     ],

@@ -144,7 +144,11 @@ def _steps(steps: int | None, default: int) -> int:
 def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
     """L [N,N] with L L^T = E."""
     if isinstance(noise, Tensor) and noise.dim():
-        if noise.shape != (n, n) or not noise.is_floating_point():
+        if not noise.is_floating_point():
+            raise InputError(
+                f"noise has dtype {noise.dtype}; accepted: a variance, or a covariance of floats ({n}, {n})"
+            )
+        if noise.shape != (n, n):
             raise InputError(f"noise has shape {tuple(noise.shape)}; accepted: a variance, or a covariance ({n}, {n})")
         e = noise.detach().double().cpu()
         factor, info = torch.linalg.cholesky_ex(e)
