@@ -23,10 +23,13 @@ def thin_profile(norms: Tensor, points: int = 64) -> list[float]:
 
     Args:
         norms: [T] float, norms of the states or of the gradient, on any device.
-        points: the largest number of values, at least 1.
+        points: the largest number of values, at least 2: the first and the last are among them.
 
     Returns:
         The values at `profile_steps(T, points)`, rounded to six significant digits.
+
+    Raises:
+        InputError: no values, or points below 2.
 
     Example::
 
