@@ -547,6 +547,26 @@ def test_a_diverged_run_leaves_room_for_the_others(drawing: Any) -> None:
     assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
 
 
+def test_only_a_loss_diverges(drawing: Any) -> None:
+    """Other numbers may grow a thousandfold; a baseline has the unit of its quantity."""
+    records = [{"iteration": i, "seconds": 0.1 * i**2, "accuracy": 0.5} for i in range(1, 201)]
+    figure = plots.compare_curves([made("a", records=records)], "seconds")
+    assert figure is not None and not [line for line in figure.axes[0].get_lines() if line.get_marker() == "^"]
+    figure = plots.compare_curves([made("a", records=records)], "accuracy", baseline=0.1)
+    assert figure is not None
+    (axis,) = figure.axes
+    assert shown(axis)["baseline 0.1"][0] == pytest.approx(10.0) and axis.get_ylim()[0] < 10
+
+
+def test_bounds_are_those_of_a_factorized_network(drawing: Any) -> None:
+    records = [{"iteration": i, "spectrum": {"mean": 1.0, "std": 0.1, "min": 0.5, "max": 1.6}} for i in (1, 2)]
+    for model, bounded in (("factorized", True), ("rnn", False)):
+        run = RunRecord(Path(model), {}, {"model": model, "margin": 0.1}, "copy", records)
+        figure = plots.compare_spectra([run])
+        assert figure is not None
+        assert any("bounds" in str(line.get_label()) for line in figure.axes[0].get_lines()) == bounded
+
+
 def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
     records = [{"iteration": i, "loss": 0.2 - 1e-4 * i} for i in range(1, 1001)]
     told = [

@@ -322,6 +322,20 @@ def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
     assert length() == 3
 
 
+def test_a_longer_cosine_has_its_rates_from_the_first_iteration_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def weights() -> torch.Tensor:
+        found: torch.Tensor = load_checkpoint(folder / "checkpoint.pt")["model"]["readout.weight"]
+        return found
+
+    options = [*SMALL, "--schedule", "cosine", "--lr-decay", 0, "--eval-sequences", 2]
+    assert run(*options, "--iterations", 4, "--out", folder) == 0
+    before = weights()
+    assert run("--resume", folder, "--iterations", 5) == 0
+    assert not torch.equal(weights(), before), "the shorter curve ends at a rate of 0"
+
+
 def test_no_plots_is_for_one_call(tmp_path: Path) -> None:
     small = ["--T", 3, "--hidden", 4, "--batch", 2, "--threads", 1, "--eval-sequences", 2]
     assert run(*small, "--iterations", 2, "--out", tmp_path / "run") == 0

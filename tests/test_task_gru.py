@@ -218,6 +218,13 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
 
 
+def test_a_validation_loss_that_is_no_number_is_no_success(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = build("word_lm", ["--data", str(words), "--model", "gru"])
+    monkeypatch.setattr(task, "measure", lambda part: math.nan)
+    task.initial_loss = 9.0
+    assert task.evaluate(1)["success"] == 0.0
+
+
 def test_initial_weights(words: Path, rolls: Path) -> None:
     """Section 4.1 of the paper: N(0, 1/650), the candidate's recurrent matrix orthogonal; music as its note says."""
     for task, data, std in (("word_lm", words, 650**-0.5), ("music", rolls, 200**-0.5)):

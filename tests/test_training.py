@@ -259,6 +259,35 @@ def test_a_resumed_run_may_go_further(whole: Path, tmp_path: Path) -> None:
     assert records(folder) == records(whole)
 
 
+def test_a_newer_best_state_than_the_checkpoint_is_not_tested(tmp_path: Path) -> None:
+    """A kill between the two writes leaves one. A run that does not come that far again never had these parameters."""
+    folder = tmp_path / "run"
+
+    class Worse(Regression):
+        def evaluate(self, iteration: int) -> dict[str, float]:
+            return {"loss": float(iteration)}
+
+    go(folder, Worse(), iterations=6)
+    found = torch.load(folder / "best.pt", weights_only=True)
+    torch.save({**found, "iteration": 20}, folder / "best.pt")
+    go(folder, Worse(), iterations=7, resume=True)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["best"]["iteration"] == 4 and result["tested"] == 7
+
+
+def test_a_best_state_is_written_with_the_next_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    there: list[tuple[int, bool]] = []
+
+    class Watched(Regression):
+        def evaluate(self, iteration: int) -> dict[str, float]:
+            there.append((iteration, (folder / "best.pt").exists()))
+            return super().evaluate(iteration)
+
+    go(folder, Watched(), iterations=20, every=10)
+    assert there == [(4, False), (8, False), (12, True), (16, True), (20, True)]
+
+
 def test_resuming_before_the_first_checkpoint_begins_again(whole: Path, tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "empty", "regression", SETTINGS)
     assert go(tmp_path / "empty", Regression(), resume=True).exit_code == 0

@@ -173,7 +173,6 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
     last = any("last_grad_norm_through_time" in record for record in records)
     gradients = "last_grad_norm_through_time" if last else "grad_norm_through_time"
     spectrum, angles = _of_recurrence(given)
-    margin = number_at(run.settings, "margin")
     if any("nll" in record for record in records):
         curves: tuple[Callable[..., Path | None], dict[str, Any]] = plots.plot_losses, {"label": "nats"}
     else:
@@ -183,7 +182,7 @@ def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) ->
     drawings: dict[str, tuple[Callable[..., Path | None], dict[str, Any]]] = {
         "curves": curves,
         "gradients": (plots.plot_gradients, {"length": run.profile_length(gradients), "key": gradients}),
-        "spectrum": (plots.plot_spectrum, {"margin": margin, "key": spectrum}),
+        "spectrum": (plots.plot_spectrum, {"margin": run.margin, "key": spectrum}),
         "states": (plots.plot_states, states),
         "angles": (plots.plot_angles, {"key": angles}),
         "stability": (plots.plot_stability, {}),
@@ -199,8 +198,12 @@ def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path, q
     common: dict[str, Any] = {key: given[key] for key in ("legend", "x") if key in given}
     spectrum, angles = _of_recurrence(given)
     if name == "curves":
-        common |= {key: given.get(key) for key in ("panel", "baseline")}
-        found = {f"curves-{quantity}": plots.compare_curves(runs, quantity, **common) for quantity in quantities}
+        common["panel"] = given.get("panel")
+        found = {}
+        for quantity in quantities:
+            # among the usual quantities it is that of the loss
+            level = given.get("baseline") if "quantity" in given or quantity in ("loss", "held_out_loss") else None
+            found[f"curves-{quantity}"] = plots.compare_curves(runs, quantity, baseline=level, **common)
     else:
         drawings: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "gradients": (plots.compare_gradients, {}),

@@ -64,6 +64,11 @@ class RunRecord:
                 return None if ratio is None else count(max(1, round(ratio)))
         return None
 
+    @property
+    def margin(self) -> float | None:
+        """The margin of a factorized network; None for other networks, which record the setting too."""
+        return number_at(self.settings, "margin") if self.settings.get("model", "factorized") == "factorized" else None
+
     def profile_length(self, name: str) -> int | None:
         """`time_steps`, if the lists under `name` have the length of `profile_steps(time_steps)`; else None."""
         length = self.time_steps

@@ -262,7 +262,7 @@ class GruTask(Task):
         "success" (1 if no loss so far was above the initial loss, else 0)."""
         loss, initial = self.measure("validation"), self.initial_loss
         assert initial is not None  # since the first batch
-        worst = max(self.worst_loss, loss)
+        worst = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
         return {"loss": loss, "initial_loss": initial, "success": float(worst <= initial)}
 
     def test(self) -> dict[str, float]:

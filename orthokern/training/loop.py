@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +71,9 @@ def train(
     Longer than 100 lines: most of them are this documentation and its example.
 
     Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
-    `settings.checkpoint_every` iterations and at the end, best.pt at every new best evaluation, and plots at the end. A
-    full disk causes warnings only: the old checkpoint is kept, records are buffered in memory, and training continues.
+    `settings.checkpoint_every` iterations and at the end, best.pt with the first one after a new best evaluation, and
+    plots at the end. A full disk causes warnings only: the old checkpoint is kept, records are buffered in memory, and
+    training continues.
 
     With several processes, joined by `distributed.processes`, all ranks call this function with the same arguments.
     `run` is the folder on rank 0; only rank 0 writes and evaluates.
@@ -361,9 +362,11 @@ def _finish(state: RunState, seconds: float) -> str:
         tested = state.iteration
         averaged = _averaged(task)
         if state.best is not None and state.has_best():
-            parameters, tested = state.read_best()
-            task.model.load_state_dict(parameters)
-            averaged = nullcontext()  # best.pt has averages already
+            parameters, found = state.read_best()
+            if found == state.best["iteration"]:  # not one that a run that was killed wrote just before its checkpoint
+                task.model.load_state_dict(parameters)
+                tested = found
+                averaged = nullcontext()  # best.pt has averages already
         try:
             with averaged, _evaluating(task):
                 test = task.test()
@@ -411,6 +414,9 @@ def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float]
         what = f"a parameter is no longer finite (loss {metrics['loss']:.4g})"
     seconds = state.seconds()
     state.progress.close()
+    if state.shard.first:
+        with suppress(OSError):  # a full disk
+            state.write_best()
     _plot(state, settings)
     advice = "lower the learning rates or clip the gradients"
     message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}; {advice}"

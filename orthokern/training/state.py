@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from orthokern._state import check_integer, misfit, shown
 from orthokern.errors import CheckpointError, InputError
@@ -193,6 +194,7 @@ class RunState:
             self.task.optimizer.load_state_dict(payload["optimizer"])
             if self.task.scheduler is not None:
                 self.task.scheduler.load_state_dict(payload["scheduler"])
+                self._rates_of_this_run()
             if self.task.plateau is not None:
                 self.task.plateau.load_state_dict(payload["plateau"])
             if self.task.average is not None:
@@ -206,6 +208,18 @@ class RunState:
         self.saved_at = self.iteration
         self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
         self.evaluated_at = payload.get("evaluated_at")
+
+    def _rates_of_this_run(self) -> None:
+        """Sets the learning rates of the next iteration. Those of the checkpoint are of the old length of the run."""
+        scheduler = self.task.scheduler
+        if isinstance(scheduler, LambdaLR):
+            groups = scheduler.optimizer.param_groups
+            for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                new = rate * factor(scheduler.last_epoch)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(new)
+                else:
+                    group["lr"] = new
 
     def _take_rng(self, states: list[dict[str, Any]], iteration: int) -> None:
         if self.shard.rank < len(states):
@@ -289,15 +303,11 @@ class RunState:
         distributed.tell_on_loss(f"{self.last_good()}; continue with --resume {self.run.path}")
 
     def save_best(self) -> None:
-        """Writes best.pt; if the disk is full, it is written later. A collective call."""
+        """Keeps the present state as the best one, in memory: best.pt is written with the next checkpoint, so that the
+        two agree after a kill. A collective call."""
         payload = self.payload()
-        if not self.shard.first:
-            return
-        self._best_bytes = checkpoint_bytes(payload)
-        try:
-            self.write_best()
-        except OSError as error:
-            self.progress.line(f"warning: {self.run.best} not written: {error.strerror or error}; training continues")
+        if self.shard.first:
+            self._best_bytes = checkpoint_bytes(payload)
 
     def has_best(self) -> bool:
         """Whether there is a best state, on the disk or waiting to be written."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from orthokern.diagnostics.comparison import labels
-from orthokern.diagnostics.runs import RunRecord, number_at
+from orthokern.diagnostics.runs import RunRecord
 from orthokern.errors import InputError
 
 if TYPE_CHECKING:
@@ -172,6 +172,5 @@ def _per_run(
     pairs = [(run, found) for run in runs if (found := find(run)) is not None]
     texts = labels([run for run, _ in pairs], legend) if pairs else []
     return [
-        _Panel(text, found, _Abscissa.of(run, x), number_at(run.settings, "margin"))
-        for text, (run, found) in zip(texts, pairs, strict=True)
+        _Panel(text, found, _Abscissa.of(run, x), run.margin) for text, (run, found) in zip(texts, pairs, strict=True)
     ]

@@ -191,8 +191,10 @@ def compare_curves(
     texts = _legend(drawn, groups, panel, legend)
     kinds = list(dict.fromkeys(texts[id(run)] for run in drawn))
     percent = "accuracy" in quantity
-    top = math.inf if percent else _top([found[id(run)][1] for run in drawn])
+    may_diverge = any(name in quantity for name in _LOSSES)
+    top = _top([found[id(run)][1] for run in drawn]) if may_diverge else math.inf
     figure, axes = _panels(list(groups), title, sharey=True)
+    levels: list[float] = []
     for axis, members in zip(axes, groups.values(), strict=True):
         told: set[str] = set()
         shown = texts if panel is None else _shown(members, texts, legend)
@@ -216,19 +218,29 @@ def compare_curves(
                 where = at[beyond] / _Abscissa.of(run, x).per
                 axis.plot(where, np.full(len(where), top), "^", color=_COLOURS[kind % len(_COLOURS)], clip_on=False)
         for level in _baselines(members, quantity, baseline):
-            axis.axhline(level, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline {level:.4g}")
+            levels.append(level)
+            axis.axhline(
+                100 * level if percent else level,
+                color=_GREY,
+                linestyle="--",
+                linewidth=1.0,
+                label=f"baseline {level:.4g}",
+            )
         axis.set_xlabel(x)
         axis.locator_params(axis="x", integer=True)
         axis.legend(loc="best", fontsize=7)
     ends = [float(end(found[id(run)][1])) for run in drawn for end in (min, max)]
     if percent:
-        axes[0].set_ylim(percent_limits([100 * end for end in ends]))
+        axes[0].set_ylim(percent_limits([100 * end for end in (*ends, *levels)]))
     elif min(ends) > 0 and max(ends) > 10 * min(ends):
         axes[0].set_yscale("log")
     if max(ends) > top:
         axes[0].set_ylim(top=top)
     axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if percent else ""))
     return figure
+
+
+_LOSSES = ("loss", "nll", "bpc", "perplexity")  # in the names of quantities that a divergence makes large
 
 
 def _top(curves: Sequence[np.ndarray]) -> float:
