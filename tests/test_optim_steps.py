@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern.errors import InputError
-from orthokern.nn import FactorizedRNN
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
+from orthokern.nn import ExpRNN, FactorizedRNN
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for
 
 PROMISE = 1e-5  # largest max|M^T M - I| after any step, float32
 
@@ -200,3 +200,33 @@ def test_sparse_gradient_of_another_parameter(kind: Callable[..., Optimizer]) ->
     with pytest.raises(InputError, match=r"gradient of parameter 0 \(table.weight\) is sparse_coo; .*SGD or Adagrad"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_basis_that_became_nan_is_an_error_where_the_drift_is_measured(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a batch with others, and with finite gradients; the other bases of the group do not change."""
+    monkeypatch.setattr(geodesic, "_read_waits", lambda device: reads)
+    bases = [basis(6, 6), basis(5, 2), basis(5, 2)]
+    optimizer = GeodesicSGD(bases, lr=0.1, correct_every=2)
+    for p in bases:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with torch.no_grad():
+        bases[1][0, 0] = math.nan
+    before = bases[0].detach().clone()
+    with pytest.raises(InputError, match=r"^a basis of shape \[5, 2\] has NaN or infinite entries"):
+        optimizer.step()
+    assert torch.equal(bases[0], before)
+
+
+@pytest.mark.parametrize(
+    "rnn", [FactorizedRNN(3, 6, num_layers=2), ExpRNN(3, 6, num_layers=2)], ids=lambda m: type(m).__name__
+)
+def test_monitors_show_nan(rnn: FactorizedRNN | ExpRNN) -> None:
+    assert rnn.orthogonality_error() < 1e-5
+    basis_ = rnn.u_l0 if isinstance(rnn, FactorizedRNN) else rnn.base_l0
+    with torch.no_grad():
+        basis_[1, 0] = math.nan
+    assert math.isnan(rnn.orthogonality_error())

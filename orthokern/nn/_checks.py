@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -263,6 +264,11 @@ def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
 def deviation(m: Tensor) -> float:
     """The largest |M^T M - I| over the entries of a basis M [N,K]."""
     return float((m.mT @ m - torch.eye(m.shape[1], dtype=m.dtype, device=m.device)).abs().max())
+
+
+def largest_deviation(matrices: Iterable[Tensor]) -> float:
+    """The largest `deviation`: 0 for no matrices, NaN if one has NaN entries (Python's max would drop a NaN)."""
+    return float(torch.tensor([0.0, *map(deviation, matrices)], dtype=torch.float64).max())
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:

@@ -43,7 +43,7 @@ from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _few_rows
-from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, deviation, positive_int
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, positive_int
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._checks import whole
@@ -180,8 +180,8 @@ class _Exponential(Recurrent):
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:
-        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences."""
-        return max([0.0, *(deviation(self._orthogonal(suffix)) for suffix in self._suffixes())])
+        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences (or NaN)."""
+        return largest_deviation(self._orthogonal(suffix) for suffix in self._suffixes())
 
     # -- moves of the base
 

@@ -12,7 +12,14 @@ from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern.cpu._steps import Parts, factored_parts
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, deviation, number, parameter_dtype, positive_int, warn_unless_orthonormal
+from orthokern.nn._checks import (
+    check_device,
+    largest_deviation,
+    number,
+    parameter_dtype,
+    positive_int,
+    warn_unless_orthonormal,
+)
 from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._linear import linear
@@ -174,9 +181,9 @@ class FactorizedRNN(Recurrent):
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:
-        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence)."""
+        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence) (or NaN)."""
         bases = [name for name, role in self.parameter_roles().items() if role == "geodesic"]
-        return max([0.0, *(deviation(self._tensor(name)) for name in bases)])
+        return largest_deviation(self._tensor(name) for name in bases)
 
     @torch.no_grad()
     def orthonormalize(self) -> None:

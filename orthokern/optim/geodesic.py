@@ -80,7 +80,8 @@ class GeodesicSGD(Optimizer):
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
             options out of range; from `step`, before any parameter has changed, for a sparse gradient, and for one with
-            NaN or inf (on a GPU in the steps that measure the drift).
+            NaN or inf (on a GPU in the steps that measure the drift); from a step that measures the drift, before a
+            basis of its group has changed, if a basis would be NaN or inf.
 
     Example::
 
@@ -190,22 +191,20 @@ class GeodesicSGD(Optimizer):
                 shrink = (group["max_grad_norm"] / todo.norm).clamp(max=1.0)
             elif todo.norm > group["max_grad_norm"]:
                 shrink = group["max_grad_norm"] / todo.norm
-        drifts = []
         given = []
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
             todo.moves(group, g, rate * factor)
             given.append((_stack(bases), g, rate * factor))
         moved = [_legacy_step(*one) for one in given] if group["legacy"] else cayley.steps(given, group["backend"])
-        for (bases, _), m in zip(todo.batches, moved, strict=True):
-            if todo.measure or todo.growth > group["drift_tolerance"]:
-                m, drift = _correct(m, group["drift_tolerance"])
-                drifts.append(drift)
-            _unstack(m, bases)
-        if drifts:
-            group["last_drift"], group["growth"] = max(drifts), 0.0
+        if todo.measure or todo.growth > group["drift_tolerance"]:
+            corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
+            moved = [m for m, _ in corrected]
+            group["last_drift"], group["growth"] = max(drift for _, drift in corrected), 0.0
         elif todo.growth > 0.0:
             group["growth"] = todo.growth
+        for (bases, _), m in zip(todo.batches, moved, strict=True):
+            _unstack(m, bases)
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
@@ -374,13 +373,18 @@ def _unstack(stacked: Tensor, matrices: list[Tensor]) -> None:
 
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     """Note [Drift]: bases [P,N,K] -> (the bases, corrected where the error is above tolerance; the largest error before
-    the correction)."""
+    the correction). InputError for a basis that is not finite."""
     first = math.nan
     for _ in range(_MOST_CORRECTIONS):
         excess = m.mT @ m
         excess.diagonal(dim1=-2, dim2=-1).sub_(1.0)
         error = excess.abs().amax((-2, -1))
         drift = float(error.max())
+        if not math.isfinite(drift):
+            raise InputError(
+                f"a basis of shape {list(m.shape[-2:])} has NaN or infinite entries after the step; "
+                "accepted: finite bases, and rates and gradients whose product does not overflow"
+            )
         first = drift if math.isnan(first) else first
         if not drift > tolerance:
             return m, first
