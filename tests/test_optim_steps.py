@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern.errors import InputError
+from orthokern.functional import cayley
 from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for
 
@@ -89,6 +90,41 @@ def test_steps_of_any_size(kind: type[GeodesicSGD], shape: tuple[int, int]) -> N
             state = copy.deepcopy(optimizer.state_dict())
             del state["param_groups"][0]["growth"]  # one of an earlier version
             optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("shape", [(32, 4), (5, 1), (2, 24, 20), (6, 6)])
+def test_gradients_of_any_size(
+    shape: tuple[int, ...], backend: str | None, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step depends on lr G alone, and thin bases do not overflow at G^T G; also where the norm is not read."""
+    monkeypatch.setattr(geodesic, "_read_waits", lambda device: reads)
+    start = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0].float()
+    g = torch.randn(shape, dtype=torch.float64)
+    g /= g.abs().max()
+    expected = cayley(start.double(), g, 0.1)
+    for size in (0.0, 1e-30, 1e-15, 1e6, 1e15, 1e19, 1e36):
+        m = nn.Parameter(start.clone())
+        m.grad = (g * size).float()
+        GeodesicSGD([m], lr=0.1 / (size or 1.0), backend=backend, correct_every=0).step()
+        torch.testing.assert_close(m.double(), expected if size else start.double(), rtol=0, atol=3e-6)
+
+
+def test_huge_gradients_of_thin_bases() -> None:
+    rnn = FactorizedRNN(3, 32, rank=4)
+    optimizer = optimizer_for(rnn, geodesic_lr=1e-3, max_basis_grad_norm=1.0)
+    (1e20 * rnn(torch.randn(5, 4, 3))[0].sum()).backward()
+    optimizer.step()
+    assert rnn.orthogonality_error() < PROMISE
+    m = basis(6, 2)
+    m.grad = torch.full_like(m, 1e38)
+    before = m.detach().clone()
+    with pytest.raises(
+        InputError, match=r"^lr times the gradient of a basis of shape \[6, 2\] overflows torch.float32"
+    ):
+        GeodesicSGD([m], lr=10.0, correct_every=0).step()
+    assert torch.equal(m, before)
 
 
 def test_small_steps_are_measured_at_the_interval_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,16 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
     for (leaf, *_), indices in together.items():
         results.update(zip(indices, leaf.cayley_of_many([batches[index] for index in indices]), strict=True))
     return [results[index] for index in range(len(batches))]
+
+
+def scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(g / k, k lr), the same step: k [...] is max|g| of each matrix where that is outside [2^-40, 2^40], else 1.
+
+    For thin bases: their form has g^T g, whose elements overflow float32 from |g| = 1e19. Nothing is read on the host.
+    """
+    size = torch.linalg.vector_norm(g, math.inf, dim=(-2, -1)).clamp_min(2.0**-100)  # a gradient may be zero
+    k = torch.where(size == size.clamp(2.0**-40, 2.0**40), torch.ones_like(size), size)
+    return g / k[..., None, None], k.double() * lr
 
 
 def check_finite(argument: str, tensor: Tensor) -> None:
