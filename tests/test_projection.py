@@ -16,7 +16,7 @@ from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
 from orthokern.optim import projection as module
-from orthokern.optim._clip import clipped
+from orthokern.optim._clip import clip_, clipped
 
 
 def norm(w: Tensor) -> float:
@@ -536,6 +536,20 @@ def test_products_with_large_and_degenerate_values() -> None:
     w[0, 0] = math.nan
     SpectralNormProjection([w], 0.2, method="products").step()
     assert bool(w.isnan().all())
+
+
+@pytest.mark.parametrize("limit", [1.8, 1.7])
+@pytest.mark.parametrize("top", [1e2, 3e3, 1e4, 1e5])
+@pytest.mark.parametrize("large", [1, 5, 40])
+def test_products_with_values_far_above_in_float32(large: int, top: float, limit: float) -> None:
+    s = torch.linspace(0.0, 1.6, 40, dtype=torch.float64)
+    s[:large] = torch.logspace(0, -1, large, dtype=torch.float64) * 1.8 * top
+    exact = with_spectrum(s, 50, 2)
+    expected = by_svd(exact, limit, 1.8)
+    w = exact.float()
+    clip_([w], 1.8, limit)
+    assert torch.equal(w, clipped(exact.float(), 1.8, limit)) or top == 1e2
+    assert float((w - expected).norm()) < (0.01 if top < 1e5 else 0.1)
 
 
 def test_a_device_is_never_waited_for() -> None:
