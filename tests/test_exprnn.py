@@ -275,6 +275,28 @@ def test_optimizer_state_at_a_move(mode: str) -> None:
     optimizer.step()
 
 
+def test_a_centered_rmsprop_keeps_its_variance_at_a_move() -> None:
+    """A transported mean above the root of the second moment would be the root of a negative number."""
+    torch.manual_seed(0)
+    rnn = ExpRNN(3, 8, rebase_every=20)
+    optimizer = optimizer_for(rnn, lr=1e-3, centered=True)
+    x, y = torch.randn(5, 4, 3), torch.randn(5, 4, 8)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = (rnn(x)[0] - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert bool(loss.isfinite())
+    with torch.no_grad():
+        rnn.skew_l0.add_(0.01 * torch.randn(8, 8))
+    state = optimizer.state[rnn.skew_l0]
+    before = state["square_avg"] - state["grad_avg"].square()
+    rnn.rebase()
+    after = state["square_avg"] - state["grad_avg"].square()
+    assert bool((after >= 0.0).all())
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-8)
+
+
 def test_roles_and_rates() -> None:
     rnn = make(bidirectional=True)
     split = split_parameters(nn.Sequential(rnn))

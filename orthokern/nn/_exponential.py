@@ -25,7 +25,8 @@ Note [Optimizer state at a move]
     and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
     i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
     that K is Gamma divided by f. Where |sinc| is below FLATTEST (P hardly changes in that direction, and Gamma has
-    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept.
+    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept. Of a
+    centered RMSprop, which divides by the root of square_avg - grad_avg^2, this difference is kept, a variance.
 """
 
 from __future__ import annotations
@@ -253,7 +254,11 @@ class _Exponential(Recurrent):
             state = optimizer.state.get(parameter, {})
             for name in FIRST_MOMENTS:
                 if isinstance(state.get(name), Tensor):
-                    state[name].copy_(transported(state[name], parameter))
+                    moved = transported(state[name], parameter)
+                    square = state.get("square_avg")
+                    if name == "grad_avg" and isinstance(square, Tensor):
+                        square.add_(moved.square() - state[name].square()).clamp_min_(moved.square())
+                    state[name].copy_(moved)
 
     # -- state
 
