@@ -266,3 +266,18 @@ def test_monitors_show_nan(rnn: FactorizedRNN | ExpRNN) -> None:
     with torch.no_grad():
         basis_[1, 0] = math.nan
     assert math.isnan(rnn.orthogonality_error())
+
+
+@pytest.mark.parametrize("start", [1 / 3, 0.1, 1.0])
+def test_a_schedule_that_rounds_to_less_than_zero(start: float) -> None:
+    m = basis(6, 6)
+    for optimizer in (GeodesicSGD([m], lr=1e-6), GeodesicSGD([m], lr=1e3)):
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=start, end_factor=0.0, total_iters=7)
+        for _ in range(9):
+            m.grad = torch.randn_like(m)
+            optimizer.step()
+            schedule.step()
+        optimizer.param_groups[0]["lr"] = -1e-20 * optimizer.param_groups[0]["initial_lr"]
+        before = m.detach().clone()
+        optimizer.step()
+        assert torch.equal(m, before)

@@ -32,13 +32,15 @@ def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str
 
 def check_rate(index: int, group: dict[str, Any]) -> None:
     """InputError unless a group's learning rate is a finite number, 0 or more. One on a GPU is not read, since that
-    would synchronise."""
+    would synchronise. What rounding leaves below 0 (as LinearLR(end_factor=0.0), which multiplies) counts as 0."""
     rate = group.get("lr", 0.0)
     if isinstance(rate, Tensor):
         if rate.is_cuda or rate.is_meta:
             return
         rate = float(rate.detach()) if rate.numel() == 1 else rate
     number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if number and rate < 0.0 and rate >= -1e-12 * abs(float(group.get("initial_lr", 1.0))):
+        return
     if not number or not (math.isfinite(rate) and rate >= 0.0):
         role = f" ({group['role']})" if "role" in group else ""
         raise InputError(

@@ -184,7 +184,8 @@ class GeodesicSGD(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
-        rate = -float(group["lr"]) if group["maximize"] else float(group["lr"])
+        rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
+        rate = -rate if group["maximize"] else rate
         shrink: float | Tensor = 1.0
         if group["max_grad_norm"] is not None:
             if isinstance(todo.norm, Tensor):
