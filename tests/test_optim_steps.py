@@ -281,3 +281,12 @@ def test_a_schedule_that_rounds_to_less_than_zero(start: float) -> None:
         before = m.detach().clone()
         optimizer.step()
         assert torch.equal(m, before)
+
+
+def test_a_model_that_ascends_does_so_in_all_parts() -> None:
+    rnn = FactorizedRNN(3, 8)
+    optimizer = optimizer_for(rnn, maximize=True)
+    assert all(group["maximize"] for group in optimizer.param_groups)
+    optimizer = optimizer_for(rnn, maximize=True, geodesic_options={"maximize": False})
+    assert [group["maximize"] for group in optimizer.param_groups if group["role"] == "geodesic"] == [False]
+    assert not any(group["maximize"] for group in optimizer_for(rnn).param_groups)

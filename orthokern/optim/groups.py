@@ -97,6 +97,10 @@ class CombinedOptimizer(Optimizer):
     the parts. `step(closure)` calls the closure once, then steps the parts in order. If a part raises (as GeodesicSGD
     for NaN gradients), the parts after it do not step; such a part should come first.
 
+    `param_groups` and `state` are new containers at each reading, so that `optimizer.param_groups[1:] = []` and
+    `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
+    torch's OneCycleLR needs cycle_momentum=False, since the geodesic part has no momentum.
+
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
 
@@ -275,7 +279,8 @@ def optimizer_for(
         max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
         geodesic_options: further keyword arguments of `geodesic`.
-        euclidean_kwargs: further keyword arguments of `euclidean`.
+        euclidean_kwargs: further keyword arguments of `euclidean`. `maximize` is also that of `geodesic`, unless
+            `geodesic_options` has one.
 
     Returns:
         A CombinedOptimizer with the parts "geodesic" and "euclidean", if there are parameters for them. Each group has
@@ -302,7 +307,8 @@ def optimizer_for(
     parts: dict[str, Optimizer] = {}
     if split["geodesic"]:
         group = _group(split["geodesic"], "geodesic", geodesic_lr)
-        options = {"max_grad_norm": max_basis_grad_norm, **(geodesic_options or {})}
+        shared = {name: euclidean_kwargs[name] for name in ("maximize",) if name in euclidean_kwargs}
+        options = {"max_grad_norm": max_basis_grad_norm, **shared, **(geodesic_options or {})}
         parts["geodesic"] = geodesic([group], geodesic_lr, **options)
     groups = [_group(entries, child or "other", rate) for child, rate, entries in _by_child(split["other"], lr)]
     for _, rate, entries in _by_child(split["rotation"], lr):
