@@ -181,7 +181,7 @@ class _Exponential(Recurrent):
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:
-        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences (or NaN)."""
+        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences, NaN included."""
         return largest_deviation(self._orthogonal(suffix) for suffix in self._suffixes())
 
     # -- moves of the base

@@ -181,7 +181,7 @@ class FactorizedRNN(Recurrent):
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:
-        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence) (or NaN)."""
+        """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence), NaN included."""
         bases = [name for name, role in self.parameter_roles().items() if role == "geodesic"]
         return largest_deviation(self._tensor(name) for name in bases)
 
