@@ -30,7 +30,7 @@ def ieee_products() -> Iterator[None]:
     try:
         with _lock:
             _open.add(own)
-            _lowered.extend(_lower())  # also inside another context: the setting may have been changed since
+            _changed.extend(_set_ieee())  # also inside another context: the setting may have been changed since
         yield
     finally:
         with _lock:
@@ -39,11 +39,11 @@ def ieee_products() -> Iterator[None]:
                 _restore()
 
 
-# The setting is changed by the first thread that enters, and restored by the last that leaves: a thread that restored
-# what it found would lower the precision of another one's products, or keep the setting of another one for good.
+# Only the last thread that leaves restores the setting: one that restored what it found would lower the precision of
+# another one's products, or keep the setting of another one for good.
 _lock = threading.RLock()  # a signal handler may have products too
 _open: set[object] = set()  # contexts of all threads
-_lowered: list[tuple[Any, str]] = []  # what was set to another precision, and the values
+_changed: list[tuple[Any, str]] = []  # the settings that were others, and their values
 
 
 def _begin_in_child() -> None:
@@ -58,15 +58,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_in_child)
 
 
-def _lower() -> list[tuple[Any, str]]:
+def _set_ieee() -> list[tuple[Any, str]]:
     """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
     backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9
         before = [(kind, kind.fp32_precision) for kind in (backends.cuda.matmul, backends.mkldnn.matmul)]
-        lowered = [(kind, value) for kind, value in before if value not in _EXACT]
-        for kind, _ in lowered:
+        others = [(kind, value) for kind, value in before if value not in _EXACT]
+        for kind, _ in others:
             kind.fp32_precision = "ieee"
-        return lowered
+        return others
     precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
     if precision == "highest":
         return []
@@ -75,8 +75,8 @@ def _lower() -> list[tuple[Any, str]]:
 
 
 def _restore() -> None:
-    while _lowered:
-        kind, value = _lowered.pop()
+    while _changed:
+        kind, value = _changed.pop()
         if kind is None:
             torch.set_float32_matmul_precision(value)
             continue

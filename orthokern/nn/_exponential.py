@@ -147,7 +147,7 @@ class _Exponential(Recurrent):
 
     def _made_of(self, suffix: str) -> tuple[str, ...]:
         """Names of the tensors that the matrix depends on."""
-        return f"skew_{suffix}", f"base_{suffix}"
+        return f"skew_{suffix}", *self._matrix_buffers(suffix)
 
     def _composed(self, suffix: str) -> Tensor:
         """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""

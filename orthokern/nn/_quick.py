@@ -102,7 +102,7 @@ class _Steps(torch.autograd.Function):
             (hs, h0, more), ctx.backward_ready = found, known.backward
             ctx.given = x, hx, *parameters
         ctx.module, ctx.count = module, len(parameters)
-        # they may be exchanged (torch.func.functional_call) or changed before the backward
+        # saved with the parameters: both may be exchanged (torch.func.functional_call) or changed before the backward
         ctx.buffers = module._matrix_buffers("l0")
         ctx.set_materialize_grads(False)
         # the same number and shapes in both cases, which torch.utils.checkpoint requires
@@ -176,8 +176,8 @@ def _holding(module: Recurrent, values: dict[str, Any], buffers: dict[str, Any])
     """A module like this one with other parameters and buffers. torch.func.functional_call exchanges those of the
     module itself, which other threads may be using."""
     found = object.__new__(type(module))
-    vars(found).update(vars(module), _parameters={**module._parameters, **values})
-    vars(found).update(_buffers={**module._buffers, **buffers})
+    held = {"_parameters": {**module._parameters, **values}, "_buffers": {**module._buffers, **buffers}}
+    vars(found).update(vars(module), **held)
     return found
 
 

@@ -195,7 +195,8 @@ def _language_model(given: Settings) -> word_lm.WordLm:
     data = root / "ptb" if (root / "ptb").is_dir() else root
     if not data.is_dir():
         raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see docs/experiments.md, Data)")
-    scale = {"hidden": 64, "window": 10} if given.get("quick", False) else {}
+    hidden = int(WORDS_QUICK[WORDS_QUICK.index("--hidden") + 1])  # of the run that `_begin` may load
+    scale = {"hidden": hidden, "window": 10} if given.get("quick", False) else {}
     settings = word_lm.complete({**word_lm.DEFAULTS, "data": str(data), "device": "cpu", "constraint": "none", **scale})
     seed_all(settings.seed)
     task = word_lm.WordLm(settings)

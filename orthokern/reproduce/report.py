@@ -18,7 +18,7 @@ from orthokern._version import __version__
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
 from orthokern.reproduce.page import commands, directions, drawn, paragraph, table, written
-from orthokern.reproduce.runner import Plan, is_finished, result_of
+from orthokern.reproduce.runner import Plan, is_finished
 from orthokern.reproduce.spec import Experiment, Measure, Run, each_once, is_planned, planned, trained_for
 
 # ---- numbers of a run ------------------------------------------------------------------------------------------------
@@ -214,10 +214,7 @@ def _row(
     row["labels"] = _labels(run, {**intended, **record.settings})
     done = record.records[-1]["iteration"] if record.records else 0
     row["command"] = _command(run, plan, trained_for(record.settings, done, intended))
-    result = result_of(folder)
-    ended = count(result.get("iteration"))
-    if ended is not None and ended < done:  # the run was continued, and stopped before its new end
-        result = {}
+    result = record.result
     for measure in experiment.measures:
         row["ours"][measure.title] = _measured(measure, record, result)
     last = record.records[-1] if record.records else {}

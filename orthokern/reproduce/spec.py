@@ -170,8 +170,8 @@ def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...
     """The option for the length of a run, or () if the run has the length of its command line.
 
     Args:
-        settings: the settings in config.json, with the length that the run was started with.
-        done: iterations done, which is more if the run was continued further.
+        settings: the settings in config.json.
+        done: iterations done, which may be more: an older version kept the length that the run was started with there.
         plan: the settings returned by `planned`.
     """
     wanted = count(settings.get("epochs"))

@@ -375,8 +375,8 @@ class TaskCommand(Generic[Chosen]):
             run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
         else:
             stored = stored or {}
-            of_one_call = {name: stored[name] for name in ("plots",) if name in stored}
-            run_folder.config["settings"] = {**stored, **asdict(settings), **of_one_call}
+            of_the_run = {name: stored[name] for name in ("plots",) if name in stored}  # --no-plots applies to one call
+            run_folder.config["settings"] = {**stored, **asdict(settings), **of_the_run}
         loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
         return PreparedRun(task, run_folder, loop, resume, settings)
 
