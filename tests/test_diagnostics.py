@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from orthokern import InputError, diagnostics, dispatch, functional
 from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison, plots, runs
-from orthokern.diagnostics.runs import RunRecord, load_run, recorded_time_steps
+from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.nn import RNN, FactorizedRNN
 from orthokern.ops import _taps
+from orthokern.tasks import copy
 from orthokern.training import RunFolder, metrics
 
 OPS = ("factored_scan", "dense_scan")
@@ -357,8 +358,6 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     varying = [{"iteration": i, "time_steps": i, "state_norm_through_time": [1.0] * i} for i in (1, 2)]
     run = load_run(write_run(tmp_path / "varying", varying))
     assert run.time_steps is None and run.profile_length("state_norm_through_time") is None
-    assert recorded_time_steps(run.records, 9) is None and recorded_time_steps(run.records[:1], 9) == 1
-    assert recorded_time_steps([{"iteration": 1}], 9) == 9
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
@@ -687,6 +686,36 @@ def test_a_run_is_redrawn_in_its_folder(drawing: Any, tmp_path: Path, capsys: py
     assert [line.rsplit("/", 1)[1] for line in out.splitlines() if line.startswith("drawn: ")] == [
         f"{n}.png" for n in names
     ]
+
+
+@pytest.mark.parametrize("options", [["--model", "factorized"], ["--model", "nnrnn"]])
+def test_a_run_is_redrawn_as_training_drew_it(drawing: Any, tmp_path: Path, options: list[str]) -> None:
+    folder = tmp_path / "run"
+    small = "--T 5 --hidden 4 --batch 2 --iterations 3 --diagnose-every 1 --eval-sequences 2 --threads 1".split()
+    assert copy.main([*small, *options, "--out", str(folder)]) == 0
+    pictures = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    assert ("moduli.png" in pictures) == ("nnrnn" in options)
+    assert command.main([str(folder), "--out", str(tmp_path / "again")]) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == pictures
+
+
+def test_moduli_of_several_runs_and_layers_of_one(
+    drawing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moduli = {"mean": 1.0, "std": 0.1, "min": 0.9, "max": 1.2}
+    layers = {"orthogonality_by_layer": [1.0, 0.5], "grad_norm_by_layer": [0.1, 0.2]}
+    records = [{"iteration": i, "loss": 1.0, "eigenvalue_moduli": moduli, **layers} for i in (1, 2)]
+    folders = [str(write_run(tmp_path / name, records, model="nnrnn")) for name in "ab"]
+    assert command.main([*folders, "--out", str(tmp_path / "both")]) == 0
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"curves-loss.png", "moduli.png"}
+    figure = plots.compare_moduli([load_run(folder) for folder in folders])
+    assert figure is not None and [axis.get_ylabel() for axis in figure.axes] == ["|eigenvalue| (no unit)"] * 2
+    assert shown(figure.axes[0])["maximum"].tolist() == [1.2, 1.2]
+    capsys.readouterr()
+    assert command.main([*folders, "--figure", "layers"]) == 2
+    assert "--figure layers: of one run" in capsys.readouterr().err
+    assert command.main([folders[0]]) == 0
+    assert {path.name for path in Path(folders[0]).glob("*.png")} == {"learning.png", "moduli.png", "layers.png"}
 
 
 def test_runs_are_compared_in_one_picture_each(

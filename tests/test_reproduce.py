@@ -258,9 +258,13 @@ def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.Capture
         assert reproduce(experiment.name, "--report", "--out", tmp_path) == 0
     path = tmp_path / "full" / "constraint-adding.json"
     summary = json.loads(path.read_text())
-    for number, row in enumerate(summary["rows"]):
-        row["ours"], row["state"] = {"best held-out error": 0.01 * number}, "done"
-    summary["rows"][2] |= {"state": "solved", "seconds": 31.4, "machine": "one core"}
+    for row in summary["rows"]:
+        number, seed = (int(text) for text in re.findall(r"\d+", row["name"]))
+        row["ours"], row["state"] = {"best held-out error": 0.01 * number + 0.001 * seed}, "done"
+        if number in (1, 2):
+            row |= {"state": "solved" if number + seed > 1 else "done", "seconds": 31.4 + seed, "machine": "one core"}
+        elif number == 3 and seed == 1:
+            row |= {"ours": {}, "state": "not run"}
     path.write_text(json.dumps(summary))
     assert reproduce("constraint", "--out", tmp_path) == 0
     page = (tmp_path / "full" / "constraint.md").read_text()
@@ -268,9 +272,11 @@ def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.Capture
     assert lines[0] == ["part", "value", *(subject.title for subject in constraint.SUBJECTS.values())]
     cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
     assert len(cells) == 21
-    assert cells[constraint.MARGIN, "0.1"] == ["not run", "0.0200 in 31 s", "not run", "not run"]
+    assert cells[constraint.MARGIN, "0.1"] == ["not run", "solved in 32 (31 to 32) s", "not run", "not run"]
+    assert cells[constraint.MARGIN, "0.01"][1] == "0.0105 (0.0100 to 0.0110), 1 of 2 solved"
+    assert cells[constraint.MARGIN, "1"][1] == "0.0300, 1 of 2 seeds run"
     assert cells[constraint.FUNCTION, "relu"] == cells[constraint.MARGIN, "0.1"]  # relu is the task's own
-    assert cells[constraint.HELD, "none"] == ["not run", "0.0900", "not run", "not run"]
+    assert cells[constraint.HELD, "none"] == ["not run", "0.0905 (0.0900 to 0.0910)", "not run", "not run"]
     assert page.rstrip().splitlines()[-1].startswith("one core; ")
     assert (tmp_path / "full" / "constraint.png").stat().st_size > 10_000
 

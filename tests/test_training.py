@@ -19,7 +19,17 @@ from runs import records, same
 from torch import Tensor, nn
 
 from orthokern.errors import CheckpointError, InputError
-from orthokern.training import LoopSettings, Outcome, RunFolder, Task, load_checkpoint, read_metrics, signals, train
+from orthokern.training import (
+    LoopSettings,
+    Outcome,
+    RunFolder,
+    Task,
+    load_checkpoint,
+    loop,
+    read_metrics,
+    signals,
+    train,
+)
 from orthokern.training import checkpoint as checkpoint_module
 from orthokern.training.checkpoint import rng_state, save_checkpoint, set_rng_state
 from orthokern.training.metrics import TIMING_FIELDS, MetricsLog
@@ -129,6 +139,7 @@ def test_a_run_writes_its_folder(whole: Path) -> None:
         "best.pt",
         "checkpoint.pt",
         "config.json",
+        "learning.png",
         "metrics.jsonl",
         "result.json",
     ]
@@ -427,7 +438,7 @@ def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: Any) -> Any:
         raise ValueError("Key backend: 'foo' is\nnot a valid value")
 
-    monkeypatch.setattr(Regression, "plot", fail)
+    monkeypatch.setattr(loop, "draw_run", fail)
     assert go(tmp_path / "run", Regression()).exit_code == 0
     assert json.loads((tmp_path / "run" / "result.json").read_bytes())["iteration"] == 20
     assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]

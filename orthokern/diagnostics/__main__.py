@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +11,20 @@ from typing import Any
 from orthokern._files import make_folder, remove_folders
 from orthokern.commandline import Needs, Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
-from orthokern.diagnostics.runs import RunRecord, load_run, number_at
+from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer
+from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError, unknown_name
 
 EXIT_OK = 0
 
-FIGURES = ("curves", "gradients", "spectrum", "states", "angles", "stability")
+_OF_ONE_RUN = ("layers",)  # figures that do not compare runs
 _QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
 
 # option -> the figures that it changes
 _OF_FIGURES = {
     **dict.fromkeys(("quantity", "panel", "baseline"), ("curves", "all")),
     **dict.fromkeys(("legend", "x", "out"), (*FIGURES, "all")),
-    "recurrence": ("spectrum", "angles", "all"),
+    "recurrence": ("spectrum", "moduli", "angles", "all"),
 }
 
 DESCRIPTION = """\
@@ -37,8 +38,10 @@ still be in progress. Nothing is trained, and no checkpoint is read.
   gradients  norm of the gradient of the loss for the state at each time step, relative to its
              maximum: one column per iteration. It shows where gradients vanish
   spectrum   singular values of the recurrent matrix: mean, standard deviation, smallest, largest
+  moduli     moduli of the eigenvalues of the recurrent matrix (by default for an nnRNN only)
   states     norm of the hidden state at each time step
   angles     histogram of the angles of the eigenvalues of the recurrent matrix
+  layers     for one run of a feedforward network: orthogonality error and gradient norm by layer
   stability  for a GRU: norm of the gradient, and spectral radius of the Jacobian at h = 0
 
 The legend shows the settings in which the runs differ.
@@ -87,7 +90,7 @@ def _parser() -> Parser:
     group.add_argument("--x", type=one_of("x", plots.AXES), metavar="NAME", help=text)
     text = "curves: draw a line at this value (default: the baseline of the loss, if known)"
     group.add_argument("--baseline", type=real(), metavar="X", help=text)
-    text = "spectrum and angles: layer to draw, as in the names of its parameters: l1, l0_reverse (default: the first)"
+    text = "spectrum, moduli, angles: layer to draw, as in the names of its parameters: l1, l0_reverse (default: first)"
     group.add_argument("--recurrence", metavar="NAME", help=text)
     group = parser.add_argument_group("output")
     text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
@@ -132,9 +135,12 @@ def _run(given: Settings) -> None:
         say(table.removesuffix("\n"))
         if figure == "none":
             return
-        alone = len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"}
-        draw = _redraw if alone else partial(_compare, quantities=quantities)
-        drawn = [path for name in FIGURES if figure in (name, "all") for path in draw(name, runs, given, out)]
+        if len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"}:
+            chosen = None if figure == "all" else [figure]
+            beside = {name: given.get(name) for name in ("recurrence", "baseline")}
+            drawn = _write(out, lambda: draw_run(runs[0], out, chosen, **beside))
+        else:
+            drawn = _compare(_compared(figure, runs), runs, given, out, quantities)
     finally:
         remove_folders(made)  # but one that holds a picture
     if drawn:
@@ -166,63 +172,49 @@ def _write(path: Path, action: Callable[[], Any]) -> Any:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def _redraw(name: str, runs: Sequence[RunRecord], given: Settings, out: Path) -> list[Path]:
-    """Draws a plot of one run, with the file name that the task uses."""
-    (run,) = runs
-    records, title = run.records, comparison.caption(f"{run.task}, {run.name}")
-    last = any("last_grad_norm_through_time" in record for record in records)
-    gradients = "last_grad_norm_through_time" if last else "grad_norm_through_time"
-    spectrum, angles = _of_recurrence(given)
-    if any("nll" in record for record in records):
-        curves: tuple[Callable[..., Path | None], dict[str, Any]] = plots.plot_losses, {"label": "nats"}
-    else:
-        baseline = given.get("baseline", number_at(run.config, "baseline"))
-        curves = plots.plot_learning, {"baseline": baseline, "loss_label": "loss"}
-    states = {"length": run.profile_length("state_norm_through_time")}
-    drawings: dict[str, tuple[Callable[..., Path | None], dict[str, Any]]] = {
-        "curves": curves,
-        "gradients": (plots.plot_gradients, {"length": run.profile_length(gradients), "key": gradients}),
-        "spectrum": (plots.plot_spectrum, {"margin": run.margin, "key": spectrum}),
-        "states": (plots.plot_states, states),
-        "angles": (plots.plot_angles, {"key": angles}),
-        "stability": (plots.plot_stability, {}),
-    }
-    draw, options = drawings[name]
-    file = out / ("learning.png" if name == "curves" else f"{name}.png")
-    path = _write(file, lambda: draw(records, file, title=title, **options))
-    return [] if path is None else [path]
+def _compared(figure: str, runs: Sequence[RunRecord]) -> list[str]:
+    """The figures that are drawn of several runs."""
+    if figure == "all":
+        without = {*_OF_ONE_RUN} | ({"moduli"} if all(run.settings.get("model") != "nnrnn" for run in runs) else set())
+        return [name for name in FIGURES if name not in without]
+    if figure in _OF_ONE_RUN:
+        raise InputError(f"--figure {figure}: of one run, without --quantity, --panel, --legend and --x")
+    return [figure]
 
 
-def _compare(name: str, runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]) -> list[Path]:
+def _compare(
+    figures: Iterable[str], runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]
+) -> list[Path]:
     """Draws pictures of several runs; for curves one per quantity."""
     common: dict[str, Any] = {key: given[key] for key in ("legend", "x") if key in given}
-    spectrum, angles = _of_recurrence(given)
-    if name == "curves":
-        common["panel"] = given.get("panel")
-        found = {}
-        for quantity in quantities:
-            # among the usual quantities it is that of the loss
-            level = given.get("baseline") if "quantity" in given or quantity in ("loss", "held_out_loss") else None
-            found[f"curves-{quantity}"] = plots.compare_curves(runs, quantity, baseline=level, **common)
-    else:
-        drawings: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-            "gradients": (plots.compare_gradients, {}),
-            "spectrum": (plots.compare_spectra, {"key": spectrum}),
-            "states": (plots.compare_states, {}),
-            "angles": (plots.compare_angles, {"key": angles}),
-            "stability": (plots.compare_stability, {}),
-        }
-        draw, options = drawings[name]
-        found = {name: draw(runs, **options, **common)}
-    files = {out / f"{stem}.png": picture for stem, picture in found.items() if picture is not None}
-    return [_write(file, partial(plots.save, picture, file)) for file, picture in files.items()]
+    layer = given.get("recurrence")
+    drawings: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "gradients": (plots.compare_gradients, {}),
+        "spectrum": (plots.compare_spectra, {"key": of_layer("spectrum", layer)}),
+        "moduli": (plots.compare_moduli, {"key": of_layer("eigenvalue_moduli", layer)}),
+        "states": (plots.compare_states, {}),
+        "angles": (plots.compare_angles, {"key": of_layer("eigenvalue_angles", layer)}),
+        "stability": (plots.compare_stability, {}),
+    }
+    files: list[Path] = []
+    for name in figures:
+        if name == "curves":
+            panel = given.get("panel")
+            pictures = {f"curves-{q}": _curves_of(q, runs, given, panel=panel, **common) for q in quantities}
+        else:
+            draw, options = drawings[name]
+            pictures = {name: draw(runs, **options, **common)}
+        for stem, picture in pictures.items():
+            if picture is not None:
+                file = out / f"{stem}.png"
+                files.append(_write(file, partial(plots.save, picture, file)))
+    return files
 
 
-def _of_recurrence(given: Settings) -> tuple[str, str]:
-    """The fields of the records that hold the spectrum and the angles of the chosen recurrence."""
-    name = given.get("recurrence", "l0")
-    suffix = "" if name == "l0" else f"_{name}"
-    return f"spectrum{suffix}", f"eigenvalue_angles{suffix}"
+def _curves_of(quantity: str, runs: Sequence[RunRecord], given: Settings, **options: Any) -> Any:
+    # among the usual quantities the baseline is that of the loss
+    level = given.get("baseline") if "quantity" in given or quantity in ("loss", "held_out_loss") else None
+    return plots.compare_curves(runs, quantity, baseline=level, **options)
 
 
 def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:

@@ -236,18 +236,6 @@ def numbers_at(record: Record, name: str) -> list[float | None] | None:
     return found if fine else None
 
 
-def recorded_time_steps(records: list[Record], usual: int) -> int | None:
-    """The number of time steps that all records have in common; None if they differ; `usual` if no record has one.
-
-    Example::
-
-        >>> recorded_time_steps([{"iteration": 1, "time_steps": 80}, {"iteration": 2, "time_steps": 75}], 80) is None
-        True
-    """
-    told = _told_time_steps(records) or {usual}
-    return told.pop() if len(told) == 1 else None
-
-
 def _told_time_steps(records: list[Record]) -> set[int]:
     return {steps for record in records if (steps := _time_steps(record)) is not None}
 

@@ -6,8 +6,8 @@ one table and one figure; it reads their JSON files and trains nothing.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,10 +16,11 @@ from orthokern._files import read_object
 from orthokern.commandline import Settings
 from orthokern.errors import InputError
 from orthokern.reproduce.page import drawn, paragraph, table, written
-from orthokern.reproduce.spec import Experiment, Measure, Run
+from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 from orthokern.reproduce.study import Study
 
 MINUTES = "1"
+SEEDS = 2
 MARGINS = ("0", "0.01", "0.1", "1", "none")
 NONLINEARITIES = ("identity", "relu", "tanh", "modrelu")
 RATES = ("1e-2", "1e-3")
@@ -98,22 +99,22 @@ def _variants(subject: Subject) -> dict[tuple[str, str], tuple[str, ...]]:
     return found
 
 
-def _runs(name: str, subject: Subject) -> dict[tuple[str, ...], Run]:
-    """Options -> run: two rows of the joint table may be the same run."""
-    runs: dict[tuple[str, ...], Run] = {}
+def _runs(name: str, subject: Subject) -> dict[tuple[str, ...], tuple[Run, ...]]:
+    """Options -> runs, one per seed: two rows of the joint table may be the same runs."""
+    runs: dict[tuple[str, ...], tuple[Run, ...]] = {}
     for (part, label), options in _variants(subject).items():
         given = (*subject.options, *options, "--minutes", MINUTES)
         labels = {"part": part, "value": label}
         run = Run(f"constraint-{name}-{len(runs):02d}", subject.task, given, ("--minutes", "0.05"), labels)
-        runs.setdefault(options, run)
+        runs.setdefault(options, over_seeds(run, range(SEEDS)))
     return runs
 
 
 NOTE = (
-    f"Every run trains for {MINUTES} minute with one seed, and ends early when it is solved. Rates are the defaults of "
-    "the task where none is stated; in the tasks with data they are constant, and evaluations use a moving average of "
-    "the parameters. The LSTM and the GRU have as many trained parameters as the factorized network of 128 units; the "
-    "RNN has 128 units, starts Glorot-uniform, and uses tanh."
+    f"Every run trains for {MINUTES} minute, and ends early when it is solved; {SEEDS} seeds per row. Rates are the "
+    "defaults of the task where none is stated; in the tasks with data they are constant, and evaluations use a moving "
+    "average of the parameters. The LSTM and the GRU have as many trained parameters as the factorized network of 128 "
+    "units; the RNN has 128 units, starts Glorot-uniform, and uses tanh."
 )
 
 EXPERIMENTS = tuple(
@@ -121,7 +122,8 @@ EXPERIMENTS = tuple(
         f"constraint-{name}",
         f"What the constraint is worth, {subject.title.split(':')[0]}",
         "Not in a paper",
-        tuple(_runs(name, subject).values()),
+        # every variant with the first seed, then with the next one: a budget that ends early leaves a whole table
+        tuple(run for of_a_seed in zip(*_runs(name, subject).values(), strict=True) for run in of_a_seed),
         (subject.measure,),
         data=subject.data,
         epochs=subject.data is not None,
@@ -134,80 +136,99 @@ EXPERIMENTS = tuple(
 
 # ---- the joint page --------------------------------------------------------------------------------------------------
 
+Rows = dict[tuple[str, str], dict[str, list[dict[str, Any]]]]
+"""(part, label) -> name of the task -> rows of its report, one per seed."""
 
-def _results(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Name of the task -> name of the run -> row of its report; {} for an experiment without a report.
+
+def _reports(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name of the task -> the report of its experiment, for those that have one.
 
     Raises:
-        InputError: a report is damaged, or there is none.
+        InputError: there is no report.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in SUBJECTS:
-        path = folder / f"constraint-{name}.json"
-        try:
-            found[name] = {row["name"]: row for row in read_object(path)["rows"]} if path.exists() else {}
-        except (KeyError, TypeError):
-            raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
-    if not any(found.values()):
+    paths = {name: folder / f"constraint-{name}.json" for name in SUBJECTS}
+    found = {name: read_object(path) for name, path in paths.items() if path.exists()}
+    if not found:
         names = ", ".join(experiment.name for experiment in EXPERIMENTS)
         raise InputError(f"no reports in {folder}: first train {names}")
     return found
 
 
-def _rows(found: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """(part, label) -> name of the task -> row of the run."""
-    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+def _rows(reports: Mapping[str, dict[str, Any]]) -> Rows:
+    rows: Rows = {}
     for name, subject in SUBJECTS.items():
         runs = _runs(name, subject)
+        found = {row["name"]: row for row in reports.get(name, {"rows": ()})["rows"]}
         for variant, options in _variants(subject).items():
-            row = found[name].get(runs[options].name)
-            rows.setdefault(variant, {})
-            if row is not None:
-                rows[variant][name] = row
+            rows.setdefault(variant, {})[name] = [found[run.name] for run in runs[options] if run.name in found]
     return rows
 
 
-def _cell(subject: Subject, row: dict[str, Any] | None) -> str:
-    value = None if row is None else row["ours"].get(subject.measure.title)
-    if row is None or value is None:
-        return row["state"] if row is not None else "not run"
-    seconds = row.get("seconds")
-    after = f" in {seconds:.0f} s" if row["state"] == "solved" and seconds is not None else ""
-    return f"{value:.{subject.measure.digits}f}{after}"
+def _values(subject: Subject, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The numbers of the seeds that have one."""
+    values = (row["ours"].get(subject.measure.title) for row in rows)
+    return [value for value in values if value is not None]
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    """The median and the range."""
+    middle, low, high = (f"{function(values):.{digits}f}" for function in (statistics.median, min, max))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _cell(subject: Subject, rows: Sequence[dict[str, Any]]) -> str:
+    """The numbers of the seeds that were run; where all of them solved the task, the seconds that it took."""
+    values, solved = _values(subject, rows), [row for row in rows if row["state"] == "solved"]
+    if not values:
+        return ", ".join(dict.fromkeys(row["state"] for row in rows)) or "not run"
+    if len(solved) == len(values):
+        text = f"solved in {_range([row['seconds'] for row in solved], 0)} s"
+    else:
+        text = _range(values, subject.measure.digits) + (f", {len(solved)} of {len(values)} solved" if solved else "")
+    return text if len(values) == len(rows) else f"{text}, {len(values)} of {len(rows)} seeds run"
 
 
 def _page(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
+    reports = _reports(folder)
+    try:
+        return _written(folder, _rows(reports), max(report["date"] for report in reports.values()))
+    except (KeyError, TypeError):
+        names = ", ".join(f"constraint-{name}.json" for name in reports)
+        raise InputError(
+            f"{folder}: one of {names} is not a report of this program: write it again, or move it away"
+        ) from None
+
+
+def _written(folder: Path, rows: Rows, date: str) -> list[Path]:
+    """The page, its numbers and its figure."""
     study = STUDIES[0]
-    found = _results(folder)
-    rows = _rows(found)
     lines = [
-        [part, label, *(_cell(subject, per.get(name)) for name, subject in SUBJECTS.items())]
+        [part, label, *(_cell(subject, per[name]) for name, subject in SUBJECTS.items())]
         for (part, label), per in rows.items()
     ]
     values = {
-        subject.title: {
-            variant: per[name]["ours"].get(subject.measure.title) for variant, per in rows.items() if name in per
-        }
+        subject.title: {variant: _values(subject, per[name]) for variant, per in rows.items()}
         for name, subject in SUBJECTS.items()
     }
     figure = drawn(folder / f"{study.name}.png", lambda plots: plots.compare_parts(values, study.title))
-    trained = [row for per in found.values() for row in per.values() if "machine" in row]
-    machines = ", ".join(sorted({row["machine"] for row in trained})) or "nothing trained yet"
-    directions = "Higher is better for recall and accuracy, lower for error and bits."
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}. {directions}", ""]
+    machines = {
+        row["machine"] for per in rows.values() for of_seeds in per.values() for row in of_seeds if "machine" in row
+    }
+    directions = (
+        "Higher is better for recall and accuracy, lower for error and bits. Median over the seeds, and the range in "
+        "parentheses."
+    )
+    text = [f"# {study.name}: {study.title}", "", paragraph(f"{study.source}. {directions}"), ""]
     text += [*([] if figure is None else [f"![{study.title}]({figure.name})", ""])]
     text += [*table(["part", "value", *(subject.title for subject in SUBJECTS.values())], lines), ""]
     pages = ", ".join(f"[{each.name}]({each.name}.md)" for each in EXPERIMENTS)
     text += [paragraph(NOTE), "", paragraph(f"Commands and progress of every run: {pages}."), ""]
-    text += [f"{machines}; {time.strftime('%Y-%m-%d')}."]
-    summary = {
-        "experiment": study.name,
-        "rows": [
-            {"part": part, "value": label, **{name: row["ours"] for name, row in per.items()}}
-            for (part, label), per in rows.items()
-        ],
-    }
-    return written(folder, study.name, "\n".join(text) + "\n", summary, figure)
+    text += [f"{', '.join(sorted(machines)) or 'nothing trained yet'}; {date}."]
+    numbers = [
+        {"part": part, "value": label, **{name: [row["ours"] for row in of_seeds] for name, of_seeds in per.items()}}
+        for (part, label), per in rows.items()
+    ]
+    return written(folder, study.name, "\n".join(text) + "\n", {"experiment": study.name, "rows": numbers}, figure)
 
 
 STUDIES = (Study("constraint", "What the constraint is worth, by task", "Not in a paper", (), _page),)

@@ -208,7 +208,8 @@ def _row(
         if known is None or not is_planned(known.get("settings", {}), run, plan.quick):
             return {**row, "state": "not run"}, None
         length = trained_for(known.get("settings", {}), count(known.get("iterations")) or 0, intended)
-        return {**known, "command": _command(run, plan, length)}, _drawn_again(experiment, known, plan)
+        known = {**known, "group": run.group, "command": _command(run, plan, length)}
+        return known, _drawn_again(experiment, known, plan)
     if not is_planned(record.settings, run, plan.quick):
         return {**row, "state": "other settings"}, None
     row["labels"] = _labels(run, {**intended, **record.settings})

@@ -296,8 +296,8 @@ class CharLm(CharTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
 
-    def title(self) -> str:
-        return f"up to {self.settings.length} characters, {super().title()}"
+    def network_title(self) -> str:
+        return f"up to {self.settings.length} characters, {super().network_title()}"
 
 
 class CharStream(CharTask):
@@ -380,8 +380,8 @@ class CharStream(CharTask):
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 
-    def title(self) -> str:
-        return f"{self.length} characters at a time, {super().title()}"
+    def network_title(self) -> str:
+        return f"{self.length} characters at a time, {super().network_title()}"
 
 
 def _task(settings: CharOptions) -> CharTask:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,6 +170,7 @@ class DeepMnist(DigitsTask):
         self.begin_epochs()
         _check_memory(settings, settings.batch // current_shard().world)
         self.model = DeepNetwork(settings)
+        self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")
         kind, options = euclidean(settings)
         self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
@@ -211,19 +211,10 @@ class DeepMnist(DigitsTask):
             found["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
         return found
 
-    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        from orthokern.diagnostics import plots
-
+    def title(self) -> str:
         settings = self.settings
         penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
-        title = f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
-        loss = "cross-entropy (nats)" + (" and penalty" if penalty else "")
-        file = folder / "learning.png"
-        drawn = [
-            plots.plot_learning(records, file, baseline=self.baseline, title=title, loss_label=loss),
-            plots.plot_layers(records, folder / "layers.png", title=title),
-        ]
-        return [path for path in drawn if path is not None]
+        return f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Needs, Settings, integer, real
-from orthokern.diagnostics.runs import recorded_time_steps
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
@@ -196,6 +194,7 @@ class GruTask(Task):
     def build(self, model: nn.Module) -> None:
         """Registers the model and creates its optimizer, with the projection attached."""
         settings = self.settings
+        self.loss_label = f"nats per {self.unit}"
         self.model = model.to(self.device)
         self.rnn: nn.Module = model.get_submodule("rnn")
         kind = OPTIMIZERS[settings.optimizer]
@@ -325,7 +324,7 @@ class GruTask(Task):
         return f"validation: {self.result_text(evaluation['loss'])}{verdict}, {done}"
 
     def title(self) -> str:
-        """The settings shown in the titles of plots."""
+        """The title of plots: the task and its settings."""
         settings = self.settings
         parts = [f"{self.name}, {settings.model}, {settings.layers} x {settings.hidden} units"]
         if settings.constraint == "projection":
@@ -333,15 +332,3 @@ class GruTask(Task):
         if settings.clip is not None:
             parts.append(f"clipping at {settings.clip:g}")
         return ", ".join(parts)
-
-    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        from orthokern.diagnostics import plots
-
-        title, length = self.title(), recorded_time_steps(records, self.time_steps)
-        drawn = [
-            plots.plot_losses(records, folder / "learning.png", label=f"nats per {self.unit}", title=title),
-            plots.plot_stability(records, folder / "stability.png", title=title),
-            plots.plot_gradients(records, folder / "gradients.png", length=length, title=title),
-            plots.plot_states(records, folder / "states.png", length=length, title=title),
-        ]
-        return [path for path in drawn if path is not None]

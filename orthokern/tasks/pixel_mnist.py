@@ -179,8 +179,8 @@ class PixelMnist(DigitsTask, RecurrentTask):
             pixels = pixels * (kept[:, self.rows] / (1.0 - share)).to(self.device)
         return pixels, labels
 
-    def title(self) -> str:
-        return ("permuted, " if self.settings.permuted else "") + super().title()
+    def network_title(self) -> str:
+        return ("permuted, " if self.settings.permuted else "") + super().network_title()
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,6 @@ from orthokern.commandline import LARGEST_INTEGER, Needs, Settings, file_name, i
 from orthokern.data import stream_rows
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
-from orthokern.diagnostics.runs import recorded_time_steps
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
@@ -215,7 +213,6 @@ class RecurrentTask(Task):
     model: nn.Module
     settings: OptimizerOptions
     loss_label = "cross-entropy (nats)"
-    goal: float | None = None  # the goal, an accuracy as a fraction, for the plot
 
     def __init__(self, settings: OptimizerOptions, classes: int) -> None:
         """Args: settings: complete; classes: of the readout (0: not a classification)."""
@@ -257,30 +254,16 @@ class RecurrentTask(Task):
         return found | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
     def title(self) -> str:
-        """The settings shown in the titles of plots."""
+        """The title of plots: the task, then `network_title`."""
+        return f"{self.name}, {self.network_title()}"
+
+    def network_title(self) -> str:
+        """The settings of the network in the title of plots."""
         settings = self.settings
         network = f"{settings.hidden} units"
         if settings.model == "factorized":
             network += f", margin {'none' if settings.margin is None else format(settings.margin, 'g')}"
         return f"{settings.model}, {network}"
-
-    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        from orthokern.diagnostics import plots
-
-        title = f"{self.name}, {self.title()}"
-        margin = self.settings.margin if self.settings.model == "factorized" else None
-        goals: dict[str, Any] = {"baseline": self.baseline, "goal": self.goal, "loss_label": self.loss_label}
-        length = recorded_time_steps(records, self.time_steps)
-        drawn = [
-            plots.plot_learning(records, folder / "learning.png", title=title, **goals),
-            plots.plot_spectrum(records, folder / "spectrum.png", margin=margin, title=title),
-            plots.plot_gradients(records, folder / "gradients.png", length=length, title=title),
-            plots.plot_states(records, folder / "states.png", length=length, title=title),
-            plots.plot_angles(records, folder / "angles.png", title=title),
-        ]
-        if self.settings.model == "nnrnn":
-            drawn.append(plots.plot_moduli(records, folder / "moduli.png", title=title))
-        return [path for path in drawn if path is not None]
 
 
 class DrawnTask(RecurrentTask):
@@ -350,5 +333,5 @@ class DrawnTask(RecurrentTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
 
-    def title(self) -> str:
-        return f"T = {self.settings.T}, {super().title()}"
+    def network_title(self) -> str:
+        return f"T = {self.settings.T}, {super().network_title()}"

@@ -39,8 +39,8 @@ class TemporalOrder(LastAnswer):
     def __init__(self, settings: TemporalOrderOptions) -> None:
         super().__init__(TemporalOrderTask(settings.T, bits=settings.bits), settings)
 
-    def title(self) -> str:
-        return f"{self.settings.bits} bits, {super().title()}"
+    def network_title(self) -> str:
+        return f"{self.settings.bits} bits, {super().network_title()}"
 
 
 DESCRIPTION = """\

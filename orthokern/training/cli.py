@@ -370,13 +370,14 @@ class TaskCommand(Generic[Chosen]):
         settings.iterations_per_epoch = task.iterations_per_epoch
         if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
             seed_all(settings.seed + shard.rank)
-        facts = {"baseline": task.baseline, "time_steps": task.time_steps}
         if run_folder is None:
+            facts = task.facts()
             run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
         else:
             stored = stored or {}
             of_the_run = {name: stored[name] for name in ("plots",) if name in stored}  # --no-plots applies to one call
             run_folder.config["settings"] = {**stored, **asdict(settings), **of_the_run}
+            run_folder.config |= task.facts()
         loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
         return PreparedRun(task, run_folder, loop, resume, settings)
 

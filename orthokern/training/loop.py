@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from orthokern.diagnostics.drawing import draw_run
+from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
 from orthokern.training.graphs import CapturedIterations, obstacle
 from orthokern.training.iteration import LoopSettings, Step, diagnosis, step
-from orthokern.training.metrics import HELD_OUT, plain, read_metrics
+from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.profiling import WARM_UP, Profiler
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
@@ -428,7 +430,7 @@ def _plot(state: RunState, settings: LoopSettings) -> None:
     if not settings.plots or not state.shard.first:
         return
     try:
-        state.task.plot(read_metrics(state.run.metrics), state.run.path)
+        draw_run(load_run(state.run.path), state.run.path)
     except ImportError as error:
         state.progress.line(f"plots skipped: {error}")
     except OSError as error:

@@ -75,7 +75,7 @@ class RunFolder:
             path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` in the working directory.
             task: name of the task.
             settings: all settings of the run, as JSON values.
-            facts: further values for config.json that plots use: "baseline", "time_steps", ...
+            facts: further values for config.json that plots use: `Task.facts`
 
         Raises:
             InputError: the folder is in use, or cannot be created or written.

@@ -1,7 +1,6 @@
 """The interface between a task and the training loop."""
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ class Task(ABC):
         scheduler: learning-rate schedule stepped once per iteration, or None.
         plateau: learning-rate schedule stepped with the score of every evaluation that the task requests, or None.
         average: moving average of the parameters, which evaluations and best.pt use in their place, or None.
+        loss_label: name and unit of the loss in plots.
         baseline: loss of the best guess without memory, shown with the loss; None if the task has none.
+        goal: accuracy to reach, a fraction, shown with the accuracy; None if the task has none.
         time_steps: time steps per sequence, for "µs per time step".
         device: device of the model.
         data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
@@ -48,7 +49,9 @@ class Task(ABC):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     average: Average | None = None
+    loss_label: str = "loss"
     baseline: float | None = None
+    goal: float | None = None
     time_steps: int
     device: torch.device
     data_digest: int | None = None
@@ -157,6 +160,16 @@ class Task(ABC):
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
         """The last line of output."""
 
-    def plot(self, records: list[dict[str, Any]], folder: Path) -> list[Path]:
-        """Draws plots from the records of the run; returns the files. Default: none."""
-        return []
+    def title(self) -> str:
+        """Title of the plots. Default: the name of the task."""
+        return self.name
+
+    def facts(self) -> dict[str, Any]:
+        """Values for config.json that the plots of the run use; see `orthokern.diagnostics.drawing.draw_run`."""
+        return {
+            "title": self.title(),
+            "loss_label": self.loss_label,
+            "baseline": self.baseline,
+            "goal": self.goal,
+            "time_steps": self.time_steps,
+        }

@@ -33,7 +33,7 @@ from orthokern.diagnostics.plots.heat_maps import (
 )
 from orthokern.diagnostics.plots.linear import memory
 from orthokern.diagnostics.plots.parts import compare_parts
-from orthokern.diagnostics.plots.spectra import compare_spectra, plot_moduli, plot_spectrum
+from orthokern.diagnostics.plots.spectra import compare_moduli, compare_spectra, plot_moduli, plot_spectrum
 from orthokern.diagnostics.plots.stability import compare_stability, plot_stability
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "compare_curves",
     "compare_dynamics",
     "compare_gradients",
+    "compare_moduli",
     "compare_parts",
     "compare_spectra",
     "compare_stability",

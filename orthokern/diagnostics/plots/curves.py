@@ -85,12 +85,15 @@ def plot_learning(
     return save(figure, path)
 
 
-def plot_losses(records: Records, path: Path, *, label: str, title: str = "") -> Path | None:
+def plot_losses(
+    records: Records, path: Path, *, label: str, baseline: float | None = None, title: str = ""
+) -> Path | None:
     """The mean loss of the training batches and that on held-out data, over iterations.
 
     Args:
         records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
         label: the unit.
+        baseline: a loss to draw a line at.
     """
     records = list(records)
     at, values = thin_curve(*series(records, "nll"))
@@ -105,6 +108,8 @@ def plot_losses(records: Records, path: Path, *, label: str, title: str = "") ->
     initial = series(records, "held_out_initial_loss")[1]
     if len(initial):
         axis.axhline(initial[0], color=_GREY, linestyle="--", linewidth=1.0, label="validation, untrained")
+    if baseline is not None:
+        axis.axhline(baseline, color=_GREY, linestyle=":", linewidth=1.0, label=f"baseline, {baseline:.4g}")
     axis.set_xlabel("iteration")
     axis.set_ylabel(label)
     axis.legend(loc="best", fontsize=8)
@@ -164,7 +169,8 @@ def compare_curves(
     Args:
         runs: those whose records have the quantity are drawn.
         quantity: a field of the records, or "field.part". Quantities with "accuracy" in their names are fractions, and
-            are drawn in percent. A run that diverged has triangles at the upper end of the axis.
+            are drawn in percent. Of a loss ("loss", "nll", "bpc", "perplexity"), a run that diverged has triangles at
+            the upper end of the axis.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
         legend: settings to show in the legend, with `panel` those of them that differ within a panel; by default those
             in which the runs differ, see `labels`. Runs with the same label have the same colour.

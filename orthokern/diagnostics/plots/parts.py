@@ -1,6 +1,7 @@
 """Numbers of many variants of a network side by side, one panel per task."""
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from orthokern.diagnostics.plots._figures import _COLOURS, _GREY, _figure
@@ -11,11 +12,12 @@ if TYPE_CHECKING:
 Variant = tuple[str, str]  # the part that is varied, and its value
 
 
-def compare_parts(panels: Mapping[str, Mapping[Variant, float | None]], title: str = "") -> "Figure | None":
+def compare_parts(panels: Mapping[str, Mapping[Variant, Sequence[float]]], title: str = "") -> "Figure | None":
     """A point for each variant: from top to bottom the values of one part of a method after the other.
 
     Args:
-        panels: title of a panel -> variant -> number; None, or a variant that is missing, for no number. A panel whose
+        panels: title of a panel -> variant -> numbers of its seeds, drawn as a line from the smallest to the largest
+            with a point at the median; a variant that is missing or has no number is a grey cross. A panel whose
             numbers are positive and span more than a factor of 30 has a logarithmic axis.
 
     Returns:
@@ -23,27 +25,27 @@ def compare_parts(panels: Mapping[str, Mapping[Variant, float | None]], title: s
 
     Example::
 
-        >>> errors = {("margin", "0"): 0.2, ("margin", "0.1"): 0.001, ("cell", "LSTM"): 0.16}
+        >>> errors = {("margin", "0"): [0.2], ("margin", "0.1"): [0.001, 0.003, 0.002], ("cell", "LSTM"): [0.16]}
         >>> figure = compare_parts({"adding: squared error": errors}, "parts")
         >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
         ['margin: 0', 'margin: 0.1', 'cell: LSTM']
     """
     variants = list(dict.fromkeys(variant for values in panels.values() for variant in values))
-    numbers = [value for values in panels.values() for value in values.values() if value is not None]
-    if not numbers:
+    if not any(numbers for values in panels.values() for numbers in values.values()):
         return None
     parts = list(dict.fromkeys(part for part, _ in variants))
     size = (2.4 + 2.5 * len(panels), 1.2 + 0.24 * len(variants))
     figure, axes = _figure(1, len(panels), size, title, sharey=True)
     for axis, (heading, values) in zip(axes[0], panels.items(), strict=True):
-        known = [value for value in values.values() if value is not None]
+        known = [number for numbers in values.values() for number in numbers]
         for row, variant in enumerate(variants):
-            value = values.get(variant)
+            numbers = values.get(variant, ())
             colour = _COLOURS[parts.index(variant[0]) % len(_COLOURS)]
-            if value is None:
+            if not numbers:
                 axis.plot([0.5], [row], "x", color=_GREY, markersize=4, transform=axis.get_yaxis_transform())
             else:
-                axis.plot([value], [row], "o", color=colour, markersize=6)
+                axis.plot([min(numbers), max(numbers)], [row, row], color=colour, linewidth=2.5, alpha=0.5)
+                axis.plot([statistics.median(numbers)], [row], "o", color=colour, markersize=6)
         for row, (above, below) in enumerate(zip(variants, variants[1:], strict=False)):
             if above[0] != below[0]:
                 axis.axhline(row + 0.5, color=_GREY, linewidth=0.8)

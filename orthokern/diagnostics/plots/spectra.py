@@ -60,7 +60,10 @@ def _spectra(records: Records, key: str) -> _Spectra | None:
     )
 
 
-def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Abscissa) -> None:
+_SINGULAR, _MODULUS = "singular value (no unit)", "|eigenvalue| (no unit)"
+
+
+def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Abscissa, ylabel: str) -> None:
     at, mean, std = found.at / x.per, found.mean, found.std
     axis.fill_between(
         at, mean - std, mean + std, color=_GREEN, alpha=0.3, linewidth=0, label="mean ± standard deviation"
@@ -76,15 +79,14 @@ def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Absc
             )
     axis.ticklabel_format(axis="y", useOffset=False)
     axis.set_xlabel(x.label)
-    axis.set_ylabel("singular value (no unit)")
+    axis.set_ylabel(ylabel)
 
 
 def _plot(found: _Spectra | None, path: Path, title: str, margin: float | None, ylabel: str) -> Path | None:
     if found is None:
         return None
     figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, margin, _Abscissa("iteration"))
-    axis.set_ylabel(ylabel)
+    _draw_spectrum(axis, found, margin, _Abscissa("iteration"), ylabel)
     axis.legend(loc="best", fontsize=8)
     return save(figure, path)
 
@@ -100,7 +102,7 @@ def plot_spectrum(
         margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
             bounds.
     """
-    return _plot(_spectra(records, key), path, title, margin, "singular value (no unit)")
+    return _plot(_spectra(records, key), path, title, margin, _SINGULAR)
 
 
 def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
@@ -110,7 +112,7 @@ def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "ei
     Args:
         records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
     """
-    return _plot(_spectra(records, key), path, title, None, "|eigenvalue| (no unit)")
+    return _plot(_spectra(records, key), path, title, None, _MODULUS)
 
 
 def compare_spectra(
@@ -124,11 +126,29 @@ def compare_spectra(
     """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
     scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
     """
+    return _compare(runs, legend, x, title, key, _SINGULAR)
+
+
+def compare_moduli(
+    runs: Sequence[RunRecord],
+    *,
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
+    title: str = "",
+    key: str = "eigenvalue_moduli",
+) -> "Figure | None":
+    """Magnitudes of the eigenvalues over iterations, one panel per run."""
+    return _compare(runs, legend, x, title, key, _MODULUS)
+
+
+def _compare(
+    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, title: str, key: str, ylabel: str
+) -> "Figure | None":
     panels = _per_run(runs, legend, x, lambda run: _spectra(run.records, key))
     if not panels:
         return None
     figure, axes = _panels([panel.title for panel in panels], title)
     for axis, panel in zip(axes, panels, strict=True):
-        _draw_spectrum(axis, panel.found, panel.margin, panel.x)
+        _draw_spectrum(axis, panel.found, panel.margin if ylabel == _SINGULAR else None, panel.x, ylabel)
     axes[0].legend(loc="best", fontsize=7)
     return figure

@@ -1,0 +1,99 @@
+"""The plots of one run: drawn at the end of a training, and again by `python -m orthokern.diagnostics RUN`."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from orthokern.diagnostics import plots
+from orthokern.diagnostics.comparison import caption
+from orthokern.diagnostics.runs import RunRecord, number_at
+
+FIGURES = ("curves", "gradients", "spectrum", "moduli", "states", "angles", "layers", "stability")
+
+Drawing = tuple[Callable[..., Path | None], dict[str, Any]]
+"""A function of `orthokern.diagnostics.plots`, and its options beside records, file and title."""
+
+
+def of_layer(field: str, recurrence: str | None) -> str:
+    """The field of the records that holds `field` for a layer: "l1", "l0_reverse", ...; None: the first layer.
+
+    Example:
+        >>> of_layer("spectrum", None), of_layer("spectrum", "l1")
+        ('spectrum', 'spectrum_l1')
+    """
+    return field if recurrence in (None, "l0") else f"{field}_{recurrence}"
+
+
+def _text(run: RunRecord, name: str, usual: str) -> str:
+    """A text of config.json, made safe for a picture."""
+    found = run.config.get(name)
+    return caption(found if isinstance(found, str) else usual)
+
+
+def _curves(run: RunRecord, baseline: float | None) -> Drawing:
+    label = _text(run, "loss_label", "loss")
+    level = number_at(run.config, "baseline") if baseline is None else baseline
+    if any("nll" in record for record in run.records):
+        return plots.plot_losses, {"label": label, "baseline": level}
+    return plots.plot_learning, {"loss_label": label, "baseline": level, "goal": number_at(run.config, "goal")}
+
+
+def _gradients(run: RunRecord) -> Drawing:
+    last = any("last_grad_norm_through_time" in record for record in run.records)
+    key = "last_grad_norm_through_time" if last else "grad_norm_through_time"
+    return plots.plot_gradients, {"key": key, "length": run.profile_length(key)}
+
+
+def draw_run(
+    run: RunRecord,
+    folder: Path,
+    figures: Iterable[str] | None = None,
+    *,
+    recurrence: str | None = None,
+    baseline: float | None = None,
+) -> list[Path]:
+    """Draws the plots of a run for which its records have data.
+
+    Title, label of the loss, baseline and goal are those in config.json (`orthokern.training.Task.facts`).
+
+    Args:
+        run: the run.
+        folder: where the PNG files are written: learning.png for the figure "curves", otherwise FIGURE.png.
+        figures: names in `FIGURES`; None: all, but "moduli" for an nnRNN only.
+        recurrence: layer whose spectrum, moduli and angles are drawn, see `of_layer`.
+        baseline: loss to draw a line at; None: that of the run.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: a file cannot be written.
+
+    Example::
+
+        >>> import tempfile
+        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)])
+        >>> [file.name for file in draw_run(run, Path(tempfile.mkdtemp()))]
+        ['learning.png']
+    """
+    drawings: dict[str, Drawing] = {
+        "curves": _curves(run, baseline),
+        "gradients": _gradients(run),
+        "spectrum": (plots.plot_spectrum, {"margin": run.margin, "key": of_layer("spectrum", recurrence)}),
+        "moduli": (plots.plot_moduli, {"key": of_layer("eigenvalue_moduli", recurrence)}),
+        "states": (plots.plot_states, {"length": run.profile_length("state_norm_through_time")}),
+        "angles": (plots.plot_angles, {"key": of_layer("eigenvalue_angles", recurrence)}),
+        "layers": (plots.plot_layers, {}),
+        "stability": (plots.plot_stability, {}),
+    }
+    title = _text(run, "title", f"{run.task}, {run.name}")
+    if figures is None:  # the singular values of an nnRNN may be far from 1 while its eigenvalues are not
+        figures = [name for name in FIGURES if name != "moduli" or run.settings.get("model") == "nnrnn"]
+    drawn: list[Path] = []
+    for name in figures:
+        draw, options = drawings[name]
+        file = folder / ("learning.png" if name == "curves" else f"{name}.png")
+        path = draw(run.records, file, title=title, **options)
+        drawn += [] if path is None else [path]
+    return drawn
