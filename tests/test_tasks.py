@@ -355,6 +355,24 @@ def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeyp
         torch.testing.assert_close(sum(ours) / 2, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[str, list[str]]) -> None:
+    """The mean of the losses and of the accuracies of an iteration's batches counts every target the same."""
+    torch.manual_seed(0)
+    task = EXPERIMENTS["char_lm"](settings_of("char_lm", [*small["char_lm"], "--batch", "3"]))
+    batches = list(task.next_batches(4))
+    counts = [len(targets) for _, targets, _ in batches]
+    assert len(set(counts)) > 1
+    weighted = [task.loss(batch) for batch in batches]
+    single = [task.loss((packed, targets, 1.0)) for packed, targets, _ in batches]
+    loss = sum(part[0].item() for part in weighted) / 4
+    assert loss == pytest.approx(
+        sum(n * part[0].item() for n, part in zip(counts, single, strict=True)) / sum(counts), rel=1e-5
+    )
+    assert loss != pytest.approx(sum(part[0].item() for part in single) / 4, rel=1e-5)
+    right = sum(n * part[1]["accuracy"].item() for n, part in zip(counts, single, strict=True))
+    assert sum(part[1]["accuracy"].item() for part in weighted) / 4 == pytest.approx(right / sum(counts), rel=1e-5)
+
+
 # ---- networks, optimizers, penalties -------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,13 +274,21 @@ class CharLm(CharTask):
         self.build(CharModel(settings))
 
     def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
-        """Inputs, targets, and the weight of the mean loss of this process. The weight is 1 in one process; if several
-        share a batch, it makes the average of their losses equal to the mean over all targets."""
-        batch = next(self.batches)
-        self.steps = len(batch.batch_sizes)
-        weight = len(batch.targets) * current_shard().world / self.batches.joint_targets
-        batch = batch.to(self.device)
-        return batch.packed(), batch.targets, weight
+        """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
+        return next(self.next_batches(1))
+
+    def next_batches(self, count: int) -> Iterator[tuple[PackedSequence, Tensor, float]]:
+        """Inputs, targets, and the weight of their mean loss. The weights make the average of the losses, over the
+        batches of an iteration and over processes, equal to the mean over all their targets."""
+        drawn, targets = [], 0
+        for _ in range(count):
+            drawn.append(next(self.batches))
+            targets += self.batches.joint_targets
+        for batch in drawn:
+            self.steps = len(batch.batch_sizes)
+            weight = len(batch.targets) * current_shard().world * count / targets
+            batch = batch.to(self.device)
+            yield batch.packed(), batch.targets, weight
 
     def _evaluate(self, part: Sentences) -> dict[str, float]:
         total = {"loss": 0.0, "accuracy": 0.0}

@@ -77,16 +77,17 @@ def step(
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite.
 
     Args:
-        batch: the first batch, if it has been drawn.
+        batch: the only batch, if it has been drawn.
     """
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
     profiles: list[Profiles] = []
+    batches = task.next_batches(settings.accumulate) if batch is None else iter([batch])
     for index in range(settings.accumulate):
         last = index + 1 == settings.accumulate
         with profiler.stage("data"):
-            batch = task.next_batch() if batch is None or index > 0 else batch
+            batch = next(batches)
         with nullcontext() if last else distributed.keep_own_gradients(task.module):
             with tap(sparse=True) if diagnose else nullcontext() as taken:
                 with profiler.stage("forward"):

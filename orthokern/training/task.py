@@ -1,6 +1,7 @@
 """The interface between a task and the training loop."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,6 +78,13 @@ class Task(ABC):
     @abstractmethod
     def next_batch(self) -> Any:
         """The next training batch. It may reuse the tensors of the previous one."""
+
+    def next_batches(self, count: int) -> Iterator[Any]:
+        """The batches of an iteration, each drawn when the one before has been used. The iteration takes the mean of
+        their losses: a task whose losses are means over unequal numbers of targets overrides this method and weights
+        them."""
+        for _ in range(count):
+            yield self.next_batch()
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
