@@ -60,7 +60,10 @@ def cayley_panel_kernel(
     for k in range(WIDTH):
         # registers cannot be indexed: a row or column is selected by a mask and a sum
         b_column = tl.sum(tl.where((o_c == k)[None, :], b_a, 0.0), axis=1)
-        b_size = tl.where((o_r >= k) & (o_r < ROWS), tl.abs(b_column), -1.0)
+        # A NaN counts as the largest: of a NaN and a number, the compiled argmax takes whichever it reads last, which
+        # may be a row beyond ROWS.
+        b_size = tl.where(b_column == b_column, tl.abs(b_column), float("inf"))
+        b_size = tl.where((o_r >= k) & (o_r < ROWS), b_size, -1.0)
         i_pivot = tl.argmax(b_size, axis=0)
         b_row = tl.sum(tl.where((o_r == k)[:, None], b_a, 0.0), axis=0)
         b_pivot_row = tl.sum(tl.where((o_r == i_pivot)[:, None], b_a, 0.0), axis=0)

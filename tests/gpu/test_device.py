@@ -688,6 +688,24 @@ def test_cayley_parity(shape: tuple[int, ...], dtype: torch.dtype, backend: str)
         assert_matches_reference(actual, expected, plain, name=f"lr={lr}")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize(("N", "K"), [(48, 48), (300, 7)])
+def test_cayley_of_a_nan_stays_in_its_matrix(N: int, K: int, dtype: torch.dtype, bad: float, backend: str) -> None:
+    """The search for a pivot returns a row of the matrix, whatever is in it."""
+    need("cayley", backend, dtype, N=N, K=K)
+    step, lr = torch.ops.orthokern.cayley, torch.tensor(0.1)
+    m = torch.linalg.qr(torch.randn(3, N, K, dtype=torch.float64))[0].to(dtype).cuda()
+    g = torch.randn(3, N, K, dtype=dtype, device="cuda")
+    good = step(m, g, lr, backend)
+    for tensor in (m, g):
+        finite = tensor[1, 2, 3].clone()
+        tensor[1, 2, 3] = bad
+        actual = step(m, g, lr, backend)
+        assert torch.equal(actual[::2], good[::2]) and actual[1].isnan().any()
+        tensor[1, 2, 3] = finite
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
     """Square and thin, more sizes than one launch holds: the bits of single calls."""

@@ -8,7 +8,7 @@ in ``tests/test_triton_kernels.py``.
 
 from __future__ import annotations
 
-import interpreter  # noqa: F401  (first: it decides that kernels are interpreted)
+import interpreter  # first: it decides that kernels are interpreted
 
 # isort: split
 import dataclasses
@@ -761,6 +761,25 @@ def test_cayley_of_a_nan_stays_in_its_matrix() -> None:
     actual = leaf("cayley", "triton").cayley(m, g, 0.1)
     assert torch.equal(actual[0], good[0])
     assert actual[1].isnan().any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("N", "K"), [(17, 17), (30, 7)])
+def test_cayley_of_a_nan_takes_no_row_beyond_the_matrix(
+    N: int, K: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pivot: a panel has 32 rows for 17 and 16 for 14, and a compiled search may return one of those."""
+    monkeypatch.setattr(tl, "argmax", interpreter.argmax_as_compiled)
+    m = torch.linalg.qr(torch.randn(2, N, K, dtype=torch.float64))[0].contiguous()
+    g = torch.randn(2, N, K, dtype=torch.float64)
+    good, expected = (leaf("cayley", backend).cayley(m, g, 0.1) for backend in ("triton", "reference"))
+    torch.testing.assert_close(good, expected)
+    for tensor in (m, g):
+        finite = tensor[1, 2, 3].clone()
+        tensor[1, 2, 3] = bad
+        actual = leaf("cayley", "triton").cayley(m, g, 0.1)
+        assert torch.equal(actual[0], good[0]) and actual[1].isnan().any()
+        tensor[1, 2, 3] = finite
 
 
 # ------------------------------------------------------------------------------------------------------------ the host

@@ -80,3 +80,15 @@ _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter._patch_lang_tensor = _patch
 interpreter.InterpretedFunction.__call__ = _call_device_function
+
+
+def argmax_as_compiled(values: Any, axis: int) -> Any:
+    """tl.argmax of one axis, by the comparison of the compiled reduction: of two values, the right one remains if
+    either is a NaN. The interpreter takes NumPy's argmax instead, for which a NaN is the largest."""
+    numbers = values.handle.data
+    assert numbers.ndim == 1 and axis == 0
+    best = 0
+    for index in range(1, len(numbers)):
+        if not numbers[best] >= numbers[index]:
+            best = index
+    return tl.tensor(interpreter.TensorHandle(np.array([best], dtype=np.int32), tl.int32), tl.int32)
