@@ -968,13 +968,20 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
 
 
 def plan(
-    op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
+    op: str,
+    N: int,
+    B: int,
+    *,
+    K: int | None = None,
+    backward: bool = True,
+    tokens: bool = False,
+    models: int = 1,
 ) -> dict[str, int]:
     rank = N if K is None else K
     map_ = Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
     if op == "dense_scan":
         map_ = Map(None, None, torch.empty(N, N))
-    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens).plan
+    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens, models=models).plan
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -1028,6 +1035,9 @@ def test_sequences_are_spread_over_the_gpu(op: str) -> None:
     assert (few["cluster"], few["group"], few["blocks"]) == (8, 1, 8)
     assert many["cluster"] == 8 and many["blocks"] <= 132  # all of them run at one time
     assert plan(op, 1000, 50)["cluster"] == 16
+    # 5 models of 50: two sequences a block, 25 blocks a model; models of one or two sequences: no empty slots
+    of_models = [plan(op, 64, B, models=models) for B, models in ((250, 5), (200, 200), (1000, 1000), (2000, 1000))]
+    assert [(made["group"], made["blocks"]) for made in of_models] == [(2, 125), (1, 200), (1, 1000), (2, 1000)]
 
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])

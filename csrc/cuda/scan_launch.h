@@ -119,9 +119,10 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   while (largest > 0 && !fits(largest)) largest--;
   if (!largest) return false;
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
-  // one. Where one wave of blocks is not enough, all waves are full.
+  // one. Where one wave of blocks is not enough, all waves are full. A block has sequences of one model only.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, largest * blocks));
-  if (!overrides.group) fits(std::max<int64_t>(1, divide_up(a.sequences, waves * blocks)));
+  const int64_t of_model = std::max<int64_t>(1, a.sequences / models);
+  if (!overrides.group) fits(std::clamp<int64_t>(divide_up(a.sequences, waves * blocks), 1, of_model));
   plan.path = static_cast<int>(ScanPath::kResident);
   plan.norm_columns = plan.blocks;
   return true;
