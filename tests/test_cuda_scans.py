@@ -881,6 +881,11 @@ def test_gru_plan(harness: Any) -> None:
     ]
     assert [made(N, 50)["path"] for N in (1, 128, 129, 650)] == [0, 0, 1, 1]
     assert [made(128, B)["group"] for B in (1, 132, 133, 265)] == [1, 1, 2, 3]
+    # shared memory holds 12 sequences of a backward and 23 of a forward: two full waves rather than 132 and 2 blocks
+    large = [made(128, B) for B in (1584, 1600, 3000)]
+    assert [(plan["group"], plan["blocks"]) for plan in large] == [(12, 132), (7, 229), (12, 250)]
+    assert [made(128, 3100, backward)["group"] for backward in (False, True)] == [12, 12]
+    assert made(128, 1600, group=16)["group"] == 12
     for shared in (99 << 10, 163 << 10, 227 << 10):
         harness.set_chip(shared_per_block=shared)
         for N, B, backward in itertools.product((1, 64, 128), (1, 200, 3000), (False, True)):

@@ -98,16 +98,20 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
   if (warps && models <= 65535 && a.B <= INT_MAX - kLargestGroup &&
       overrides.path != static_cast<int>(GruPath::kSteps)) {
     // As few sequences a block as keep every multiprocessor busy, see plan_resident.
-    const int64_t waves = std::max<int64_t>(1, divide_up(a.B, kLargestGroup * limits.multiprocessors));
-    int64_t group =
-        overrides.group ? overrides.group : std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
-    if (!overrides.group) group = std::min(group, std::max<int64_t>(1, a.of_model));
-    while (group > 1 && gru_bytes(backward, warps, group) > static_cast<int64_t>(limits.shared_per_block)) group--;
+    auto fits = [&](int64_t group) {
+      return gru_bytes(backward, warps, group) <= static_cast<int64_t>(limits.shared_per_block);
+    };
+    int64_t largest = overrides.group ? overrides.group : kLargestGroup;
+    while (largest > 1 && !fits(largest)) largest--;
+    const int64_t waves = std::max<int64_t>(1, divide_up(a.B, largest * limits.multiprocessors));
+    const int64_t of_model = std::max<int64_t>(1, a.of_model);
+    const int64_t spread = std::clamp<int64_t>(divide_up(a.B, waves * limits.multiprocessors), 1, of_model);
+    const int64_t group = overrides.group ? largest : spread;
     plan.path = static_cast<int>(GruPath::kResident);
     plan.group = static_cast<int>(group);
     plan.blocks = plan.norm_columns = static_cast<int>(models * divide_up(a.of_model, group));
     plan.shared_bytes = gru_bytes(backward, warps, group);
-    if (plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block)) return plan;
+    if (fits(group)) return plan;
   }
   if (overrides.path == static_cast<int>(GruPath::kResident))
     throw Error("the path that was asked for does not serve this size on this device");
