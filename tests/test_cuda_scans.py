@@ -6,6 +6,7 @@ choose the path where the size would choose another one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -471,6 +472,35 @@ def test_products_beside_the_scan_change_no_bit(
         assert_same_bits(plain, run(problem, **options))
         assert len(joined) == (path != "steps")
         joined.clear()
+
+
+def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one beside a stream that another thread captures must not be waited for outside of the capture."""
+
+    class Stream:
+        made = 0
+
+        def __init__(self, device: Any = None) -> None:
+            Stream.made += 1
+            self.cuda_stream, self.awaited = Stream.made, list[Any]()
+
+        def wait_stream(self, other: Any) -> None:
+            self.awaited.append(other)
+
+    captured, eager = Stream(), Stream()
+    monkeypatch.setattr(_scan, "_side_stream", functools.lru_cache(_scan._side_stream.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    beside = {}
+    for main in (captured, eager, captured, eager):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
+        beside[main] = _scan._Beside(torch.device("cuda", 0))
+        with beside[main]:
+            pass
+    assert Stream.made == 4  # two each, for all calls
+    assert beside[captured].stream.awaited == [captured] * 2 and beside[eager].stream.awaited == [eager] * 2
+    beside[eager].join()
+    assert eager.awaited == [beside[eager].stream] and not captured.awaited
 
 
 def test_products_of_the_gradients_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ class _Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.stream = None if self.main is None else _side_stream(device.index or 0)
+        self.stream = None if self.main is None else _side_stream(device.index or 0, self.main.cuda_stream)
         self.inside: Any = None
 
     def __enter__(self) -> None:
@@ -300,9 +300,10 @@ class _Beside:
             self.main.wait_stream(self.stream)
 
 
-@functools.cache
-def _side_stream(device: int) -> Any:
-    """One stream for each device, cached: torch has only 32 streams."""
+@functools.lru_cache(maxsize=32)
+def _side_stream(device: int, main: int) -> Any:
+    """The second stream beside the stream with the address ``main``. Each has its own: while a thread captures a graph,
+    no work outside of the graph may wait for its streams. Cached: torch has only 32 streams for each device."""
     return torch.cuda.Stream(device)
 
 

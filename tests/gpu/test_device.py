@@ -32,7 +32,7 @@ from helpers import (
 )
 
 from orthokern import dispatch, functional, nn, optim
-from orthokern.cuda import _call, cayley, dense_scan
+from orthokern.cuda import _call, _scan, cayley, dense_scan
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -230,6 +230,35 @@ def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.Monke
     torch.cuda.synchronize()
     assert torch.equal(y, 2 * x) and len(results) == 1
     assert all(torch.equal(plain, found) for found in results)
+
+
+def test_products_beside_a_scan_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stream of a backward in a capture is not that of a backward outside of it."""
+    need("dense_scan", "cuda", N=34, K=34)
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 34 * 8)  # windows of 8 steps
+    monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 8)
+    problem = on(scan_problem("dense_scan", B=5, T=40, N=34, inputs="features").to(torch.float32), "cuda")
+    stream, results = torch.cuda.Stream(), []
+
+    def work() -> None:
+        with torch.cuda.stream(stream):
+            results.append(run_scan(problem, "cuda"))
+
+    torch.cuda.synchronize()
+    work()
+    plain = run_scan(problem, "cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = run_scan(problem, "cuda")
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert len(results) == 2
+    for found in (captured, *results):
+        assert_same_bits(plain, found)
 
 
 def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
