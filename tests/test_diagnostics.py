@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -518,6 +519,37 @@ def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
     assert list(shown(left)) == ["margin 0.1", "margin 1"], "all have seed 0"
     assert list(shown(right)) == ["seed 0", "seed 1"], "all have margin 0.1"
     assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
+
+
+def test_runs_with_labels_of_their_own(drawing: Any) -> None:
+    """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
+    grid = [
+        replace(made(f"{T}-{seed}-{name}", T=T, seed=seed, margin=0.1, records=[
+            {"iteration": i, "accuracy": i / 100} for i in range(1, count + 1)
+        ]), label=name)
+        for T, count in ((200, 40), (500, 80)) for seed in (0, 1) for name in ("zero", "learned")
+    ]  # fmt: skip
+    figure = plots.compare_curves(grid, "accuracy", panel="T", legend_title="weights of the blank")
+    assert figure is not None
+    left, right = figure.axes
+    assert left.get_legend() is None and right.get_legend() is None
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "weights of the blank"
+    assert [text.get_text() for text in legend.get_texts()] == ["zero", "learned"]
+    for axis in (left, right):
+        colours = [line.get_color() for line in axis.get_lines()]
+        assert len(colours) == 4 and len(set(colours[::2])) == len(set(colours[1::2])) == 1 != len(set(colours))
+    assert {line.get_marker() for line in left.get_lines()} == {"o"}
+    assert {line.get_marker() for line in right.get_lines()} == {"None"}
+
+
+def test_all_curves_of_a_panel_have_markers_or_none(drawing: Any) -> None:
+    runs = [
+        made(str(count), seed=count, records=[{"iteration": i, "accuracy": i / 100} for i in range(1, count + 1)])
+        for count in (40, 80)
+    ]
+    figure = plots.compare_curves(runs, "accuracy")
+    assert figure is not None and {line.get_marker() for line in figure.axes[0].get_lines()} == {"None"}
 
 
 def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from typing import IO, Any
 import pytest
 import torch
 
+from orthokern.diagnostics import plots
 from orthokern.errors import InputError
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, runner, vorontsov
-from orthokern.reproduce.report import markdown
+from orthokern.reproduce.report import _name, markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, over_seeds, planned
@@ -400,16 +401,44 @@ def test_a_figure_without_run_folders(
     monkeypatch.setitem(command.EXPERIMENTS, "toy", dataclasses.replace(toys, figure=figure, runs=(run,)))
     assert reproduce("toy", "--out", tmp_path, "--threads", 1) == 0
     folder = tmp_path / "full"
-    plots = pytest.importorskip("matplotlib.image")
-    before = plots.imread(folder / "toy.png")
+    images = pytest.importorskip("matplotlib.image")
+    before = images.imread(folder / "toy.png")
     shutil.rmtree(folder / run.name)
     (folder / "toy.png").unlink()
     monkeypatch.setattr("time.strftime", lambda form: "2000-01-01")
     pages = [(folder / name).read_text() for name in ("toy.md", "toy.json")]
     assert reproduce("toy", "--out", tmp_path, "--report") == 0
-    difference = abs(plots.imread(folder / "toy.png") - before)  # between 0 and 1; the JSON file has rounded numbers
+    difference = abs(images.imread(folder / "toy.png") - before)  # between 0 and 1; the JSON file has rounded numbers
     assert difference.mean() < 1e-4 < before.std()
     assert [(folder / name).read_text() for name in ("toy.md", "toy.json")] == pages
+
+
+@pytest.mark.parametrize("experiment", [each for each in ALL if each.named_by], ids=lambda each: each.name)
+def test_a_figure_names_its_runs_as_the_table_does(experiment: Experiment) -> None:
+    """In a panel, runs have the same name if they are of the same row."""
+    rows: dict[tuple[object, str], set[str]] = {}
+    for run in experiment.runs:
+        cells = [run.labels[heading] for heading in experiment.named_by]
+        panel = None if experiment.panel is None else planned(run, False)[experiment.panel]
+        rows.setdefault((panel, _name(experiment, dict(run.labels))), set()).add(run.group or run.name)
+        assert _name(experiment, dict(run.labels)) == ", ".join(cells)
+    assert all(len(found) == 1 for found in rows.values())
+
+
+def test_a_figure_shows_the_names_of_its_rows(
+    toys: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: dict[str, Any] = {}
+    draw = plots.compare_curves
+    monkeypatch.setattr(
+        plots, "compare_curves", lambda *runs, **options: drawn.setdefault("it", draw(*runs, **options))
+    )
+    monkeypatch.setitem(command.EXPERIMENTS, "toy", dataclasses.replace(toys, legend=None, named_by=("margin",)))
+    assert reproduce("toy", "--out", tmp_path, "--threads", 1) == 0
+    (legend,) = drawn["it"].legends
+    assert legend.get_title().get_text() == "margin"
+    assert {text.get_text() for text in legend.get_texts()} >= {"0", "0.1"}
 
 
 def test_searches_without_run_folders(tmp_path: Path) -> None:

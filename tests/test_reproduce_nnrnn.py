@@ -36,7 +36,8 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
         for run in experiment.runs:
             settings = settings_of(run, (*run.options, *(run.quick if extra else ())))
             names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
-            told.add(tuple(getattr(settings, name) for name in names))
+            cells = (run.labels[heading] for heading in experiment.named_by)
+            told.add((*(getattr(settings, name) for name in names), *cells))
             assert set(run.published) <= titles
         assert len(told) == len(experiment.runs)
 

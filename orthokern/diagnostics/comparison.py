@@ -67,7 +67,8 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
 
     Returns:
         One label per run. Runs with equal settings have the same label, followed by the name of the folder if `names`
-        is None; a single run is labelled with the name of its folder.
+        is None; a single run is labelled with the name of its folder. If every run has a `RunRecord.label`, these are
+        returned, whatever `names` is.
 
     Raises:
         InputError: a name that is a setting of no run.
@@ -81,6 +82,9 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     """
     if names is not None:
         check_settings("legend", runs, names)
+    if runs and all(run.label for run in runs):
+        return [caption(run.label) for run in runs]
+    if names is not None:
         return [", ".join(_told(run, name) for name in names) or caption(run.name) for run in runs]
     names = telling_settings(runs)
     several_tasks = len({run.task for run in runs}) > 1

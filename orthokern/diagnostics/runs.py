@@ -28,6 +28,7 @@ class RunRecord:
         task: the name of the task.
         records: the records of metrics.jsonl, ordered by "iteration"; [] before the end of the first iteration.
         result: the content of result.json; {} if the run is not finished.
+        label: its name in a comparison, in place of its settings; "" for a run that has none, as `load_run` returns it.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class RunRecord:
     task: str
     records: list[Record]
     result: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def name(self) -> str:

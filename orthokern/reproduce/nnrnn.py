@@ -191,7 +191,7 @@ EXPERIMENTS = (
     Experiment(
         "nnrnn-ptb", "Penn Treebank characters in a stream, truncated at 150 and 300 steps",
         f"{ORIGINAL}, README of the released code; LSTM: Nguyen et al. 2023", _ptb(), (BPC, CHARACTERS),
-        figure="curves", quantity="held_out_bpc", panel="bptt", legend=("model", "batch"), data="ptb",
+        figure="curves", quantity="held_out_bpc", panel="bptt", named_by=("model",), data="ptb",
         note="The published numbers are of 100 epochs with batches of 128. The rows with our settings have higher "
         "rates, smaller batches, and 12 or 36 epochs.",
     ),

@@ -288,7 +288,7 @@ EXPERIMENTS = (
             _pixels("pixels", preset=preset, quick=TABLE2_QUICK, published=published)
             for preset, published in (("srnn", 11.35), ("oinit", 86.81), ("open", 91.81))
         ),
-        (ACCURACY,), figure="curves", legend=("preset",), data="mnist", note=TABLE2_NOTE,
+        (ACCURACY,), figure="curves", named_by=("network",), data="mnist", note=TABLE2_NOTE,
     ),
     Experiment(
         "oinit-table3", "A feedforward network of ten layers on MNIST", f"{PAPER}, Table III",
@@ -325,7 +325,7 @@ EXPERIMENTS = (
             )
             for preset in ("srnn", "oinit", "open")
         ),
-        (ACCURACY,), figure="dynamics", legend=("preset",), data="mnist", note=FIGURE3B_NOTE,
+        (ACCURACY,), figure="dynamics", named_by=("network",), data="mnist", note=FIGURE3B_NOTE,
     ),
 )  # fmt: skip
 

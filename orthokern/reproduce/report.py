@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -381,7 +381,7 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     rows = [row for row, _ in found]
     plan.folder.mkdir(parents=True, exist_ok=True)
     title = experiment.titled(rows[0].get("settings") or planned(experiment.runs[0], plan.quick))
-    records = [record for _, record in found if record is not None]
+    records = [replace(record, label=_name(experiment, row["labels"])) for row, record in found if record is not None]
     figure = None
     if experiment.figure is not None and records:
         figure = drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
@@ -397,10 +397,18 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     return written(plan.folder, experiment.name, markdown(experiment, summary), summary, figure)
 
 
+def _name(experiment: Experiment, labels: dict[str, str]) -> str:
+    """The name of a run in the figure, from the cells of its row: "0.1, orthogonal"; "" if the figure shows
+    settings."""
+    return ", ".join(text for heading in experiment.named_by if (text := labels.get(heading)))
+
+
 def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], plots: Any) -> Any:
     """The figure of an experiment, by the functions of `plots`."""
     draw = getattr(plots, FIGURES[str(experiment.figure)].draw)
     options: dict[str, Any] = {"legend": experiment.legend, "title": title}
+    if experiment.named_by:
+        options["legend_title"] = ", ".join(experiment.named_by)
     if experiment.figure == "stability":
         return draw(records, x="iteration", **options)
     if experiment.figure == "curves":

@@ -93,6 +93,9 @@ class Experiment:
         quantity: for "curves": the quantity to draw.
         panel: for "curves": a setting; there is one panel for each of its values. None: one panel.
         legend: the settings in legends and titles of panels; None for those in which the runs differ.
+        named_by: for "curves" and "dynamics": headings of `Run.labels`, whose cells name the runs in the figure as in
+            the table, in place of `legend`; the runs of a group then have one name and one colour. (): `legend` is
+            used.
         data: folder of the data set under --data, or None.
         epochs: whether its tasks take --epochs (else --iterations).
         alone: whether the runs are timed, and must not run in parallel.
@@ -108,6 +111,7 @@ class Experiment:
     quantity: str = "held_out_accuracy"
     panel: str | None = None
     legend: tuple[str, ...] | None = None
+    named_by: tuple[str, ...] = ()
     data: str | None = None
     epochs: bool = True
     alone: bool = False

@@ -7,6 +7,7 @@ from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds, words
 
 PAPER = "Vorontsov et al. 2017"
 LEGEND = ("margin", "init", "geodesic")  # settings in which the runs of a table differ
+ROW = ("margin", "initialisation")  # headings of a table with networks that have no such settings
 # Of long trainings of the factorized network on a CPU; see the accuracies in docs/cpu-scans.md.
 FAST = ("--apply", "composed", "--precision", "bf16")
 
@@ -318,19 +319,19 @@ def _adding_defaults() -> tuple[Run, ...]:
 EXPERIMENTS = (
     Experiment(
         "table1", "Ordered sequential MNIST", f"{PAPER}, Table 1", _mnist(False), (ACCURACY,),
-        figure="curves", legend=("model", *LEGEND), data="mnist", note=MNIST_NOTE,
+        figure="curves", named_by=ROW, data="mnist", note=MNIST_NOTE,
     ),
     Experiment(
         "table2", "Permuted sequential MNIST", f"{PAPER}, Table 2", _mnist(True), (ACCURACY,),
-        figure="curves", legend=("model", *LEGEND), data="mnist", note=MNIST_NOTE,
+        figure="curves", named_by=ROW, data="mnist", note=MNIST_NOTE,
     ),
     Experiment(
         "table3", "Penn Treebank characters, sentences of up to 75", f"{PAPER}, Table 3", _ptb(75), (BPC, CHARACTERS),
-        figure="curves", quantity="held_out_bpc", legend=LEGEND, data="ptb", note=PTB_NOTE,
+        figure="curves", quantity="held_out_bpc", named_by=ROW, data="ptb", note=PTB_NOTE,
     ),
     Experiment(
         "table4", "Penn Treebank characters, sentences of up to 300", f"{PAPER}, Table 4", _ptb(300), (BPC, CHARACTERS),
-        figure="curves", quantity="held_out_bpc", legend=LEGEND, data="ptb", note=PTB_NOTE,
+        figure="curves", quantity="held_out_bpc", named_by=ROW, data="ptb", note=PTB_NOTE,
     ),
     Experiment(
         "table5", "Run time of the copy task, T = {T}", f"{PAPER}, Table 5", _times(), (SECONDS,),
@@ -355,7 +356,8 @@ EXPERIMENTS = (
         "copy-solved", "Iterations and time until the copy task is solved, with the task's defaults",
         "Not in a paper: the longest published T is 10 000",
         _copy_solved(), (GOAL, RECALL, PER_ITERATION),
-        figure="curves", quantity="accuracy", panel="T", legend=("seed", "learn_blank"), epochs=False, alone=True,
+        figure="curves", quantity="accuracy", panel="T", named_by=("input weights of the blank",),
+        epochs=False, alone=True,
         note="Defaults of `python -m orthokern.tasks.copy`. The goal is a recall of 99.9 % of the symbols of 200 fresh "
         "sequences. The seconds include evaluations and checkpoints, but not the start of the process and the plots.",
     ),
@@ -363,7 +365,7 @@ EXPERIMENTS = (
         "pixels", "Sequential MNIST with orthogonal networks of 16 and 69 thousand parameters",
         "Published: expRNN, Lezcano-Casado and Martinez-Rubio 2019, Cheap orthogonal constraints in neural networks",
         _pixels(), (ACCURACY, VALIDATION),
-        figure="curves", panel="permuted", legend=("model", "hidden", "max_angle", "average"), data="mnist",
+        figure="curves", panel="permuted", named_by=("network",), data="mnist",
         note="One layer, modReLU, Cayley start; pixels in [0, 1], permuted by --permutation-seed 0 for every seed. The "
         "rates fall along a cosine to 0.05 of their first values; to 0.3 of them in the row of permuted pixels with an "
         "average. Evaluations use a moving average of the parameters, except where the label says not. The last 5000 "
@@ -405,7 +407,7 @@ EXPERIMENTS = (
         "adding-defaults", "Mean squared error on the adding task with the task's defaults",
         f"{PAPER}, the setting of Figure 5", _adding_defaults(), (GOAL, ERROR, PER_ITERATION),
         figure="curves", quantity="loss",
-        panel="T", legend=("model", "start", "seed"), epochs=False,
+        panel="T", named_by=("network", "settings"), epochs=False,
         note="Defaults of `python -m orthokern.tasks.adding`. The best guess without memory has an error of 0.1667. A "
         "run ends when it is solved, which is an error below 1e-3 on 2000 fresh sequences. The last rows change some "
         "settings of the defaults.",

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -159,6 +159,7 @@ def compare_curves(
     *,
     panel: str | None = None,
     legend: Sequence[str] | None = None,
+    legend_title: str = "",
     x: str | None = None,
     baseline: float | None = None,
     title: str = "",
@@ -173,7 +174,9 @@ def compare_curves(
             the upper end of the axis.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
         legend: settings to show in the legend, with `panel` those of them that differ within a panel; by default those
-            in which the runs differ, see `labels`. Runs with the same label have the same colour.
+            in which the runs differ, see `labels`. Runs with the same label have the same colour. If the runs have
+            labels of their own (`RunRecord.label`), one legend below the panels shows these.
+        legend_title: a line above the legend below the panels, which says what the labels are.
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
             configuration of the runs.
@@ -199,11 +202,13 @@ def compare_curves(
     percent = "accuracy" in quantity
     may_diverge = any(name in quantity for name in _LOSSES)
     top = _top([found[id(run)][1] for run in drawn]) if may_diverge else math.inf
+    named = all(run.label for run in drawn)
     figure, axes = _panels(list(groups), title, sharey=True)
     levels: list[float] = []
     for axis, members in zip(axes, groups.values(), strict=True):
         told: set[str] = set()
-        shown = texts if panel is None else _shown(members, texts, legend)
+        shown = texts if panel is None or named else _shown(members, texts, legend)
+        few = all(len(found[id(run)][0]) <= 50 for run in members)  # evaluations; markers on some curves would mislead
         for run in members:
             at, values = found[id(run)]
             text = shown[id(run)]
@@ -214,7 +219,7 @@ def compare_curves(
                 color=_COLOURS[kind % len(_COLOURS)],
                 linestyle=_LINES[kind // len(_COLOURS) % len(_LINES)],
                 linewidth=1.2,
-                marker="o" if len(at) <= 50 else None,  # a run may have only one evaluation
+                marker="o" if few else None,
                 markersize=3,
                 label=None if text in told else text,
             )
@@ -234,7 +239,10 @@ def compare_curves(
             )
         axis.set_xlabel(x)
         axis.locator_params(axis="x", integer=True)
-        axis.legend(loc="best", fontsize=7)
+        if not named:
+            axis.legend(loc="best", fontsize=7)
+    if named:
+        _legend_below(figure, legend_title)
     ends = [float(end(found[id(run)][1])) for run in drawn for end in (min, max)]
     if percent:
         axes[0].set_ylim(percent_limits([100 * end for end in (*ends, *levels)]))
@@ -299,6 +307,22 @@ def _baselines(runs: Sequence[RunRecord], quantity: str, baseline: float | None)
     return sorted(level for level in told if level is not None) if len(told) == 1 else []
 
 
+def _legend_below(figure: "Figure", title: str) -> None:
+    """One legend for all panels, below them, where it covers no curve. The figure grows by its height."""
+    found: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(text, handle)
+    width, height = figure.get_size_inches()
+    columns = max(1, min(len(found), int(width / (0.5 + 0.075 * max(map(len, found))))))  # inches, of 8 point letters
+    lines = -(-len(found) // columns) + bool(title)
+    figure.set_size_inches(width, height + 0.1 + 0.18 * lines)
+    figure.legend(
+        list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, title=title or None,
+        title_fontsize=8,
+    )  # fmt: skip
+
+
 _DYNAMICS = (
     ("spectral_radius", "spectral radius of W", False),
     ("orthogonality_error_of_w", "‖W Wᵀ − I‖", True),
@@ -308,7 +332,7 @@ _DYNAMICS = (
 
 
 def compare_dynamics(
-    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, title: str = ""
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, legend_title: str = "", title: str = ""
 ) -> "Figure | None":
     """Spectral radius, orthogonality error and gradient norm of plain recurrent matrices, and the accuracy, over the
     number of training sequences: Figure 3b of Manchev and Spratling.
@@ -316,6 +340,7 @@ def compare_dynamics(
     Args:
         runs: only those with "spectral_radius", "orthogonality_error_of_w" and "recurrent_grad_norm" in their records
             are drawn. Networks with a plain recurrent matrix have these fields.
+        legend_title: as in `compare_curves`.
     """
     drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
     if not drawn:
@@ -339,7 +364,10 @@ def compare_dynamics(
             axis.set_yscale("log")
         axis.set_xlabel("sequences seen")
         axis.locator_params(axis="x", nbins=4)  # numbers of six digits, side by side
-    axes[0].legend(loc="best", fontsize=8)
+    if all(run.label for run in drawn):
+        _legend_below(figure, legend_title)
+    else:
+        axes[0].legend(loc="best", fontsize=8)
     return figure
 
 
