@@ -55,7 +55,7 @@ print([name for name, _ in layer.named_parameters()])
 # | `FactorizedSpectrum` | W = U diag(s) Vᵀ, every s in 1 ± margin | any |
 # | `SchurForm` | W = P (Λ + T) Pᵀ: eigenvalues and a non-normal part | square |
 #
-# A margin limits how far the singular values may be from 1. Here the layer is not square:
+# `Exponential` and `Cayley` are for square layers:
 
 # %%
 for constraint in (Exponential, Cayley):
@@ -63,6 +63,11 @@ for constraint in (Exponential, Cayley):
     parametrize.register_parametrization(square, "weight", constraint(square.weight))
     print(constraint.__name__, f"{orthogonality_error(square.weight):.1e}")
 
+# %% [markdown]
+# `Householder` and `FactorizedSpectrum` accept any shape. A margin limits how far the singular values may be from 1.
+# The start of `nn.Linear` has smaller singular values, so all of them are moved to the lower bound.
+
+# %%
 tall = nn.Linear(16, 48)
 parametrize.register_parametrization(tall, "weight", Householder(tall.weight))
 print("Householder", f"{orthogonality_error(tall.weight):.1e}")

@@ -120,6 +120,7 @@ for name, norms in curves.items():
 
 # %%
 record = diagnostics.diagnose_recurrence(rnn)
-for name, value in record.items():
-    if isinstance(value, float):
-        print(f"{name}: {value:.4g}")
+print("singular values:", {name: f"{value:.4g}" for name, value in record["spectrum"].items()})
+print(f"spectral radius: {record['spectral_radius']:.4g}")
+print("eigenvalues per 10 degrees of their angle, from -180 on:", record["eigenvalue_angles"])
+print(f"orthogonality error of U and V: {record['orthogonality_error']:.1e}")

@@ -75,7 +75,6 @@ optimizer = optimizer_for(
     model,
     lr={"rnn": 1e-3, "readout": 2e-2},
     spectrum_lr=0.02 / T,
-    skew_lr=0.0,  # no such parameters here
     geodesic_lr=0.01 / T,
     max_basis_grad_norm=1.0,
 )

@@ -86,7 +86,7 @@ for iteration in range(200):
     losses.append(loss.item())
     errors.append(float(model.rnn.orthogonality_error()))
     if iteration % 50 == 49:
-        print(f"iteration {iteration + 1}: loss {sum(losses[-10:]) / 10:.4f}, orthogonality error {errors[-1]:.1e}")
+        print(f"iteration {iteration + 1}: loss {sum(losses[-10:]) / 10:.1e}, orthogonality error {errors[-1]:.1e}")
 
 # %% [markdown]
 # Guessing gives a loss of ln 8 = 2.08 nats.
