@@ -239,15 +239,29 @@ def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
 
 @dataclass(frozen=True)
 class TaskCommand(Generic[Chosen]):
-    """The command line of a task."""
+    """The command line of a task.
 
-    name: str  # of the task and of its module
+    Attributes:
+        name: of the task and of its module.
+        description: text above the options in --help.
+        examples: command lines below them.
+        options: the settings, a dataclass that extends `RunOptions`.
+        complete: a function of the settings by name that sets defaults which depend on other settings, checks
+            combinations, and returns `options`.
+        build: a function that makes the task from the result of `complete`; called after the global random generators
+            have been seeded.
+        presets, preset_help: settings of every preset by its name, and the help of --preset, as in `add_options`.
+
+    Example: tests/toy_task.py.
+    """
+
+    name: str
     description: str
     examples: str
     options: type[Chosen]
-    complete: Callable[[Settings], Chosen]  # sets defaults that depend on other settings, and checks combinations
-    build: Callable[[Chosen], Task]  # called after the global random generators have been seeded
-    presets: Mapping[str, Settings] = field(default_factory=dict)  # this and preset_help: as in `add_options`
+    complete: Callable[[Settings], Chosen]
+    build: Callable[[Chosen], Task]
+    presets: Mapping[str, Settings] = field(default_factory=dict)
     preset_help: Mapping[str, str] | None = None
 
     def parser(self) -> Parser:
