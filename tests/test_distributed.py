@@ -236,6 +236,26 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gather("a"), on_first(lambda: "b"), together(lambda: "c")) == (["a"], "b", "c")
 
 
+@pytest.mark.parametrize("world", [{}, {"WORLD_SIZE": "1"}])
+def test_stray_ranks_of_a_single_process(fork_server: ForkServer, tmp_path: Path, world: dict[str, str]) -> None:
+    """RANK and LOCAL_RANK of another program: the run writes its files, and its errors are printed."""
+    stray = {"RANK": "1", "LOCAL_RANK": "1", **world}
+    run = fork_server.start("--iterations", 2, "--out", tmp_path / "a", env=stray)
+    assert run.wait() == 0 and "iteration 2/2" in run.out, run.err
+    assert (tmp_path / "a" / "best.pt").is_file()
+    run = fork_server.start("--iterations", 0, env=stray)
+    assert run.wait() == 2
+    assert re.fullmatch(r"error: --iterations: .*\n", run.err)
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("-1", "2"), ("0", "0")])
+def test_a_rank_outside_of_the_world(monkeypatch: pytest.MonkeyPatch, rank: str, world: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(InputError, match=f"RANK={rank} and WORLD_SIZE={world}; accepted: 0 <= RANK < WORLD_SIZE"):
+        current_shard()
+
+
 def test_processes_that_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that forgets to would train once on every process, all into one folder."""
     import toy_task

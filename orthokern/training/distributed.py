@@ -79,7 +79,10 @@ class Shard:
 
 def current_shard() -> Shard:
     """The rank of this process and the number of processes: from the process group, else from the variables of
-    torchrun, else 0 and 1.
+    torchrun, else 0 and 1. Without WORLD_SIZE, or if it is 1, RANK is ignored: other programs set it too.
+
+    Raises:
+        InputError: WORLD_SIZE or RANK is not an integer, or RANK is not in [0, WORLD_SIZE).
 
     Example::
 
@@ -88,7 +91,16 @@ def current_shard() -> Shard:
     """
     if dist.is_available() and dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size())
-    return Shard(_environment("RANK", 0), _environment("WORLD_SIZE", 1))
+    world = _environment("WORLD_SIZE", 1)
+    if world == 1:
+        return Shard()
+    rank = _environment("RANK", 0)
+    if not 0 <= rank < world:
+        raise InputError(
+            f"environment variables RANK={rank} and WORLD_SIZE={world}; accepted: 0 <= RANK < WORLD_SIZE, as torchrun "
+            "sets them"
+        )
+    return Shard(rank, world)
 
 
 def _environment(name: str, default: int) -> int:
@@ -349,9 +361,10 @@ def same_scope(error: E, original: Exception) -> E:
 
 
 def speaks(error: Exception) -> bool:
-    """Whether this process prints an error. This is the rank where `together` or `on_first` raised it. An error before
-    the processes are joined occurs on all of them, and the first process of each machine prints it."""
-    return _agreed(error) or local_rank() == 0
+    """Whether this process prints an error. A single process does. Of several it is the rank where `together` or
+    `on_first` raised the error. An error before the processes are joined occurs on all of them, and the first process
+    of each machine prints it."""
+    return _agreed(error) or _environment("WORLD_SIZE", 1) == 1 or local_rank() == 0
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
