@@ -287,7 +287,6 @@ def test_a_stream_is_written_though_the_other_fails(monkeypatch: pytest.MonkeyPa
 def test_names_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder's name in another encoding, or with control characters or a formula: in tables and pictures as its
     escape."""
-    pytest.importorskip("matplotlib")
     runs = [run_folder(tmp_path / name, T=i) for i, name in enumerate(("r\udce9", "a\nb\x1b[1m", "$\\q$"))]
     for run in runs:
         assert main("diagnostics", run) == 0 and (run / "learning.png").exists()

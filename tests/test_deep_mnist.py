@@ -120,7 +120,6 @@ def test_processes_share_a_batch(small: list[str], monkeypatch: pytest.MonkeyPat
 
 
 def test_plots(small: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     options = [option for option in small if option != "--no-plots"]
     assert run(*options, "--iterations", 12, "--out", tmp_path / "run") == 0
     for name in ("learning.png", "layers.png"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +17,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import scan_problem
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 from torch import Tensor, nn
 
 from orthokern import InputError, diagnostics, dispatch, functional
 from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison, plots, runs
+from orthokern.diagnostics.drawing import recorded_layers
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.nn import RNN, FactorizedRNN
 from orthokern.ops import _taps
@@ -33,12 +37,6 @@ OPS = ("factored_scan", "dense_scan")
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def drawing() -> Any:
-    """matplotlib, for tests that draw."""
-    return pytest.importorskip("matplotlib")
 
 
 # ------------------------------------------------------------------------------------------------------ states in a tap
@@ -438,7 +436,7 @@ def test_profiles_of_known_and_of_varying_lengths() -> None:
 
 def check_png(path: Path) -> None:
     """A picture that is there, whole, and not empty paper."""
-    image = pytest.importorskip("matplotlib.image").imread(path)
+    image = imread(path)
     assert image.ndim == 3 and min(image.shape[:2]) > 100 and image.std() > 0.01
     assert not path.with_name(path.name + ".tmp").exists()
 
@@ -448,7 +446,7 @@ def shown(axis: Any) -> dict[str, list[Any]]:
     return {line.get_label(): line.get_ydata() for line in axis.get_lines()}
 
 
-def test_every_plot_of_one_run(drawing: Any, tmp_path: Path) -> None:
+def test_every_plot_of_one_run(tmp_path: Path) -> None:
     run = load_run(a_run(tmp_path / "run", margin=0.1))
     records, out = run.records, tmp_path
     for path in (
@@ -477,10 +475,10 @@ def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_run_of_one_point_is_seen(drawing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_one_point_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line needs two points to be drawn; one gets a marker, in the picture that is written."""
     written: list[Any] = []
-    savefig = drawing.figure.Figure.savefig
+    savefig = Figure.savefig
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda self, *a, **k: (written.append(self), savefig(self, *a, **k))
     )
@@ -492,7 +490,7 @@ def test_a_run_of_one_point_is_seen(drawing: Any, tmp_path: Path, monkeypatch: p
             assert lines and {line.get_marker() for line in lines} == {marker}
 
 
-def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
+def test_curves_of_several_runs_by_panel() -> None:
     grid = [
         made(f"{T}-{m}", T=T, margin=m, records=[{"iteration": i, "accuracy": i / T} for i in range(1, 101)])
         for T in (500, 200)
@@ -521,7 +519,7 @@ def test_curves_of_several_runs_by_panel(drawing: Any) -> None:
     assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
 
 
-def test_runs_with_labels_of_their_own(drawing: Any) -> None:
+def test_runs_with_labels_of_their_own() -> None:
     """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
     grid = [
         replace(made(f"{T}-{seed}-{name}", T=T, seed=seed, margin=0.1, records=[
@@ -543,7 +541,7 @@ def test_runs_with_labels_of_their_own(drawing: Any) -> None:
     assert {line.get_marker() for line in right.get_lines()} == {"None"}
 
 
-def test_all_curves_of_a_panel_have_markers_or_none(drawing: Any) -> None:
+def test_all_curves_of_a_panel_have_markers_or_none() -> None:
     runs = [
         made(str(count), seed=count, records=[{"iteration": i, "accuracy": i / 100} for i in range(1, count + 1)])
         for count in (40, 80)
@@ -552,7 +550,7 @@ def test_all_curves_of_a_panel_have_markers_or_none(drawing: Any) -> None:
     assert figure is not None and {line.get_marker() for line in figure.axes[0].get_lines()} == {"None"}
 
 
-def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:
+def test_axis_of_percentages(tmp_path: Path) -> None:
     """It shows the values from end to end, and no ticks beyond 100."""
     records = [{"iteration": i, "loss": 1.0, "accuracy": 0.82 + 0.001 * i} for i in range(1, 101)]
     figure = plots.compare_curves([made("a", records=records)], "accuracy")
@@ -564,7 +562,7 @@ def test_axis_of_percentages(drawing: Any, tmp_path: Path) -> None:
         assert figure.axes[0].get_ylim()[0] == pytest.approx(low) and 100 < figure.axes[0].get_ylim()[1] <= 103
 
 
-def test_a_diverged_run_leaves_room_for_the_others(drawing: Any) -> None:
+def test_a_diverged_run_leaves_room_for_the_others() -> None:
     def run(name: str, *values: float) -> RunRecord:
         return made(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
 
@@ -578,7 +576,7 @@ def test_a_diverged_run_leaves_room_for_the_others(drawing: Any) -> None:
     assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
 
 
-def test_only_a_loss_diverges(drawing: Any) -> None:
+def test_only_a_loss_diverges() -> None:
     """Other numbers may grow a thousandfold; a baseline has the unit of its quantity."""
     records = [{"iteration": i, "seconds": 0.1 * i**2, "accuracy": 0.5} for i in range(1, 201)]
     figure = plots.compare_curves([made("a", records=records)], "seconds")
@@ -589,7 +587,7 @@ def test_only_a_loss_diverges(drawing: Any) -> None:
     assert shown(axis)["baseline 0.1"][0] == pytest.approx(10.0) and axis.get_ylim()[0] < 10
 
 
-def test_bounds_are_those_of_a_factorized_network(drawing: Any) -> None:
+def test_bounds_are_those_of_a_factorized_network() -> None:
     records = [{"iteration": i, "spectrum": {"mean": 1.0, "std": 0.1, "min": 0.5, "max": 1.6}} for i in (1, 2)]
     for model, bounded in (("factorized", True), ("rnn", False)):
         run = RunRecord(Path(model), {}, {"model": model, "margin": 0.1}, "copy", records)
@@ -598,7 +596,7 @@ def test_bounds_are_those_of_a_factorized_network(drawing: Any) -> None:
         assert any("bounds" in str(line.get_label()) for line in figure.axes[0].get_lines()) == bounded
 
 
-def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
+def test_curves_by_epoch_with_their_baseline() -> None:
     records = [{"iteration": i, "loss": 0.2 - 1e-4 * i} for i in range(1, 1001)]
     told = [
         RunRecord(Path(name), {"baseline": 1 / 6}, {"margin": m, "iterations_per_epoch": 100}, "adding", records)
@@ -619,7 +617,7 @@ def test_curves_by_epoch_with_their_baseline(drawing: Any) -> None:
         plots.compare_curves(told, "loss", panel="margine")
 
 
-def test_many_runs_are_told_apart_by_colour_and_stroke(drawing: Any) -> None:
+def test_many_runs_are_told_apart_by_colour_and_stroke() -> None:
     many = [made(str(i), lr=float(i), records=[{"iteration": 1, "loss": 1.0 + i}]) for i in range(20)]
     figure = plots.compare_curves(many, "loss")
     assert figure is not None
@@ -628,7 +626,7 @@ def test_many_runs_are_told_apart_by_colour_and_stroke(drawing: Any) -> None:
     assert all(line.get_marker() == "o" for line in lines), "a single point would be invisible as a line"
 
 
-def test_long_runs_are_thinned_before_they_are_drawn(drawing: Any, tmp_path: Path) -> None:
+def test_long_runs_are_thinned_before_they_are_drawn(tmp_path: Path) -> None:
     base = record(1, steps=220, fade=2.0, spread=0.1)
     spike = {"mean": 1.0, "std": 0.0, "min": 0.5, "max": 3.0}
     records = [
@@ -654,7 +652,7 @@ def heat_map(axis: Any) -> np.ndarray:
     return np.asarray(mesh.get_array()).reshape(len(mesh.get_coordinates()) - 1, -1)
 
 
-def test_gradients_of_several_runs(drawing: Any, tmp_path: Path) -> None:
+def test_gradients_of_several_runs(tmp_path: Path) -> None:
     steady = load_run(a_run(tmp_path / "a", fade=0.0, margin=0.0))
     fading = load_run(a_run(tmp_path / "b", fade=math.log(1e3), margin=0.1))
     figure = plots.compare_gradients([steady, fading])
@@ -668,7 +666,7 @@ def test_gradients_of_several_runs(drawing: Any, tmp_path: Path) -> None:
     assert "last step" not in bar.get_ylabel()
 
 
-def test_the_last_steps_gradient_is_taken_where_all_runs_have_it(drawing: Any, tmp_path: Path) -> None:
+def test_the_last_steps_gradient_is_taken_where_all_runs_have_it(tmp_path: Path) -> None:
     runs_ = []
     for name, margin in (("a", 0.0), ("b", 0.1)):
         run = load_run(a_run(tmp_path / name, fade=0.0, margin=margin))
@@ -684,7 +682,7 @@ def test_the_last_steps_gradient_is_taken_where_all_runs_have_it(drawing: Any, t
     assert figure is not None and heat_map(figure.axes[0]) == pytest.approx(0.0), "never two quantities in one picture"
 
 
-def test_states_angles_and_spectra_of_several_runs(drawing: Any, tmp_path: Path) -> None:
+def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
     both = [load_run(a_run(tmp_path / str(m), fade=math.log(10), margin=m)) for m in (0.02, None)]
     figure = plots.compare_states(both)
     assert figure is not None and heat_map(figure.axes[0])[[0, -1], 0] == pytest.approx([0.0, 1.0])
@@ -707,7 +705,7 @@ def test_states_angles_and_spectra_of_several_runs(drawing: Any, tmp_path: Path)
 # --------------------------------------------------------------------------------------------------------- command line
 
 
-def test_a_run_is_redrawn_in_its_folder(drawing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_redrawn_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = a_run(tmp_path / "run", margin=0.1)
     assert command.main([str(folder)]) == 0
     names = ["learning", "gradients", "spectrum", "states", "angles"]
@@ -721,7 +719,7 @@ def test_a_run_is_redrawn_in_its_folder(drawing: Any, tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("options", [["--model", "factorized"], ["--model", "nnrnn"]])
-def test_a_run_is_redrawn_as_training_drew_it(drawing: Any, tmp_path: Path, options: list[str]) -> None:
+def test_a_run_is_redrawn_as_training_drew_it(tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
     small = "--T 5 --hidden 4 --batch 2 --iterations 3 --diagnose-every 1 --eval-sequences 2 --threads 1".split()
     assert copy.main([*small, *options, "--out", str(folder)]) == 0
@@ -731,9 +729,7 @@ def test_a_run_is_redrawn_as_training_drew_it(drawing: Any, tmp_path: Path, opti
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == pictures
 
 
-def test_moduli_of_several_runs_and_layers_of_one(
-    drawing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_moduli_of_several_runs_and_layers_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moduli = {"mean": 1.0, "std": 0.1, "min": 0.9, "max": 1.2}
     layers = {"orthogonality_by_layer": [1.0, 0.5], "grad_norm_by_layer": [0.1, 0.2]}
     records = [{"iteration": i, "loss": 1.0, "eigenvalue_moduli": moduli, **layers} for i in (1, 2)]
@@ -751,7 +747,7 @@ def test_moduli_of_several_runs_and_layers_of_one(
 
 
 def test_runs_are_compared_in_one_picture_each(
-    drawing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [str(a_run(tmp_path / f"m{m}", margin=m)) for m in (0.0, 0.1)]
     monkeypatch.chdir(tmp_path)
@@ -769,17 +765,16 @@ def test_runs_are_compared_in_one_picture_each(
     assert {path.name for path in Path("some/where").iterdir()} == {"curves-spectrum.max.png", "curves-grad_norm.png"}
 
 
-def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(a_run(tmp_path / "run"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command.main([folder, "--figure", "none"]) == 0
-    assert "| copy |" in capsys.readouterr().out
-    assert command.main([folder]) == 2
-    assert capsys.readouterr().err.startswith("error: drawing needs matplotlib, which is not installed") and not list(
-        tmp_path.glob("**/*.png")
-    )
+def test_invalid_settings_of_matplotlib(tmp_path: Path) -> None:
+    """A table can still be printed; a picture is refused with one line."""
+    words = [sys.executable, "-m", "orthokern.diagnostics", str(a_run(tmp_path / "run"))]
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    done = subprocess.run([*words, "--figure", "none"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "| copy |" in done.stdout
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: matplotlib cannot be used: ") and "'nonsense'" in done.stderr
+    assert not list(tmp_path.glob("**/*.png"))
 
 
 @pytest.mark.parametrize(
@@ -791,7 +786,9 @@ def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
         (["--panel", "margn"], "unknown --panel 'margn': did you mean 'margin'"),
         (["--legend", "margin,sed"], "unknown --legend 'sed': did you mean 'seed'"),
         (["--x", "epoch"], "neither records nor settings tell"),
-        (["--figure", "spectrum", "--recurrence", "l1"], "holds what the figure 'spectrum' shows"),
+        (["--figure", "layers"], "holds what the figure 'layers' shows"),
+        (["--recurrence", "nonsense"], "unknown --recurrence 'nonsense': accepted: l0"),
+        (["--figure", "spectrum", "--recurrence", "l1"], "unknown --recurrence 'l1': accepted: l0"),
         (["--out", "{run}/config.json"], "config.json cannot be written"),
         (["--figure", "none", "--table", "{run}/no/table.md"], "table.md cannot be written"),
         (["--figure", "none", "--out", "{run}"], "--out: for --figure curves or gradients or"),
@@ -801,17 +798,38 @@ def test_the_table_needs_no_matplotlib_and_a_picture_says_that_it_does(
 def test_bad_options_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    if "none" not in options:  # a missing matplotlib is told before what else may be wrong
-        pytest.importorskip("matplotlib")
     folder = a_run(tmp_path / "run", margin=0.1)
     assert command.main([str(folder), *(option.format(run=folder) for option in options)]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_a_run_without_records_has_a_table_and_no_picture(
-    drawing: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layers_of_the_records() -> None:
+    records = [
+        {"iteration": 1, "spectrum": {}, "spectrum_l1": {}, "spectrum_drift": 1.0},
+        {"iteration": 2, "eigenvalue_angles": [], "eigenvalue_angles_l0_reverse": [], "my_spectrum_l7": {}},
+    ]
+    assert recorded_layers([made("a", records=records)]) == ["l0", "l1", "l0_reverse"]
+    assert recorded_layers([made("a", records=[])]) == []
+
+
+def test_a_layer_without_any_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", [{"iteration": 1, "loss": 1.0}])
+    assert command.main([str(folder), "--recurrence", "l0"]) == 2
+    assert (
+        capsys.readouterr().err == f"error: --recurrence l0: no record of {folder} holds a spectrum, moduli or angles\n"
+    )
+
+
+def test_a_link_to_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert command.main([str(loop), "--figure", "none"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and str(loop) in err and err.count("\n") == 1
+
+
+def test_a_run_without_records_has_a_table_and_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", [])
     assert command.main([str(folder)]) == 2
     out, err = capsys.readouterr()
@@ -825,7 +843,7 @@ def test_the_command_runs_and_teaches() -> None:
         assert word in done.stdout
 
 
-def test_iterations_over_lengths(drawing: Any) -> None:
+def test_iterations_over_lengths() -> None:
     """A panel per problem with something solved, a line per network with something solved, a colour per network."""
     one = {"easy": {"plain": {20: 5, 10: 3}, "other": {}, "third": {10: 7}}, "hard": {"plain": {}, "third": {}}}
     figure = plots.iterations_over_lengths(one, "Lengths")

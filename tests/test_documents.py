@@ -102,7 +102,6 @@ def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_errors_of_the_modal_form_are_those_of_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     script = importlib.import_module("modal_scaling")
     points = json.loads((ROOT / "docs" / "images" / "modal_error.json").read_text())["points"]

@@ -298,7 +298,6 @@ def test_records_of_any_content(tmp_path_factory: pytest.TempPathFactory, drawn:
 
 
 def test_pictures_of_records_of_any_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     wrong = [None, "many", [], {}, True, 10**400, 1e308, -1, ["a"], [10**400, 1], [1e308, 1e308], [None, None], [[1]]]
     (tmp_path / "config.json").write_text('{"task": "copy", "settings": {}}')
     for value in wrong:
@@ -311,7 +310,6 @@ def test_pictures_of_records_of_any_content(tmp_path: Path, capsys: pytest.Captu
 def test_an_unknown_quantity_leaves_nothing_and_says_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         lay(tmp_path / name, "metrics", b'{"iteration": 1, "loss": 2.0}\n')

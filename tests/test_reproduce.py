@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+from matplotlib.image import imread
 
 from orthokern.diagnostics import plots
 from orthokern.errors import InputError
@@ -401,14 +402,13 @@ def test_a_figure_without_run_folders(
     monkeypatch.setitem(command.EXPERIMENTS, "toy", dataclasses.replace(toys, figure=figure, runs=(run,)))
     assert reproduce("toy", "--out", tmp_path, "--threads", 1) == 0
     folder = tmp_path / "full"
-    images = pytest.importorskip("matplotlib.image")
-    before = images.imread(folder / "toy.png")
+    before = imread(folder / "toy.png")
     shutil.rmtree(folder / run.name)
     (folder / "toy.png").unlink()
     monkeypatch.setattr("time.strftime", lambda form: "2000-01-01")
     pages = [(folder / name).read_text() for name in ("toy.md", "toy.json")]
     assert reproduce("toy", "--out", tmp_path, "--report") == 0
-    difference = abs(images.imread(folder / "toy.png") - before)  # between 0 and 1; the JSON file has rounded numbers
+    difference = abs(imread(folder / "toy.png") - before)  # between 0 and 1; the JSON file has rounded numbers
     assert difference.mean() < 1e-4 < before.std()
     assert [(folder / name).read_text() for name in ("toy.md", "toy.json")] == pages
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orthokern.diagnostics import plots
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import nnrnn
 from orthokern.reproduce.spec import Experiment, Run
@@ -85,7 +86,24 @@ def test_the_fisher_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for row in rows:
         assert row["ours"] == pytest.approx(row["published"], rel=5e-3 if row["d"] == 0 else 2.5e-2)
         assert f"| {row['published']:.3g} | {row['ours']:.3f} |" in table
-    pytest.importorskip("matplotlib")
     assert (tmp_path / "full" / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
     assert command.main(["nnrnn-fisher", "--epochs", "3", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "error: --epochs: nnrnn-fisher does not accept it\n"
+
+
+def test_a_figure_that_fails_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MPLBACKEND of an unknown name makes importing matplotlib a ValueError, for one."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("Key backend: 'foo' is\nnot a valid value")
+
+    monkeypatch.setattr(plots, "memory", fail)
+    assert command.main(["nnrnn-fisher", "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    line = "warning: nnrnn-fisher.png not drawn: ValueError: Key backend: 'foo' is not a valid value\n"
+    assert err == line and ".png" not in out
+    folder = tmp_path / "full"
+    assert len(json.loads((folder / "nnrnn-fisher.json").read_text())["rows"]) == 12
+    assert {file.name for file in folder.iterdir()} == {"nnrnn-fisher.md", "nnrnn-fisher.json"}

@@ -53,7 +53,6 @@ def test_what_is_no_gru() -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     records = [{"iteration": i, "grad_norm": 1.0 + (i == 7) * 50, "nll": 3.0 / i} for i in range(1, 21)]
     assert plot_stability(records, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
     assert plot_losses([], tmp_path / "none.png", label="nats") is None

@@ -142,7 +142,6 @@ def test_the_mask_decides_whether_moduli_are_gamma(tmp_path: Path) -> None:
         assert found["orthogonality_error"] < 1e-5 and found["spectrum"]["max"] > 1.2
     assert spread["block"] < 1e-4 < 0.05 < spread["legacy"]
     folder = tmp_path / "run"
-    pytest.importorskip("matplotlib")
     assert run("adding", *SMALL["adding"], "--model", "nnrnn", "--threads", 1, "--out", folder) == 0
     drawn = {path.name for path in folder.glob("*.png")}
     assert {"learning.png", "spectrum.png", "moduli.png", "angles.png", "gradients.png"} <= drawn

@@ -1,6 +1,7 @@
 """Redraw a run's plots and compare runs: `python -m orthokern.diagnostics RUN [RUN ...]`; --help explains it."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 from orthokern._files import make_folder, remove_folders
 from orthokern.commandline import Needs, Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
-from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer
+from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer, recorded_layers
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError, unknown_name
 
@@ -116,14 +117,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: Settings) -> None:
     figure = given.get("figure", "all")
     if figure != "none":
-        _need_matplotlib()
-    unique = {folder.resolve(): folder for folder in reversed(given["runs"])}
+        _check_matplotlib()
+    unique = {os.path.realpath(folder): folder for folder in reversed(given["runs"])}
     runs = [load_run(folder) for folder in reversed(unique.values())]
     for option in ("panel", "legend"):
         if option in given:
             named = [given[option]] if option == "panel" else given[option]
             comparison.check_settings(f"--{option}", runs, named)
     quantities = _quantities(runs, given) if figure in ("curves", "all") else []  # refuses unknown ones
+    if "recurrence" in given:
+        _check_recurrence(given["recurrence"], runs)
     table = comparison.table(runs)
     out = given.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
     made: list[Path] = []
@@ -153,14 +156,11 @@ def _run(given: Settings) -> None:
         )
 
 
-def _need_matplotlib() -> None:
+def _check_matplotlib() -> None:
+    """Rejects invalid settings of matplotlib: MPLBACKEND, a matplotlibrc."""
     try:
         importlib.import_module("matplotlib")
-    except ImportError:
-        raise InputError(
-            "drawing needs matplotlib, which is not installed; accepted without it: --figure none"
-        ) from None
-    except ValueError as error:  # of its settings: MPLBACKEND, a matplotlibrc
+    except ValueError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"matplotlib cannot be used: {reason}; accepted without it: --figure none") from None
 
@@ -228,6 +228,14 @@ def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:
                 raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
             raise unknown_name("--quantity", quantity, known)
     return list(given["quantity"])
+
+
+def _check_recurrence(name: str, runs: Sequence[RunRecord]) -> None:
+    known = recorded_layers(runs)
+    if not known:
+        raise InputError(f"--recurrence {name}: no record of {_all_of(runs)} holds a spectrum, moduli or angles")
+    if name not in known:
+        raise unknown_name("--recurrence", name, known)
 
 
 def _all_of(runs: Sequence[RunRecord]) -> str:

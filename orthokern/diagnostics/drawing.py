@@ -1,5 +1,6 @@
 """The plots of one run: drawn at the end of a training, and again by `python -m orthokern.diagnostics RUN`."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from orthokern.diagnostics import plots
 from orthokern.diagnostics.comparison import caption
 from orthokern.diagnostics.runs import RunRecord, number_at
 
+OF_LAYERS = ("spectrum", "eigenvalue_moduli", "eigenvalue_angles")  # fields of the records that each layer has
 FIGURES = ("curves", "gradients", "spectrum", "moduli", "states", "angles", "layers", "stability")
 
 Drawing = tuple[Callable[..., Path | None], dict[str, Any]]
@@ -22,6 +24,19 @@ def of_layer(field: str, recurrence: str | None) -> str:
         ('spectrum', 'spectrum_l1')
     """
     return field if recurrence in (None, "l0") else f"{field}_{recurrence}"
+
+
+def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
+    """The names for `of_layer` of which the records hold a spectrum, moduli or angles, the first layer first.
+
+    Example:
+        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": 1, "spectrum": {}, "spectrum_l1": {}}])
+        >>> recorded_layers([run])
+        ['l0', 'l1']
+    """
+    keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
+    found = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
+    return list(dict.fromkeys(match[1] or "l0" for match in found if match))
 
 
 def _text(run: RunRecord, name: str, usual: str) -> str:
@@ -67,7 +82,7 @@ def draw_run(
         The files written.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ValueError: matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
         OSError: a file cannot be written.
 
     Example::

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orthokern.commandline import one_line, say
+from orthokern.diagnostics import plots
 from orthokern.reproduce.spec import Measure
 from orthokern.training.checkpoint import write_atomically
 
@@ -40,16 +43,15 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
-    """Writes the figure that `draw` makes with `orthokern.diagnostics.plots`; None without one, or without
-    matplotlib."""
+    """Writes the figure that `draw` makes with `orthokern.diagnostics.plots`; None without one. An error is reported as
+    a warning on standard error, because the page and its numbers do not need the figure."""
     try:
-        import matplotlib  # noqa: F401 (an optional dependency)
-    except ImportError:
+        figure = draw(plots)
+        return None if figure is None else plots.save(figure, path)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        say(f"warning: {path.name} not drawn: {type(error).__name__}: {one_line(reason)}", sys.stderr)
         return None
-    from orthokern.diagnostics import plots
-
-    figure = draw(plots)
-    return None if figure is None else plots.save(figure, path)
 
 
 def _as_json(summary: dict[str, Any]) -> str:

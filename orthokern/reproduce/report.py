@@ -370,7 +370,7 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
         plan: holds the folder of the runs.
 
     Returns:
-        The files written; without matplotlib, no figure.
+        The files written. A figure that cannot be drawn is left out, with a warning on standard error.
 
     Raises:
         InputError: the JSON file of an earlier report is damaged.

@@ -224,7 +224,8 @@ def report_searches(
         plan: holds the folder of the runs.
 
     Returns:
-        The files written; without matplotlib, or with nothing solved, no figure.
+        The files written; with nothing solved, no figure. One that cannot be drawn is left out, with a warning on
+        standard error.
 
     Raises:
         OSError: a file cannot be written.

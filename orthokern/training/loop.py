@@ -431,8 +431,6 @@ def _plot(state: RunState, settings: LoopSettings) -> None:
         return
     try:
         draw_run(load_run(state.run.path), state.run.path)
-    except ImportError as error:
-        state.progress.line(f"plots skipped: {error}")
     except OSError as error:
         state.progress.line(f"warning: plots not written: {error.strerror or error}")
     except Exception as error:

@@ -3,10 +3,11 @@
 Functions named plot_... draw one run, from its records, to a file. Functions named compare_... draw several runs and
 return the figure; `save` writes it. Figures are built without pyplot: no global state, no window, and a shorter import.
 Records without the fields that a plot needs are skipped. If no record has them, the function draws nothing and returns
-None. All raise ImportError without matplotlib, and plot_... OSError where the file cannot be written; compare_... raise
-InputError for a setting that no run has, and for x = "epoch" if the length of an epoch is unknown for a run. `title` is
-the title of the figure, `path` the PNG to write and `key` the field of the records; `legend` and `x` are explained in
-`compare_curves`. The colours can be distinguished by colour-blind readers.
+None. All raise ValueError if matplotlib rejects its own settings (MPLBACKEND, matplotlibrc), and plot_... OSError
+where the file cannot be written; compare_... raise InputError for a setting that no run has, and for x = "epoch" if the
+length of an epoch is unknown for a run. `title` is the title of the figure, `path` the PNG to write and `key` the field
+of the records; `legend` and `x` are explained in `compare_curves`. The colours can be distinguished by colour-blind
+readers.
 
 Long runs are downsampled: a curve of more than 1000 points is drawn as means over 1000 intervals of equal length,
 minima and maxima are taken over these intervals, and a heat map shows at most 600 columns.
