@@ -188,6 +188,19 @@ def random():
             return self.rnn(x)[0] + torch.rand(())
     return Random()
 
+def meta():
+    return nn.GRU(3, 4, device="meta")
+
+def meta_input():
+    return nn.GRU(3, 4), torch.randn(6, 2, 3, device="meta")
+
+def too_large_to_move():
+    def to(*place, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    model = nn.GRU(3, 4)
+    model.to = to
+    return model
+
 def silent():
     class Silent(nn.RNN):
         pass
@@ -244,6 +257,10 @@ def test_command_line(models: str, arguments: list[str], capsys: pytest.CaptureF
         ("--module=models_to_compare:only_lstm", "to swap; 0 (torch.nn.LSTM(2, 2)): there is no drop-in"),
         ("--module=models_to_compare:picky", "forward of Picky raised TypeError"),
         ("--module=models_to_compare:random", "forward of Random is random in eval mode too"),
+        ("--module=models_to_compare:meta", "weight_ih_l0 of GRU is on the device meta; accepted: tensors with values"),
+        ("--module=models_to_compare:meta --device=cpu", "weight_ih_l0 of GRU is on the device meta"),
+        ("--module=models_to_compare:meta_input", "an input of GRU is on the device meta"),
+        ("--module=models_to_compare:too_large_to_move", "there is not enough memory (OutOfMemoryError: CUDA out of"),
         ("--module=models_to_compare:silent", "forward of Model returns no floating tensor"),
         ("--module=models_to_compare:with_input --batch=3", "--batch: for a factory that returns the model alone"),
         ("--module=models_to_compare:model --hidden=3", "--hidden: for runs without --module"),
@@ -271,6 +288,8 @@ def test_mistakes_in_code() -> None:
     ):
         with pytest.raises(InputError, match="must be"):
             call()
+    with pytest.raises(InputError, match="weight_ih_l0 of GRU is on the device meta"):
+        compare(nn.GRU(2, 3, device="meta"), x.to("meta"))
 
 
 class InPlace(nn.Module):

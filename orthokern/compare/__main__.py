@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern.commandline import Needs, Parser, Settings, command, device, integer, one_of, say
 from orthokern.compare import __doc__ as DESCRIPTION
-from orthokern.compare.measure import compare, first_line, mapped
+from orthokern.compare.measure import compare, first_line, mapped, refuse_meta
 from orthokern.errors import InputError, unknown_name
 
 EXIT_DISAGREE = 1
@@ -143,9 +143,10 @@ def main(argv: list[str] | None = None) -> int:
                 raise InputError(f"{idle[0]}: for a factory that returns the model alone; here it gives the input too")
         else:
             model, inputs = _made_model(given), ()
+        refuse_meta(model, inputs)
         place = given.get("device")
-        model = model.to(device=place, dtype=getattr(torch, given["dtype"]) if "dtype" in given else None)
         try:
+            model = model.to(device=place, dtype=getattr(torch, given["dtype"]) if "dtype" in given else None)
             if not inputs:
                 inputs = (_made_input(model, given.get("batch", 32), given.get("time", 200), seed),)
             else:

@@ -44,8 +44,9 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         A `Comparison`; print it, or read its attributes.
 
     Raises:
-        InputError: the model has no module that can be replaced; or its forward or backward raises, or its forward
-            returns no floating-point tensor or is random even with a fixed seed.
+        InputError: the model has no module that can be replaced, or it or an input is on the meta device; or its
+            forward or backward raises, or its forward returns no floating-point tensor or is random even with a fixed
+            seed.
 
     Example::
 
@@ -56,6 +57,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     """
     rounds = positive_int("rounds", rounds)
     theirs = _copy(module)
+    refuse_meta(theirs, inputs)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
     if not report.swapped:
@@ -90,6 +92,14 @@ def _copy(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module)
     except Exception as error:
         raise InputError(f"the model cannot be copied ({first_line(error)})") from error
+
+
+def refuse_meta(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Rejects a model or inputs on the meta device, whose tensors have no values."""
+    named = [*module.named_parameters(), *module.named_buffers(), *(("an input", t) for t in tensors(inputs))]
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise InputError(f"{name} of {type(module).__name__} is on the device meta; accepted: tensors with values")
 
 
 def first_line(error: BaseException) -> str:
