@@ -188,6 +188,17 @@ def reasons(op: str, backend: str, call: Call) -> list[str]:
     return [gone] if gone is not None else _tables[op][backend].reasons(call)
 
 
+def device_types() -> tuple[str, ...]:
+    """The torch device types that the SUPPORT tables name."""
+    rows = (row for table in _tables.values() for row in table.values())
+    return tuple(sorted({name for row in rows for name in row.devices or ()}))
+
+
+def feature_names() -> tuple[str, ...]:
+    """The optional arguments that the SUPPORT tables name."""
+    return tuple(sorted({name for table in _tables.values() for row in table.values() for name in row.features}))
+
+
 def has_feature(op: str, backend: str, feature: str) -> bool:
     """Whether a backend supports an optional argument of an op."""
     return feature in _tables[op][backend].features

@@ -23,6 +23,7 @@ from orthokern.commandline import Parser, command, integer, say
 from orthokern.dispatch import Call
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
+from orthokern.ops._common import SCAN_FEATURES
 
 # Sizes of a call: batch, time, hidden units, rank, features or ids, classes. A SUPPORT table may limit some of them.
 LETTERS = ("B", "T", "N", "K", "D", "C")
@@ -60,7 +61,7 @@ def explain(
         The text. It comes from the same tables as the selection itself.
 
     Raises:
-        InputError: an op, backend, dtype, device or letter is unknown.
+        InputError: an op, backend, dtype, device, algorithm, feature or letter is unknown.
 
     Example::
 
@@ -78,6 +79,12 @@ def explain(
                 raise InputError(f"{letter} must be an integer, 0 or more, got {size!r}")
         if "N" in sizes:
             sizes.setdefault("K", sizes["N"])
+        if algorithm not in check.ALGORITHMS:
+            raise unknown_name("algorithm", algorithm, check.ALGORITHMS)
+        known = SCAN_FEATURES if op == LOSS else dispatch.feature_names()
+        for feature in features:
+            if feature not in known:
+                raise unknown_name("feature", feature, known)
         place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         if op == LOSS:
             return _explain_loss(place, _dtype(dtype), backend, algorithm, features, activation or "identity", sizes)
@@ -141,9 +148,12 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
 
 def _device(given: torch.device | str) -> torch.device:
     try:
-        return torch.device(given)
+        device = torch.device(given)
     except RuntimeError:
-        raise InputError(f"unknown device {given!r}; accepted: cpu, cuda, cuda:0 and so on") from None
+        device = None
+    if device is None or device.type not in dispatch.device_types():
+        raise InputError(f"unknown device {str(given)!r}; accepted: cpu, cuda, cuda:0 and so on")
+    return device
 
 
 def _names(text: str) -> tuple[str, ...]:

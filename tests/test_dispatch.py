@@ -303,6 +303,20 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--op", "factored_scn"], "unknown op 'factored_scn': did you mean 'factored_scan'?"),
         (["--op", "cayley", "--dtype", "float31"], "unknown dtype 'float31'; accepted: float64"),
         (["--op", "cayley", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
+        (["--op", "cayley", "--device", "mps"], "unknown device 'mps'; accepted: cpu, cuda"),
+        (
+            ["--op", "scan_cross_entropy", "--N=8", "--T=9", "--B=2", "--C=3", "--device", "meta"],
+            "unknown device 'meta'",
+        ),
+        (
+            ["--op", "factored_scan", "--features", "lengths,lenghts"],
+            "unknown feature 'lenghts': did you mean 'lengths'?",
+        ),
+        (
+            ["--op", "scan_cross_entropy", "--features", "replicas"],
+            "unknown feature 'replicas': accepted: lengths, mess",
+        ),
+        (["--op", "factored_scan", "--algorithm", "bogus"], "unknown algorithm 'bogus': accepted: auto, sequential"),
         (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
         (["--N", "600"], "--N describes a call: give --op too, one of factored_scan, dense_scan"),
         (["--device", "cpu"], "--device describes a call: give --op too"),
