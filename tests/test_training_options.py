@@ -20,8 +20,9 @@ from torch import Tensor
 from toy_task import Toy, ToyOptions
 
 from orthokern import dispatch
+from orthokern.errors import CheckpointError
 from orthokern.reproduce.runner import is_done
-from orthokern.training import LoopSettings, RunFolder, load_checkpoint, read_metrics, save_checkpoint, train
+from orthokern.training import LoopSettings, RunFolder, cli, load_checkpoint, read_metrics, save_checkpoint, train
 from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
@@ -90,6 +91,22 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
     assert small.batches == large.batches == 60
     assert load_checkpoint(tmp_path / "small" / "checkpoint.pt")["iteration"] == 20
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "message"),
+    [
+        ({"bias": False}, {"bias": True}, "--no-bias: the run to resume was started without it; leave the option out"),
+        ({"learn_blank": True}, {"learn_blank": False}, "--learn-blank: the run to resume was started without it;"),
+        ({"margin": None}, {"margin": 0.1}, "--margin none: the run to resume has --margin 0.1; leave the option out"),
+        ({"input_lr": 0.1}, {"input_lr": None}, "--input-lr 0.1: the run to resume has --input-lr none; leave"),
+    ],
+)
+def test_a_change_of_a_resumed_run_is_told_as_typed(
+    given: dict[str, Any], stored: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}"):
+        cli.resolve(given, {**stored}, {}, stored)
 
 
 def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

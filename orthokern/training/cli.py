@@ -142,10 +142,8 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
     if stored is not None:
         for key in sorted(given):
             if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:
-                option = "--" + key.replace("_", "-")
                 raise CheckpointError(
-                    f"{option} {given[key]}: the run to resume has {option} {stored[key]}; "
-                    "leave the option out, or start a new run"
+                    f"{_change(key, given[key], stored[key])}; leave the option out, or start a new run"
                 )
         settings = {**defaults, **stored, **given}
     else:
@@ -153,6 +151,15 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
     if settings.get("backend") is None:  # a name from here on: it is recorded, and a resumed run uses the same one
         settings["backend"] = requested(None)
     return settings
+
+
+def _change(key: str, given: Any, stored: Any) -> str:
+    """The message for an option that differs from the run to resume, with option and values as they are typed."""
+    dashed = key.replace("_", "-")
+    if isinstance(given, bool):  # a switch, which is only given to change its default
+        return f"{'--' if given else '--no-'}{dashed}: the run to resume was started without it"
+    new, old = ("none" if value is None else value for value in (given, stored))
+    return f"--{dashed} {new}: the run to resume has --{dashed} {old}"
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
