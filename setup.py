@@ -73,6 +73,15 @@ def capture(command: list[str]) -> str:
         return ""
 
 
+def words_of(name: str) -> list[str]:
+    """The words of an environment variable, as a shell splits them."""
+    text = os.environ.get(name, "").strip()
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        fail(f"{name}={text!r}: {error}; accepted is text that a shell can split into words")
+
+
 def job_count() -> int:
     """Compilers to run at once: MAX_JOBS, or the cores this process may use."""
     asked = os.environ.get("MAX_JOBS")
@@ -115,8 +124,8 @@ class Toolchain:
 
     @classmethod
     def find(cls) -> Toolchain:
-        asked = os.environ.get("CXX", "").strip()
-        candidates = [shlex.split(asked)] if asked else [["c++"], ["g++"], ["clang++"]]
+        asked = words_of("CXX")
+        candidates = [asked] if asked else [["c++"], ["g++"], ["clang++"]]
         for command in candidates:
             if compiles(command, COMMON_FLAGS, "#include <optional>\nstd::optional<int> answer = 42;\n"):
                 name = (capture([*command, "--version"]).splitlines() or ["unknown"])[0].strip()
@@ -182,9 +191,11 @@ class Cuda:
         if not asked:
             return [arch for arch in CUDA_ARCHS if arch in known] or CUDA_ARCHS
         archs = [word.replace(".", "") for word in re.split(r"[;,\s]+", asked) if word]
+        accepted = f"accepted is a list as 80;90 of {', '.join(known)}"
+        if not archs:
+            fail(f"ORTHOKERN_CUDA_ARCHS={asked!r} names no compute capability; {accepted}")
         for arch in archs:
             if not re.fullmatch(r"[0-9]{2,3}[af]?", arch) or (known and arch.rstrip("af") not in known):
-                accepted = f"accepted is a list as 80;90 of {', '.join(known)}"
                 fail(f"ORTHOKERN_CUDA_ARCHS={asked!r}: nvcc {version} does not know {arch!r}, {accepted}")
         return archs
 
@@ -208,6 +219,8 @@ class NinjaBuild(build_ext):
     def run(self) -> None:
         if sys.platform == "win32":  # before setuptools looks for a compiler
             fail("Windows is not supported; use WSL")
+        for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS"):  # setuptools splits them too
+            words_of(name)
         super().run()
 
     def build_extension(self, ext: Extension) -> None:
@@ -245,8 +258,7 @@ class NinjaBuild(build_ext):
     def write_ninja(self, folder: Path, toolchain: Toolchain, cuda: Cuda, cuda_sources: list[Path]) -> None:
         import pybind11
 
-        own_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
-        own_link = shlex.split(os.environ.get("LDFLAGS", ""))
+        own_flags, own_link = words_of("CXXFLAGS"), words_of("LDFLAGS")
         base = [*own_flags, *COMMON_FLAGS, f"-I{CSRC}"]
         optional = [*toolchain.isas[1:], *(["cuda"] if cuda.nvcc else [])]
         once = [*base, "-O2", *(f"-DORTHOKERN_HAVE_{name.upper()}=1" for name in optional)]

@@ -144,6 +144,8 @@ def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
 
         run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS="9.0;70")
         assert "does not know '70', accepted is a list as 80;90 of 80, 90" in error_line(run)
+        run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS=";")
+        assert "ORTHOKERN_CUDA_ARCHS=';' names no compute capability; accepted is a list as 80;90" in error_line(run)
     finally:
         source.unlink()
 
@@ -151,6 +153,12 @@ def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
 def test_no_compiler(built: Path) -> None:
     line = error_line(build(built, CXX="no-such-compiler"))
     assert "no C++17 compiler found (tried no-such-compiler)" in line
+
+
+@pytest.mark.parametrize("name", ["CC", "CXX", "CXXFLAGS", "LDFLAGS"])
+def test_an_open_quotation(built: Path, name: str) -> None:
+    line = error_line(build(built, **{name: 'c++ "'}))
+    assert f"{name}='c++ \"': No closing quotation; accepted is text that a shell can split into words" in line
 
 
 def test_compiler_error(built: Path) -> None:
