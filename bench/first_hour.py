@@ -240,7 +240,14 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """The records of a folder, by name. Raises SystemExit for a damaged file."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise SystemExit(f"first_hour: {path} is damaged ({error}); remove it to measure again") from None
+    return found
 
 
 def store(folder: Path, record: dict[str, Any]) -> None:
@@ -347,13 +354,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slug = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     parent = ROOT / ("build" if dry else "bench/results")
     folder = (options.out or parent / f"first-hour-{slug}-{source_digest()}").resolve()
+    deadline = time.monotonic() + 60 * options.minutes
+    plan = jobs(dry, folder, capability.replace(".", ""))
+    planned = [name for job in plan for name in (case_names() if job.name == "cases" else [job.name])]
+    for names, known in ((options.only, planned), (options.again, [*planned, *load(folder)])):
+        for name in names:
+            if not any(each.startswith(name) for each in known):
+                accepted = ", ".join(planned)
+                print(f"first_hour: no measurement begins with {name!r}; accepted: {accepted}", file=sys.stderr)
+                return 2
     folder.mkdir(parents=True, exist_ok=True)
     for record in load(folder).values():
         if any(record["name"].startswith(name) for name in options.again):
             (folder / f"{record['name']}.json").unlink()
-    deadline = time.monotonic() + 60 * options.minutes
-    plan = jobs(dry, folder, capability.replace(".", ""))
-    planned = [name for job in plan for name in (case_names() if job.name == "cases" else [job.name])]
     for job in plan:
         wanted = job.name == "cases" or not options.only or any(job.name.startswith(name) for name in options.only)
         records = load(folder)

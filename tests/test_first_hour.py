@@ -112,6 +112,28 @@ def test_a_second_call_repeats_what_failed(script: Any, monkeypatch: pytest.Monk
     assert call() == (0, ["probe", "flaky", "tool"]) and call() == (0, ["tool"])
 
 
+@pytest.mark.parametrize("option", ["--only", "--again"])
+def test_a_name_that_nothing_begins_with(
+    script: Any, option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA X1, 9.0")
+    plan = [script.Job("times-N8", (sys.executable, "-c", ""), 60), script.Job("probe", (), 60, missing="no")]
+    monkeypatch.setattr(script, "jobs", lambda *_: plan)
+    out = tmp_path / "out"
+    assert script.main(["--out", str(out), option, "times", "tims"]) == 2
+    told = capsys.readouterr()
+    assert told.err == "first_hour: no measurement begins with 'tims'; accepted: times-N8, probe\n"
+    assert not told.out and not out.exists()
+
+
+def test_a_truncated_record(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA X1, 9.0")
+    monkeypatch.setattr(script, "jobs", lambda *_: [])
+    (tmp_path / "probe.json").write_text('{"name": "probe", "sta')
+    with pytest.raises(SystemExit, match=r"^first_hour: \S+/probe.json is damaged \(.*\); remove it to measure again$"):
+        script.main(["--out", str(tmp_path)])
+
+
 def test_what_the_end_of_the_hour_cuts_off_has_no_result(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
