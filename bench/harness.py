@@ -435,7 +435,7 @@ def write_results(folder: Path, rows: Sequence[dict[str, Any]], timings: Sequenc
     path, copy = folder / f"{stem}.json", 1
     old: dict[str, Any] = {"rows": [], "timings": []}
     while path.exists():
-        old = json.loads(path.read_text())
+        old = json.loads(path.read_text(encoding="utf-8"))
         if same_conditions(here, old["conditions"]):
             break
         old = {"rows": [], "timings": []}
@@ -450,5 +450,5 @@ def write_results(folder: Path, rows: Sequence[dict[str, Any]], timings: Sequenc
         "rows": [row for row in old["rows"] if row_key(row) not in new_keys] + list(rows),
         "timings": [timing for timing in old["timings"] if timing["name"] not in new_names] + list(timings),
     }
-    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -59,7 +59,7 @@ FORMER_MEASURES = {("second", "times as long"): "time over that of one pass"}
 def load(path: Path) -> dict[str, Any]:
     """A results file. SystemExit with one line for one that cannot be read."""
     try:
-        results: dict[str, Any] = json.loads(path.read_text())
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {path} is not a results file: {error}") from None
     if results.get("schema") != 1:
@@ -596,7 +596,7 @@ def named_file(page: str) -> str | None:
 def fill(page: Path, results: Path | None, check: bool) -> bool:
     """Rewrites the sections of a page, or with `check` only compares them; whether they agreed before."""
     try:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise SystemExit(f"error: {page}: {error.strerror}") from None
     if results is None:
@@ -607,7 +607,7 @@ def fill(page: Path, results: Path | None, check: bool) -> bool:
     link = Path(os.path.relpath(results.resolve(), page.resolve().parent)).as_posix()
     wanted = replaced(text, page.name, sections(load(results), link))
     if not check:
-        page.write_text(wanted)
+        page.write_text(wanted, encoding="utf-8")
     elif wanted != text:
         print(f"error: {page.name} differs from {link}: run python bench/tables.py FILE on that file", file=sys.stderr)
     return wanted == text

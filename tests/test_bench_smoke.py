@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "bench" / "tables.py"
 CASES = sorted((ROOT / "bench").glob("bench_*.py"))
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+UTF_8 = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")  # no file in the encoding of the locale
 RECORDED = re.compile(r'bench\.record\(\s*"([^"]+)"')
 
 pytestmark = pytest.mark.skipif(not TABLES.exists(), reason="not a source tree with benchmarks")
@@ -144,9 +145,15 @@ def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             harness.check("sum", [wrong], [right], 1e-5)
 
 
-def test_the_pages_agree_with_their_results_file() -> None:
-    checked = run(str(TABLES), "--check")
+def test_the_pages_agree_with_their_results_file(tmp_path: Path) -> None:
+    checked = run(*UTF_8, str(TABLES), "--check")
     assert checked.returncode == 0, checked.stderr
+    copied = tmp_path / "docs" / "page.md"
+    copied.parent.mkdir()
+    copied.write_bytes(PAGES[1].read_bytes())
+    (found,) = {re.search(r"from \S*bench/results/(\S+\.json)", page.read_text())[1] for page in PAGES[1:]}  # type: ignore[index]
+    written = run(*UTF_8, str(TABLES), str(ROOT / "bench" / "results" / found), "--page", str(copied))
+    assert written.returncode == 0, written.stderr
     named = {re.search(r"from \S*bench/results/(\S+\.json)", page.read_text())[1] for page in PAGES}  # type: ignore[index]
     assert len(named) == 1, "the pages show the same run"
 
