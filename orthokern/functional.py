@@ -606,8 +606,7 @@ def explain_scan_cross_entropy(
         'sequential'
     """
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
-    for name, size in (("T", T), ("B", B), ("classes", classes)):
-        check.positive(name, size)
+    T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None)
     _, modes, why = _scan_loss.choose_for(
         factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,

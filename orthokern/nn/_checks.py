@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.ops._checks import strided
+from orthokern.ops._checks import as_int, strided
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
@@ -36,12 +35,9 @@ def readable(tensor: Tensor) -> bool:
 
 
 def positive_int(name: str, value: Any, minimum: int = 1) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} must be an integer, got {value!r}") from None
+    count = as_int(value)
+    if count is None:
+        raise InputError(f"{name} must be an integer, got {value!r}")
     if count < minimum:
         raise InputError(f"{name} must be at least {minimum}, got {count}")
     if count >= 1 << 63:

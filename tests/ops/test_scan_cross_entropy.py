@@ -7,6 +7,7 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_modal_basis import MARGINS, factored, randn
@@ -296,6 +297,15 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
         with pytest.raises(InputError, match=message) as error:
             told(**{**matrix, **sizes, **change})
         assert "\n" not in str(error.value)
+
+
+def test_sizes_of_numpy() -> None:
+    sizes = {"T": np.int64(10), "B": np.int32(3), "classes": np.uint8(5)}
+    plain = {name: int(size) for name, size in sizes.items()}
+    explain = functional.explain_scan_cross_entropy
+    assert explain(torch.eye(6), **sizes) == explain(torch.eye(6), **plain)
+    with pytest.raises(InputError, match="T is bool: accepted is an integer, 1 or more"):
+        explain(torch.eye(6), **{**plain, "T": np.bool_(True)})
 
 
 def test_a_defective_matrix_falls_back() -> None:
