@@ -233,8 +233,9 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
         EpisodeRNN(RNN(3, 5, bidirectional=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_episodes_need_a_module_that_takes_resets() -> None:
-    for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5), nn.Linear(3, 5), 3):
+    for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5), nn.Linear(3, 5), 3, torch.jit.script(nn.RNN(3, 5))):
         with pytest.raises(InputError, match="^rnn is a .*; accepted: a module whose forward takes resets and reset_"):
             EpisodeRNN(wrong)  # type: ignore[arg-type]
     value, is_init = torch.randn(2, 4, 3), torch.zeros(2, 4, 1, dtype=torch.bool)

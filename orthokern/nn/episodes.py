@@ -15,7 +15,10 @@ def _takes_resets(rnn: object) -> bool:
     """Whether this is a recurrent module that can be cut: ours, or one with the same attributes and arguments."""
     if not isinstance(rnn, nn.Module) or not all(hasattr(rnn, name) for name in ("num_layers", "hidden_size")):
         return False
-    arguments = inspect.signature(rnn.forward).parameters
+    try:
+        arguments = inspect.signature(rnn.forward).parameters
+    except (AttributeError, TypeError, ValueError):  # of a scripted module, whose forward has no signature
+        return False
     options = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     return options or {"resets", "reset_state"} <= set(arguments)
 
