@@ -16,7 +16,17 @@ from torch.export import Dim, export
 
 from orthokern import parametrize, penalties
 from orthokern.errors import InputError
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import (
+    GRU,
+    OPLU,
+    RNN,
+    ExpRNN,
+    FactorizedRNN,
+    LinearCrossEntropy,
+    ModReLU,
+    NonNormalRNN,
+    PeepholeLSTM,
+)
 
 D, N = 3, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {
@@ -120,6 +130,14 @@ def test_symbolic_trace(kind: str) -> None:
     with pytest.raises(InputError, match="torch.fx traces into .* accepted: a Tracer whose is_leaf_module is True"):
         fx.symbolic_trace(model)
     assert torch.equal(fx.GraphModule(model, Leaves().trace(model))(x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize("module", [ModReLU(N), OPLU(), LinearCrossEntropy(N, 3)], ids=lambda m: type(m).__name__)
+def test_symbolic_trace_of_modules_without_a_recurrence(module: nn.Module) -> None:
+    model, x = nn.Sequential(module), torch.randn(2, N)
+    with pytest.raises(InputError, match="torch.fx traces into .* accepted: a Tracer whose is_leaf_module is True"):
+        fx.symbolic_trace(model)
+    assert torch.equal(fx.GraphModule(model, Leaves().trace(model))(x), model(x))
 
 
 @pytest.mark.parametrize("kind", ["rnn", "factorized"])

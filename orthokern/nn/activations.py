@@ -12,7 +12,7 @@ from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, check_device, positive_int
+from orthokern.nn._checks import check_backend, check_device, positive_int, refuse_proxy
 
 
 def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:
@@ -65,6 +65,7 @@ class ModReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, 16-bit x are converted to that dtype."""
+        refuse_proxy(x)
         if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
         return functional.modrelu(widened_inside(x, self.bias), self.bias, backend=self.backend)
@@ -91,4 +92,5 @@ class OPLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, N even -> [..., N]."""
+        refuse_proxy(x)
         return functional.oplu(x, backend=self.backend)
