@@ -1,4 +1,4 @@
-"""Temporary copies of the source tree, whose native sources are replaced by ones that compile in a second."""
+"""Temporary copies of the source tree; for tests that build, with native sources that compile in a second."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ def stub_native_sources(checkout: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return checkout
+
+
+@pytest.fixture
+def real_checkout(tmp_path: Path) -> Path:
+    """A copy of the source tree with its own native sources."""
+    return copy_checkout(tmp_path / "checkout")
 
 
 @pytest.fixture(scope="session")

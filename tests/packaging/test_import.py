@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -90,6 +91,15 @@ def test_import_is_light() -> None:
     print(sorted({"matplotlib"} & (sys.modules.keys() - before)))
     """
     assert run(code) == ["[]"]
+
+
+def test_citation_and_changelog_have_the_version() -> None:
+    import orthokern
+
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None and cited[1] == orthokern.__version__
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert orthokern.__version__ in headings
 
 
 def test_version_has_one_source() -> None:

@@ -91,15 +91,18 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     assert (package.parent / "py.typed").exists()
 
 
-def test_sdist_is_complete(make_checkout: Callable[[], Path], tmp_path: Path) -> None:
-    checkout = make_checkout()
+def test_sdist_is_complete(real_checkout: Path, tmp_path: Path) -> None:
+    """All sources of the real tree: the package, the kernels, the tests and the benchmarks, and the pages beside it."""
+    sources = (".py", ".cpp", ".cu", ".h", ".typed")
+    folders = ("csrc", "orthokern", "triton_kernels", "tests", "bench")
+    files = [path for folder in folders for path in (real_checkout / folder).rglob("*") if path.suffix in sources]
+    pages = ("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
+    needed = [*files, *(real_checkout / name for name in ("setup.py", "pyproject.toml", *pages))]
+    assert {".cpp", ".cu", ".h"} <= {path.suffix for path in files if path.is_relative_to(real_checkout / "csrc")}
     script = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    run(sys.executable, "-c", script, cwd=checkout)
+    run(sys.executable, "-c", script, cwd=real_checkout)
     (sdist,) = tmp_path.glob("orthokern-*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    needed = [checkout / "setup.py", checkout / "pyproject.toml", checkout / "LICENSE"]
-    for folder in ("csrc", "orthokern", "triton_kernels"):
-        needed += [path for path in (checkout / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h", ".typed")]
-    assert {str(path.relative_to(checkout)) for path in needed} <= packed
+    assert {str(path.relative_to(real_checkout)) for path in needed} <= packed
     assert not [name for name in packed if name.endswith((".so", ".o"))]
