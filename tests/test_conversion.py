@@ -3,7 +3,6 @@ with a reason."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -234,8 +233,16 @@ def test_a_model_that_cannot_be_copied() -> None:
 
 
 def test_saved_and_loaded_both_ways() -> None:
-    model = nn.Sequential(nn.GRU(2, 3))
+    model = nn.Sequential(nn.GRU(2, 3), nn.RNN(3, 4, num_layers=2, bidirectional=True))
     converted, _ = convert(model)
-    other = copy.deepcopy(model)
-    other.load_state_dict(converted.state_dict())
-    converted.load_state_dict(model.state_dict())
+
+    def fresh() -> nn.Module:  # with other random values
+        return nn.Sequential(nn.GRU(2, 3), nn.RNN(3, 4, num_layers=2, bidirectional=True))
+
+    for saved, loaded in ((converted, fresh()), (model, convert(fresh())[0])):
+        expected = saved.state_dict()
+        assert not any(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+        loaded.load_state_dict(expected)
+        found = dict(loaded.named_parameters())
+        assert found.keys() == dict(model.named_parameters()).keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
