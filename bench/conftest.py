@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import curves
 import pytest
 import tables
 import torch
@@ -105,7 +106,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     if folder is not None:
         arguments = " ".join(argument for argument in sys.argv[1:] if not Path(argument).is_absolute())
         path = write_results(folder, bench.rows, timings, f"pytest {arguments}".strip())
-        plot = tables.plot_scaling(tables.load(path), path.with_name(f"{path.stem}-scaling.png"))
+        plot = curves.plot_scaling(tables.load(path), path.with_name(f"{path.stem}-scaling.png"))
     results = {"rows": bench.rows, "timings": timings}
     for title, text in tables.text_tables(results):
         terminalreporter.section(title)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from curves import CURVES
 from layout import (
     MARKS,
     Results,
@@ -44,17 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 SECTIONS = ("speed-summary", "error-summary", "speed", "table5", "accuracy", "support")
 
-# Of results files from before the rows named their file: those with rows of a table, where the name is not the table's.
-FORMER_FILES = {
-    "scan": ("factored_scan_dense_scan",), "loops": ("factored_scan_dense_scan",),
-    "modal": ("factored_scan_dense_scan",), "modal_forward": ("factored_scan_dense_scan",),
-    "precision": ("factored_scan_dense_scan",), "lengths": ("lengths", "factored_scan_dense_scan"),
-    "gru": ("gru_scan", "spectral"), "lstm": ("peephole_scan",), "readout": ("linear_cross_entropy",),
-    "overhead": ("modules",),
-}  # fmt: skip
-# Measures by the name that they have in older files.
-FORMER_MEASURES = {("second", "times as long"): "time over that of one pass"}
-
 
 def load(path: Path) -> dict[str, Any]:
     """A results file. SystemExit with one line for one that cannot be read."""
@@ -64,8 +54,6 @@ def load(path: Path) -> dict[str, Any]:
         raise SystemExit(f"error: {path} is not a results file: {error}") from None
     if results.get("schema") != 1:
         raise SystemExit(f"error: {path} has schema {results.get('schema')!r}, accepted is 1")
-    for row in results["rows"]:
-        row["measure"] = FORMER_MEASURES.get((row["table"], row["measure"]), row["measure"])
     return results
 
 
@@ -269,7 +257,6 @@ def scaling(results: Results) -> list[Table]:
 
 
 RELATIVE_ERROR = "Relative error: RMS of the difference from the float64 result, divided by the RMS of that result."
-CURVES = {"T": {"N": 128, "B": 50}, "B": {"N": 128, "T": 100}, "N": {"T": 30, "B": 50}}
 
 
 def accuracy(results: Results) -> list[Table]:
@@ -421,14 +408,7 @@ def _error_of_torch(row: Row) -> float:
 
 def files_with_rows(results: Results) -> set[str]:
     """Names of the files whose cases recorded rows."""
-    found = set()
-    for row in results["rows"]:
-        if row.get("file"):
-            found.add(row["file"])
-        else:
-            stems = ("gpu",) if row["table"].startswith("gpu ") else FORMER_FILES.get(row["table"], (row["table"],))
-            found.update(f"bench_{stem}.py" for stem in stems)
-    return found
+    return {row["file"] for row in results["rows"]}
 
 
 def timings_of(results: Results) -> list[Table]:
@@ -453,46 +433,6 @@ def text_tables(results: Results) -> list[tuple[str, str]]:
     for maker in makers:
         found += maker(results)
     return [(table.title, table.text()) for table in found]
-
-
-# ---- plot --------------------------------------------------------------------------------------------------------
-
-
-def plot_scaling(results: Results, path: Path) -> Path | None:
-    """Draw cost against T, B and N; returns the path, or None where nothing was measured."""
-    rows = of(results, "scaling")
-    panels = {
-        letter: [row for row in rows if all(row["size"][other] == value for other, value in fixed.items())]
-        for letter, fixed in CURVES.items()
-    }
-    if not any(panels.values()):
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), constrained_layout=True)
-    for axis, (letter, points) in zip(axes, panels.items(), strict=True):
-        for case in cases(points):
-            line = sorted((row for row in points if row["case"] == case), key=lambda row: row["size"][letter])
-            # per step everywhere but over B, where a step of more sequences is more work: there per sequence and step
-            per = [row["value"] / (row["size"]["B"] if letter == "B" else 1) for row in line]
-            label = case if case.startswith("torch") else f"orthokern.nn.{case}"
-            axis.plot([row["size"][letter] for row in line], per, marker="o", markersize=3, label=label)
-        axis.set_xscale("log", base=2 if letter != "T" else 10)
-        axis.set_yscale("log")
-        axis.set_xlabel({"T": "T, time steps", "B": "B, sequences", "N": "N, hidden units"}[letter])
-        axis.set_ylabel("µs per step and sequence" if letter == "B" else "µs per time step")
-        axis.set_title(", ".join(f"{other}={value}" for other, value in CURVES[letter].items()), fontsize=10)
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    conditions = results["conditions"]
-    threads = counted(conditions["threads"], "thread")
-    figure.suptitle(f"forward and backward, float32, {conditions['machine']['cpu']}, {threads}", fontsize=10)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
 
 
 # ---- pages -------------------------------------------------------------------------------------------------------
