@@ -14,9 +14,8 @@ from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._recurrent import NONLINEARITIES
 from orthokern.nn._weights import TorchRecurrent
-from orthokern.nn.factorized import FactorizedRNN  # modules pickled before it had its own file name it here
 
-__all__ = ["NONLINEARITIES", "RNN", "FactorizedRNN"]
+__all__ = ["NONLINEARITIES", "RNN"]
 
 
 class RNN(TorchRecurrent):

@@ -73,9 +73,8 @@ def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_certificate(name: str, value: Any, M: int, K: int) -> None:
-    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate. Earlier versions
-    saved three to five parts."""
-    if not isinstance(value, (tuple, list)) or not 3 <= len(value) <= 6 or not isinstance(value[1], Tensor):
+    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate."""
+    if not isinstance(value, (tuple, list)) or len(value) != 6 or not isinstance(value[1], Tensor):
         raise misfit(name, value, "the six parts of a certificate")
     v = value[1]
     k = v.shape[-1] if v.dim() == 2 else 0
@@ -83,10 +82,9 @@ def check_certificate(name: str, value: Any, M: int, K: int) -> None:
         check_matrix(f"{name}.{part}", tensor, shape)
         if tensor.dtype != v.dtype:
             raise misfit(f"{name}.{part}", tensor, f"one dtype with v, {v.dtype}")
-    for part, number in zip(("level", "whole"), value[3:5], strict=False):
+    for part, number in zip(("level", "whole"), value[3:5], strict=True):
         check_real(f"{name}.{part}", number, 0.0)
-    if len(value) == 6:
-        check_integer(f"{name}.served", value[5])
+    check_integer(f"{name}.served", value[5])
 
 
 def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:

@@ -296,7 +296,7 @@ class _Work:
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self.growth: float = group.get("growth", 0.0)  # states of an earlier version lack it
+        self.growth: float = group["growth"]
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, p in enumerate(group["params"]):
             if p.grad is not None:

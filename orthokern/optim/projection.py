@@ -228,9 +228,8 @@ class SpectralNormProjection:
             None if w is None else w.to(device, copy=True) for w, device in zip(state["before"], devices, strict=True)
         ]
         self._bounds = list(state["bounds"])
-        # those of an earlier version are incomplete: the next check finds new ones
         self._certificates = [
-            None if c is None or len(c) < 6 else _Certificate(*(x.to(device, copy=True) for x in c[:3]), *c[3:])
+            None if c is None else _Certificate(*(x.to(device, copy=True) for x in c[:3]), *c[3:])
             for c, device in zip(state["certificates"], devices, strict=True)
         ]
         self.counts = dict(state["counts"])

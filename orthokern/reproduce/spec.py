@@ -166,7 +166,7 @@ def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
     derived = {name for name, value in plan.items() if value == "auto" or (value is None and name not in given)}
     compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
     compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
-    # `earlier`: for a setting that an older version did not have
+    # `earlier`: the JSON files of docs/results hold runs that are older than some options
     return not settings or all(settings.get(name, earlier.get(name)) == plan[name] for name in compared)
 
 
@@ -175,7 +175,8 @@ def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...
 
     Args:
         settings: the settings in config.json.
-        done: iterations done, which may be more: an older version kept the length that the run was started with there.
+        done: iterations done, which may be more: some runs in the JSON files of docs/results were continued before
+            config.json took the new length.
         plan: the settings returned by `planned`.
     """
     wanted = count(settings.get("epochs"))

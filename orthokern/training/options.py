@@ -119,8 +119,8 @@ def defaults(options: type[Options]) -> Settings:
 def first_defaults(options: type[Options]) -> Settings:
     """The defaults in the classes that declare the options first, by name.
 
-    A new option is declared with a default that has no effect; a task may assign another one. The settings of a run
-    that is older than an option have to be read with the former.
+    A new option is declared with a default that has no effect; a task may assign another one. The JSON files of
+    docs/results hold runs that are older than some options: their settings have to be read with the former.
     """
     found: Settings = {}
     for base in options.__mro__:  # from derived to base classes

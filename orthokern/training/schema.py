@@ -48,17 +48,17 @@ def check_payload(payload: Mapping[str, Any], fresh: Mapping[str, Any], task: Ta
     check_like("reached", payload["reached"], False)
     _check_best(payload["best"], iteration)
     _check_evaluation(payload["evaluation"])
-    if payload.get("evaluated_at") is not None:
+    if payload["evaluated_at"] is not None:
         check_integer("evaluated_at", payload["evaluated_at"])
     check_model(payload["model"], task)
     _check_optimizer(payload["optimizer"], fresh["optimizer"], task, iteration)
     for name, schedule in (("scheduler", task.scheduler), ("plateau", task.plateau)):
         if schedule is not None:
             _check_schedule(name, payload[name], fresh[name], type(schedule), iteration)
-    check_like("average", payload.get("average"), fresh["average"])
+    check_like("average", payload["average"], fresh["average"])
     check_like("task_state", payload["task_state"], fresh["task_state"], unset=True)
     check_rng("rng", payload["rng"], fresh["rng"])
-    others = payload.get("rng_of_other_ranks", [])
+    others = payload["rng_of_other_ranks"]
     if not isinstance(others, list) or len(others) > MOST_RANKS:
         raise misfit("rng_of_other_ranks", others, f"a list of at most {MOST_RANKS}")
     for index, state in enumerate(others):
@@ -125,9 +125,6 @@ def _check_optimizer(saved: Any, fresh: Mapping[str, Any], task: Task, iteration
 
 def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, moving: set[str]) -> None:
     kept = (constants(kind, own) | {"params", "param_names", "margin", "spectrum_map"} & own.keys()) - moving
-    if isinstance(group, dict):  # keys with a default may be missing in a checkpoint of an older version
-        for key in kept - group.keys() - {"params"}:
-            group[key] = own[key]
     check_like(name, group, own)
     check_constants(name, group, own, kept)
     began = own.get("initial_lr", own["lr"])

@@ -161,9 +161,7 @@ class RunState:
     def _take(self, payload: dict[str, Any]) -> None:
         path = self.run.checkpoint
         fresh = self._payload([rng_state()])
-        lacking = fresh.keys() - payload.keys() - {"rng_of_other_ranks"}
-        lacking -= {"data", "evaluated_at"}  # a checkpoint of an older version does not have them either
-        lacking -= {name for name in ("plateau", "average") if fresh[name] is None}  # then too
+        lacking = fresh.keys() - payload.keys()
         if lacking:
             raise CheckpointError(f"checkpoint {path} lacks {', '.join(sorted(lacking))}")
         if payload["task"] != self.task.name:
@@ -174,16 +172,14 @@ class RunState:
         saved = payload["settings"]
         if not isinstance(saved, dict) or not all(type(key) is str and json_value(saved[key]) for key in saved):
             raise CheckpointError(f"checkpoint {path} does not fit this run: {misfit('settings', saved, 'a dict')}")
-        for key, theirs in sorted(
-            saved.items()
-        ):  # a setting that an older version did not have: it behaved like the default
-            ours = settings.get(key)
+        for key in sorted(saved.keys() | settings.keys()):
+            theirs, ours = saved.get(key), settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(
                     f"checkpoint {path} was made with {key[:40]}={_short(theirs)}, "
                     f"this run has {key[:40]}={_short(ours)}"
                 )
-        data = payload.get("data")
+        data = payload["data"]
         if data is not None and (type(data) is not int or data != self.task.data_digest):
             raise CheckpointError(
                 f"checkpoint {path} was trained on other data than {settings.get('data')} holds; give their --data"
@@ -201,13 +197,13 @@ class RunState:
                 self.task.average.load_state_dict(payload["average"])
             self.task.load_state_dict(payload["task_state"])
             self.iteration, self.earlier_seconds = int(payload["iteration"]), float(payload["seconds"])
-            self._take_rng([payload["rng"], *payload.get("rng_of_other_ranks", [])], self.iteration)
+            self._take_rng([payload["rng"], *payload["rng_of_other_ranks"]], self.iteration)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
         self.saved_at = self.iteration
         self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
-        self.evaluated_at = payload.get("evaluated_at")
+        self.evaluated_at = payload["evaluated_at"]
 
     def _rates_of_this_run(self) -> None:
         """Sets the learning rates of the next iteration. Those of the checkpoint are of the old length of the run."""
