@@ -1,10 +1,12 @@
-"""The Markdown files: lines of at most 120 columns, links that resolve, and tables whose rows have all their cells."""
+"""The Markdown files: lines of at most 120 columns, links that resolve, and tables whose rows have all their cells. The
+Notes of the sources: each that is referred to is defined once."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,25 @@ def test_the_errors_of_the_modal_form_are_those_of_their_file(monkeypatch: pytes
     script = importlib.import_module("modal_scaling")
     points = json.loads((ROOT / "docs" / "images" / "modal_error.json").read_text())["points"]
     assert script.error_table(points) in (ROOT / "docs" / "modal.md").read_text()
+
+
+NOTED = {"orthokern", "triton_kernels", "csrc", "tests", "bench", "docs"}
+NOTE = re.compile(r"Note \[([^\]]+)\]")
+
+
+def notes(text: str) -> tuple[list[str], set[str]]:
+    """The names of the Notes that a source defines, each on a line of its own, and of those that it refers to."""
+    defined = re.findall(r"^\s*(?:#|//)?\s*Note \[([^\]\n]+)\]\s*$", text, flags=re.MULTILINE)
+    one_line = re.sub(r"\n\s*(?:#|//)?\s*", " ", text)
+    return defined, {name for name in NOTE.findall(one_line)}
+
+
+def test_every_note_that_is_referred_to_is_defined_once() -> None:
+    kinds = {".py", ".h", ".cuh", ".cpp", ".cu", ".md"}
+    paths = [path for folder in NOTED for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    found = [notes(path.read_text()) for path in paths if path != Path(__file__)]
+    counts = Counter(name for defined, _ in found for name in defined)
+    wrong = {name: counts[name] for _, referred in found for name in referred if counts[name] != 1}
+    assert not wrong, f"definitions of Notes (exactly one is needed): {wrong}"
+    text = "    Note [A thing]\n    It is Note [A\n    thing] and // Note [Other].\n"
+    assert notes(text) == (["A thing"], {"A thing", "Other"})

@@ -140,7 +140,7 @@ def arrows(module: str) -> Iterator[tuple[str, str]]:
         if top == "orthokern":
             why = forbidden(module, imported)
         elif part_of(module) == "reference" and top != "torch" and top not in sys.stdlib_module_names:
-            why = "the reference imports torch and the standard library"
+            why = "the reference imports torch, the standard library and the argument types of _scan_contract"
         elif part_of(module) != "triton_kernels" and top in ("triton", "triton_kernels"):
             why = "only the Triton leaf imports Triton"
         else:

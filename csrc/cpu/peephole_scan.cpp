@@ -1,4 +1,4 @@
-// peephole_scan, the LSTM with peepholes, on the CPU: the equations are in Note [Peephole LSTM] of
+// peephole_scan, the LSTM with peepholes, on the CPU: the equations are in the docstring of
 // orthokern/ops/peephole_scan.py.
 //
 // As in gru_scan.cpp a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows

@@ -55,7 +55,7 @@ from orthokern.training.options import defaults, named, option, redeclared, swit
 # An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
 
-# Note [Settings that solve it at any length]
+# The settings of Note [Settings that solve it at any length].
 SILENT_MODELS = ("factorized", "rnn", "exprnn")
 UNITS_PER_GATE = 8  # those that remember for a gate, its sink, the gate
 SINK_BIAS = -3.0
@@ -274,7 +274,8 @@ class Adding(DrawnTask):
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
         self.running_error = self.baseline
-        self.held = ~gates(settings.hidden).to(self.device)  # without input: Note [Settings ...]
+        # units without input: Note [Settings that solve it at any length]
+        self.held = ~gates(settings.hidden).to(self.device)
 
     def clip_gradients(self) -> None:
         if self.settings.start == "silent":
