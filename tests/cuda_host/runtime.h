@@ -258,26 +258,13 @@ inline int __any_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __b
 inline int __all_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __ballot_sync(mask, predicate, file, line) == mask; }
 
 inline void __threadfence() {}
-inline void __threadfence_block() {}
 [[noreturn]] inline void __trap() { cuda_host::fail("__trap was reached"); }
-template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> T __ldcg(const T* p) { return *p; }
-template <class T> T __ldca(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T value) { *p = value; }
-template <class T> void __stcg(T* p, T value) { *p = value; }
 template <class T> T atomicAdd(T* p, T value) { const T old = *p; *p = old + value; return old; }
-template <class T> T atomicMax(T* p, T value) { const T old = *p; *p = old < value ? value : old; return old; }
-template <class T> T atomicExch(T* p, T value) { const T old = *p; *p = value; return old; }
-template <class T> T atomicCAS(T* p, T expected, T value) { const T old = *p; if (old == expected) *p = value; return old; }
 
 template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1 / a; }
 inline float __expf(float a) { return expf(a); }
 inline float rsqrtf(float a) { return 1 / sqrtf(a); }
 inline double rsqrt(double a) { return 1 / sqrt(a); }
@@ -289,9 +276,7 @@ To cuda_host_bits(From from) {
   return to;
 }
 inline unsigned __float_as_uint(float x) { return cuda_host_bits<unsigned>(x); }
-inline int __float_as_int(float x) { return cuda_host_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return cuda_host_bits<float>(x); }
-inline float __int_as_float(int x) { return cuda_host_bits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
