@@ -26,7 +26,7 @@ from orthokern.ops import _checks as check
 from orthokern.ops import _scan_loss
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
-from orthokern.ops._scan_loss import Scan, ScanLoss
+from orthokern.ops._scan_loss import ScanCall, ScanLoss
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 
 __all__ = [
@@ -121,13 +121,13 @@ def factored_scan(
         torch.Size([100, 4, 8])
     """
     _check_factors(u, s, v)
-    scan = Scan(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
+    scan = ScanCall(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
     return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "u", u), (u, s, v))
 
 
 def _checked(
     x: Tensor, h0: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
-    reset_state: Tensor | None, scan: Scan, name: str, like: Tensor, small_ids: bool = False,
+    reset_state: Tensor | None, scan: ScanCall, name: str, like: Tensor, small_ids: bool = False,
 ) -> ScanInputs:  # fmt: skip
     """The inputs of a scan, checked. Its matrix is already checked; ``like`` [N, ...] is one of its tensors."""
     N, given, every = like.shape[0], h0, scan.checkpoint_every
@@ -199,7 +199,7 @@ def dense_scan(
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     check.is_float("w", w)
-    scan = Scan(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
+    scan = ScanCall(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
     return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "w", w), (w,))
 
 
@@ -547,7 +547,7 @@ def scan_cross_entropy(
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
     N = like.shape[0]
-    scan = Scan(activation, 0, precision, algorithm, lengths, message_clip, resets, backend)
+    scan = ScanCall(activation, 0, precision, algorithm, lengths, message_clip, resets, backend)
     inputs = _checked(x, h0, weight, bias, act_param, reset_state, scan, name, like, small_ids=True)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:

@@ -48,7 +48,7 @@ class ScanLoss(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Scan(ScanOptions):
+class ScanCall(ScanOptions):
     """The arguments of ``factored_scan`` that have no gradient."""
 
     backend: str | None = None
@@ -103,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scan: Scan, steps: int, scale: float, target: Tensor, *tensors: Tensor | None
+        ctx: Any, scan: ScanCall, steps: int, scale: float, target: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         run = _Chunks(scan, steps, scale, target, tensors)
         loss, hits = run.backward()
@@ -130,7 +130,7 @@ class _Chunks:
     """
 
     def __init__(
-        self, scan: Scan, steps: int, scale: float, target: Tensor, tensors: tuple[Tensor | None, ...]
+        self, scan: ScanCall, steps: int, scale: float, target: Tensor, tensors: tuple[Tensor | None, ...]
     ) -> None:
         x, h0, *self.parameters = tensors
         assert x is not None and h0 is not None
@@ -162,7 +162,7 @@ class _Chunks:
 
     def _states(
         self, start: int, stop: int, x: Tensor, h: Tensor, parameters: list[Tensor | None]
-    ) -> tuple[Tensor, Scan]:
+    ) -> tuple[Tensor, ScanCall]:
         """hs of the sequences that have steps in a chunk, and their scan; x and h hold only these sequences."""
         index, (lengths, resets) = self._alive(start), (self.scan.lengths, self.scan.resets)
         scan = dataclasses.replace(
@@ -174,7 +174,7 @@ class _Chunks:
         inputs = ScanInputs(x, h, weight, bias, act_param, None if state is None else state[index])
         return scan(inputs, cast(Matrix, tuple(matrix))), scan
 
-    def _loss(self, start: int, stop: int, hs: Tensor, scan: Scan, parameters: list[Tensor | None]) -> Tensor:
+    def _loss(self, start: int, stop: int, hs: Tensor, scan: ScanCall, parameters: list[Tensor | None]) -> Tensor:
         """The sum of a chunk's cross-entropies. Adds it to the total and stores the chunk's hits."""
         weight, bias = parameters[4:6]
         assert weight is not None
@@ -273,7 +273,7 @@ def state_bytes(call: Call, modal: bool) -> int:
     return copies * min(steps, call.T) * step + (-(-call.T // steps) * step if call.backward else 0)
 
 
-def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan) -> tuple[Tensor, Tensor]:
+def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall) -> tuple[Tensor, Tensor]:
     """(loss, hits)."""
     weight, bias, target, reduction = readout
     (x, h0, *_), lengths = inputs, scan.lengths
@@ -295,7 +295,7 @@ def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan
     return loss, hits
 
 
-def _call(kind: str, inputs: ScanInputs, matrix: Matrix, C: int, scan: Scan, backward: bool, started: bool) -> Call:
+def _call(kind: str, inputs: ScanInputs, matrix: Matrix, C: int, scan: ScanCall, backward: bool, started: bool) -> Call:
     x, h0 = inputs[:2]
     assert x is not None
     return Call(
@@ -323,7 +323,7 @@ def choose_for(
 
 
 @keeps_dtype
-def modal_states(inputs: ScanInputs, matrix: Matrix, scan: Scan) -> Tensor:
+def modal_states(inputs: ScanInputs, matrix: Matrix, scan: ScanCall) -> Tensor:
     """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
     call = _call("states", inputs, matrix, 0, scan, needs_grad(*inputs, *matrix), False)
     modes, _ = _modal.choose(matrix, call, None, "modal")
@@ -340,7 +340,7 @@ def _is_asynchronous(device: torch.device) -> bool:
 
 @keeps_dtype
 def scan_loss(
-    inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: Scan, start: Tensor | None = None
+    inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall, start: Tensor | None = None
 ) -> ScanLoss:
     """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Inputs are taken as checked."""
     backward = needs_grad(*inputs, readout.weight, readout.bias, *matrix)

@@ -167,8 +167,8 @@ def _bwd(
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_hs: Tensor, _: Tensor, gates: Tensor, __: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, ___: str,
-    need_params: bool, ____: str | None, _____: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
+    need_params: bool, backend: str | None, lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     replicas = w.shape[:-2]
 

@@ -297,8 +297,8 @@ def optimizer_for(
         model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
         optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
     """
-    kind: Any = euclidean
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
+    given: Any = euclidean
+    if isinstance(given, type) and issubclass(given, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
     split = _named_split(model)
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
@@ -319,9 +319,9 @@ def optimizer_for(
     for entry in split["spectrum"]:
         alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
     for (margin, spectrum_map), entries in alike.items():
-        kind = {"margin": margin, "spectrum_map": spectrum_map}
+        constraint = {"margin": margin, "spectrum_map": spectrum_map}
         if margin is None:
-            groups.append({**_group(entries, "spectrum", rates["spectrum_lr"]), **kind})
+            groups.append({**_group(entries, "spectrum", rates["spectrum_lr"]), **constraint})
         else:
             scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
             rate = rates["spectrum_lr"] / scale if margin > 0.0 else 0.0
@@ -330,7 +330,7 @@ def optimizer_for(
                     f"spectrum_lr is {rates['spectrum_lr']:g}, and divided by the margin of {margin:g} it overflows; "
                     "accepted: a margin of 0, or a larger one"
                 )
-            groups.append({**_group(entries, "spectrum", rate), **kind, "weight_decay": 0.0})
+            groups.append({**_group(entries, "spectrum", rate), **constraint, "weight_decay": 0.0})
     if groups:
         parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
     for module in model.modules():

@@ -147,7 +147,7 @@ class CharModel(nn.Module):
 
     def __init__(self, settings: CharOptions, characters: int = len(ALPHABET)) -> None:
         super().__init__()
-        self.embed = settings.model == "lstm"  # torch's takes no token ids
+        self.one_hot = settings.model == "lstm"  # torch's takes no token ids
         self.characters = characters
         self.rnn = build_recurrence(characters, settings)
         self.readout = LinearCrossEntropy(settings.hidden, characters, device=settings.device, backend=settings.backend)
@@ -159,7 +159,7 @@ class CharModel(nn.Module):
     def features(self, ids: Tensor) -> Tensor:
         """The input of the recurrence for ids [...] int64: one-hot [..., characters] float for torch's LSTM, else the
         ids."""
-        if not self.embed:
+        if not self.one_hot:
             return ids
         return nn.functional.one_hot(ids, self.characters).to(self.readout.weight.dtype)
 

@@ -160,7 +160,7 @@ class CopyModel(nn.Module):
         hidden = settings.hidden
         inputs, classes = _inputs(data, settings), data.num_classes
         self.marker = settings.marker if settings.input == "scalar" else None
-        self.embed = settings.model == "lstm" and self.marker is None  # torch's takes no token ids
+        self.one_hot = settings.model == "lstm" and self.marker is None  # torch's takes no token ids
         self.algorithm = settings.algorithm
         self.rnn = build_recurrence(inputs, settings, bias=False)
         self.readout = LinearCrossEntropy(hidden, classes, device=settings.device, backend=settings.backend)
@@ -185,7 +185,7 @@ class CopyModel(nn.Module):
 
     def inputs(self, tokens: Tensor) -> Tensor:
         """The input of the recurrence: ids [T, B], or features [T, B, D]."""
-        if self.embed:
+        if self.one_hot:
             return nn.functional.one_hot(tokens.long(), self.data.num_ids).to(self.readout.weight.dtype)
         return tokens if self.marker is None else self.data.scalar(tokens, self.marker)
 
@@ -210,7 +210,8 @@ class CopyModel(nn.Module):
 
 
 def silent_blank(settings: CopyOptions) -> bool:
-    """Whether the input column of the blank is fixed at zero: Note [Settings ...]. In scalar input the blank is 0."""
+    """Whether the input column of the blank is fixed at zero: Note [Settings that solve it in a hundred iterations].
+    In scalar input the blank is 0."""
     return settings.start == "zero" and settings.input == "onehot" and not settings.learn_blank
 
 
@@ -279,7 +280,8 @@ class CopyExperiment(DrawnTask):
         if silent_blank(self.settings):
             blank = self.rnn.get_parameter("weight_ih_l0").grad
             if blank is not None:
-                blank[:, 0] = 0.0  # Note [Settings ...]: the input column of the blank stays zero
+                # the input column of the blank stays zero: Note [Settings that solve it in a hundred iterations]
+                blank[:, 0] = 0.0
         super().clip_gradients()
 
     # ---- evaluation

@@ -705,14 +705,14 @@ def test_what_a_loss_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that are told are those of the tensors that the call makes, to the share that it keeps beside them."""
     monkeypatch.setattr(_scan_loss, "CHUNK", 10 * 3 * 16 * 4)
     made: list[int] = []
-    scan = _scan_loss.Scan.__call__
+    scan = _scan_loss.ScanCall.__call__
 
     def watched(self: Any, *arguments: Any) -> Tensor:
         hs = scan(self, *arguments)
         made.append(hs.nbytes)
         return hs
 
-    monkeypatch.setattr(_scan_loss.Scan, "__call__", watched)
+    monkeypatch.setattr(_scan_loss.ScanCall, "__call__", watched)
     rnn, readout = RNN(5, 16), nn.Linear(16, 4)
     step = 3 * 16 * 4
     for kept, largest, told in ((100 * step, 100 * step, 200 * step), (99 * step, 10 * step, 20 * step + 10 * step)):
