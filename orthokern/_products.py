@@ -47,7 +47,7 @@ _changed: list[tuple[Any, str]] = []  # the settings that were others, and their
 
 
 def _begin_in_child() -> None:
-    """After a fork: contexts of other threads, and their lock, have nobody who ends them."""
+    """Resets the state in a forked process, which lacks the threads that would end their contexts or free the lock."""
     global _lock
     _lock = threading.RLock()
     _open.clear()

@@ -38,7 +38,7 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
 
 
 def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
-    """hs, ckpt and pre; see :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    """hs, ckpt and pre; see ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     models = Models(map_.second)
     inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs

@@ -63,10 +63,12 @@ struct Worker {
       retreat<T>(modes, steps, state, g, ids, table);
       last = t;
       if (call.ends) continue;
-      if (t) read_rows(modes, states, t - 1, steps, z.get());
-      else
-        spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, z.get()),
-            read_rows(modes, states, 0, steps - 1, z + Np);
+      if (t) {
+        read_rows(modes, states, t - 1, steps, z.get());
+      } else {
+        spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, z.get());
+        read_rows(modes, states, 0, steps - 1, z + Np);
+      }
       sums->template add_chunk<T>(args, modes, steps, g, z);
       if (args.grad_x) write_rows<T>(modes, g, grad_x, t, steps);
     }

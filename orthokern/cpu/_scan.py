@@ -63,7 +63,7 @@ def _arguments(
 
 
 def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
-    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     assert inputs.x is not None
     T, rows, dtype, every = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype, options.checkpoint_every
     sizes, tensors = _arguments(map_, inputs, options, T)
@@ -93,7 +93,7 @@ def scan_bwd(
     need_x: bool = True,
     need_params: bool = True,
 ) -> ScanGradients:
-    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     return _backward(map_, inputs, options, (grad_hs, states, pre), need_x, need_params, None)
 
 

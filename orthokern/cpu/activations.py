@@ -10,7 +10,7 @@ from orthokern.cpu._call import call, new
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
-    """See :mod:`orthokern.ops.activations`."""
+    """See ``orthokern.ops.activations``."""
     y = new(*x.shape, dtype=x.dtype)
     tensors = {"x": x, "act_param": act_param, "y": y}
     call("activation_fwd", x.dtype, _sizes(x, act_param, activation), tensors)
@@ -18,7 +18,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
-    """See :mod:`orthokern.ops.activations`."""
+    """See ``orthokern.ops.activations``."""
     grad_x = new(*x.shape, dtype=x.dtype)
     grad_act_param = None if act_param is None else torch.empty(act_param.shape, dtype=x.dtype)
     tensors = {"grad_y": grad_y, "x": x, "act_param": act_param, "grad_x": grad_x, "grad_act_param": grad_act_param}

@@ -11,7 +11,7 @@ from orthokern.cpu._call import call
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """See :mod:`orthokern.ops.cayley`."""
+    """See ``orthokern.ops.cayley``."""
     N, K = m.shape[-2:]
     batch = m.numel() // (N * K)
     out = torch.empty(m.shape, dtype=m.dtype)

@@ -14,7 +14,7 @@ from orthokern.cpu._call import Prepared, call, new
 
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
-    """See :mod:`orthokern.ops.gru_scan`."""
+    """See ``orthokern.ops.gru_scan``."""
     assert inputs.x is not None
     T, (B, N), dtype = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype
     sizes, tensors = _arguments(inputs, options, T)
@@ -37,7 +37,7 @@ def prepared_gru(inputs: GruInputs, options: GruOptions) -> Prepared:
 def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor | LastGrad, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
-    """See :mod:`orthokern.ops.gru_scan`."""
+    """See ``orthokern.ops.gru_scan``."""
     return gru_scan_bwd_more(inputs, options, grad_hs, states, need_params=need_params)[0]
 
 

@@ -11,7 +11,7 @@ from orthokern.cpu._call import call, new
 
 
 def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
-    """See :mod:`orthokern.ops.linear_cross_entropy`. For a weight that does not fit into a cache, `product` is used
+    """See ``orthokern.ops.linear_cross_entropy``. For a weight that does not fit into a cache, `product` is used
     over chunks of rows: the kernel would read the weight again for every group of rows."""
     weight, bias, target, reduction = readout
     if weight.numel() * weight.element_size() > _LARGE_READOUT:

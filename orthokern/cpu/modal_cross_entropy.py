@@ -10,7 +10,7 @@ from orthokern.cpu.modal_scan import modal_arguments, modal_gradients, named
 
 
 def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
-    """See :mod:`orthokern.ops.modal_cross_entropy`."""
+    """See ``orthokern.ops.modal_cross_entropy``."""
     weight, bias, target, reduction = readout
     dtype, (T, _), lengths, x = inputs.z0.dtype, target.shape, inputs.lengths, inputs.x
     sizes, tensors = modal_arguments(inputs, T)

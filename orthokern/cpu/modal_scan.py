@@ -40,7 +40,7 @@ def named(grads: ModalGradients | None) -> dict[str, Tensor | None]:
 
 
 def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
-    """See :mod:`orthokern.ops.modal_scan`."""
+    """See ``orthokern.ops.modal_scan``."""
     assert inputs.x is not None
     T, z0 = inputs.x.shape[0], inputs.z0
     sizes, tensors = modal_arguments(inputs, T)
@@ -50,7 +50,7 @@ def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
 
 
 def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
-    """See :mod:`orthokern.ops.modal_scan`."""
+    """See ``orthokern.ops.modal_scan``."""
     sizes, tensors = modal_arguments(inputs, z.shape[0])
     grad_x = new(*grad_z.shape, dtype=z.dtype) if inputs.table is None and need_x else None
     grads = modal_gradients(inputs, grad_x)

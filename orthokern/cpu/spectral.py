@@ -9,7 +9,7 @@ from orthokern.cpu._call import call
 
 
 def gram(w: Tensor) -> Tensor:
-    """See :mod:`orthokern.ops.spectral`."""
+    """See ``orthokern.ops.spectral``."""
     M, K = w.shape
     out = torch.empty(K, K, dtype=w.dtype)
     call("gram", w.dtype, {"M": M, "K": K}, {"w": w, "out": out})
@@ -17,7 +17,7 @@ def gram(w: Tensor) -> Tensor:
 
 
 def is_definite(a: Tensor, diagonal: Tensor) -> bool:
-    """See :mod:`orthokern.ops.spectral`."""
+    """See ``orthokern.ops.spectral``."""
     definite = torch.empty(1, dtype=torch.int64)
     tensors = {"a": a, "diagonal": diagonal, "definite": definite}
     call("is_definite", a.dtype, {"K": a.shape[0]}, tensors)
@@ -25,7 +25,7 @@ def is_definite(a: Tensor, diagonal: Tensor) -> bool:
 
 
 def distance(w: Tensor, other: Tensor | None = None) -> float:
-    """See :mod:`orthokern.ops.spectral`."""
+    """See ``orthokern.ops.spectral``."""
     found = torch.empty(1, dtype=torch.float64)
     tensors = {"w": w, "other": other, "distance": found}
     call("distance", w.dtype, {"M": w.shape[0], "K": w.shape[1]}, tensors)
@@ -33,7 +33,7 @@ def distance(w: Tensor, other: Tensor | None = None) -> float:
 
 
 def wide_product(w: Tensor, v: Tensor) -> Tensor:
-    """See :mod:`orthokern.ops.spectral`."""
+    """See ``orthokern.ops.spectral``."""
     image = torch.empty(w.shape[0], v.shape[1], dtype=torch.float64)
     sizes = {"M": w.shape[0], "K": w.shape[1], "S": v.shape[1]}
     call("wide_product", w.dtype, sizes, {"w": w, "v_rows": v.mT, "image": image})
@@ -41,7 +41,7 @@ def wide_product(w: Tensor, v: Tensor) -> Tensor:
 
 
 def subtract_product(w: Tensor, t: Tensor, v: Tensor) -> Tensor:
-    """See :mod:`orthokern.ops.spectral`."""
+    """See ``orthokern.ops.spectral``."""
     out = torch.empty_like(w, memory_format=torch.contiguous_format)
     sizes = {"M": w.shape[0], "K": w.shape[1], "S": v.shape[1]}
     call("subtract_product", w.dtype, sizes, {"w": w, "v_rows": v.mT, "image": t, "out": out})

@@ -192,7 +192,7 @@ def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, Sc
 
 
 def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
-    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`.
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``.
 
     A precision below "ieee" has an effect only where single steps are launched.
     """
@@ -401,7 +401,7 @@ def scan_bwd(
     need_x: bool = True,
     need_params: bool = True,
 ) -> ScanGradients:
-    """See :mod:`orthokern.ops.factored_scan` and :mod:`orthokern.ops.dense_scan`."""
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     map_, inputs, options = _ready(map_, inputs, options)
     models = Models(map_.second)
     inputs, options = models.rows(inputs, options)

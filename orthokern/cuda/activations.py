@@ -11,7 +11,7 @@ from orthokern.cuda._call import DTYPES
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
-    """See :mod:`orthokern.ops.activations`."""
+    """See ``orthokern.ops.activations``."""
     x = native.ready(x, x.dtype, x.device, "x")  # type: ignore[assignment]
     y = torch.empty_like(x)
     sizes, tensors = _inputs(x, act_param, activation)
@@ -20,7 +20,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
-    """See :mod:`orthokern.ops.activations`."""
+    """See ``orthokern.ops.activations``."""
     x = native.ready(x, x.dtype, x.device, "x")  # type: ignore[assignment]
     grad_x = torch.empty_like(x)
     grad_act_param = torch.empty(0 if act_param is None else act_param.shape, dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ from orthokern.cuda._call import DTYPES
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
-    """See :mod:`orthokern.ops.cayley`."""
+    """See ``orthokern.ops.cayley``."""
     return cayley_of_many([(m, g, lr)])[0]
 
 

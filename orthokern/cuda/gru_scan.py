@@ -35,7 +35,7 @@ class _Scan:
 
 
 def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
-    """See :mod:`orthokern.ops.gru_scan`."""
+    """See ``orthokern.ops.gru_scan``."""
     models = Models(inputs.w)
     inputs, options = models.gru_rows(*_ready(inputs, options))
     assert inputs.x is not None
@@ -49,7 +49,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
 def gru_scan_bwd(
     inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
 ) -> GruGradients:
-    """See :mod:`orthokern.ops.gru_scan`."""
+    """See ``orthokern.ops.gru_scan``."""
     models = Models(inputs.w)
     inputs, options = models.gru_rows(*_ready(inputs._replace(x=None), options))
     h0 = inputs.h0

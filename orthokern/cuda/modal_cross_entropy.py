@@ -1,5 +1,5 @@
-"""modal_cross_entropy on CUDA; the kernels: ``csrc/cuda/modal_cross_entropy.cu`` and those of modal_scan, what they
-make a call of: Note [Spans of the loss] in ``_modal_chunks.py``."""
+"""modal_cross_entropy on CUDA, with the kernels of ``csrc/cuda/modal_cross_entropy.cu`` and of modal_scan. How a call
+is divided into launches: Note [Spans of the loss] in ``_modal_chunks.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _loss(
 
 
 def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad: bool = True) -> ModalLoss:
-    """See :mod:`orthokern.ops.modal_cross_entropy`."""
+    """See ``orthokern.ops.modal_cross_entropy``."""
     tensors = {"readout": readout.weight, "bias": readout.bias, "target": readout.target}
     weight, bias, target = tensors_ready(inputs.re.device, tensors)
     readout = Readout(weight, bias, target, readout.reduction)

@@ -78,11 +78,11 @@ def tensors_ready(device: torch.device, tensors: Mapping[str, Tensor | None]) ->
 
 
 def modal_scan_fwd(inputs: ModalInputs) -> Tensor:
-    """See :mod:`orthokern.ops.modal_scan`."""
+    """See ``orthokern.ops.modal_scan``."""
     return run_scan_fwd(KERNELS, ready(inputs))
 
 
 def modal_scan_bwd(inputs: ModalInputs, grad_z: Tensor, z: Tensor, *, need_x: bool = True) -> ModalGradients:
-    """See :mod:`orthokern.ops.modal_scan`."""
+    """See ``orthokern.ops.modal_scan``."""
     g, states = tensors_ready(inputs.re.device, {"grad_z": grad_z, "z": z})
     return run_scan_bwd(KERNELS, ready(inputs), g, states, need_x)

@@ -259,7 +259,7 @@ class Recurrent(nn.Module):
         return self.gain == 1.0 and not self.checkpoint_every and not self.message_clip
 
     def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
-        """What else `_backward_plan` is given."""
+        """Further tensors for `_backward_plan`."""
         return ()
 
     def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
@@ -273,7 +273,7 @@ class Recurrent(nn.Module):
         )  # fmt: skip
 
     def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        """Of the recurrent matrix; made: without the activation's parameter."""
+        """The parts of the recurrent matrix for the backward; made: without the activation's parameter."""
         raise NotImplementedError
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:

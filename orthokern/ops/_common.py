@@ -17,7 +17,7 @@ SCAN_FEATURES = ("lengths", "message_clip", "resets")
 
 
 def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | None = None) -> tuple[str, ...]:
-    """Those of SCAN_FEATURES that a call uses."""
+    """The names of SCAN_FEATURES that a call uses."""
     used = (lengths is not None, message_clip > 0, resets is not None)
     return tuple(feature for feature, is_used in zip(SCAN_FEATURES, used, strict=True) if is_used)
 

@@ -78,7 +78,7 @@ class Plan:
 
 
 def _transposed(map_: Map) -> Map:
-    """That of W^T."""
+    """The map of W^T."""
     if map_.first is None:
         return Map(None, None, map_.second.mT)
     return Map(map_.second, map_.scale, map_.first)
@@ -464,7 +464,7 @@ def gradients(
 
 @keeps_dtype
 def tangent(plan: Plan, taken: Taken, change: Any) -> tuple[Tensor, Tensor | None]:
-    """Those of hs, and of pre for activations that need it; change is a Taken of tangents, None for zeros."""
+    """The tangents of hs, and of pre for activations that need it; change is a Taken of tangents, None for zeros."""
     hs, x, weight, lengths, resets = taken.hs, taken.x, taken.weight, taken.lengths, taken.resets
     map_, d_map = plan.map_of(*taken.factors), plan.map_of(*change.factors)
     alive = running(hs.shape[0], lengths)

@@ -204,7 +204,7 @@ def _pairing_gradients(
     coefficients: tuple[Tensor, ...],
     products: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, ...]:
-    """Those of w and the coefficients of sum_t <A_t v_t, ghat_t>; products of v as in ``_steps``, or None."""
+    """The gradients of w and the coefficients of sum_t <A_t v_t, ghat_t>; products of v as in ``_steps``, or None."""
     _, cz, cn, k, r = coefficients
     w_n = w.chunk(3)[2]
     N, d = v.shape[-1], cn * ghat
@@ -312,7 +312,8 @@ class Taken:
 def gradients(
     taken: Taken, grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Of x, w, h0, bias and reset_state, as functions that can be differentiated again. needs: which are wanted."""
+    """The gradients of x, w, h0, bias and reset_state, as functions that can be differentiated again. needs: which of
+    them are computed."""
     w, coefficients = taken.w, taken.coefficients()
     _, cz, cn, k, r = coefficients
     w_n = w.chunk(3)[2]
@@ -374,7 +375,7 @@ def tangent(
     dbias: Tensor | None,
     dstate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Those of hs, gates and pre, from those of the inputs, None for zeros."""
+    """The tangents of hs, gates and pre, from those of the inputs; None for zeros."""
     w, coefficients = taken.w, taken.coefficients()
     _, cz, cn, k, r = coefficients
     w_n = w.chunk(3)[2]
