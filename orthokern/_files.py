@@ -30,7 +30,7 @@ RECORDS_LIMIT = 2**32
 JSON_LIMIT = 2**24
 CHECKPOINT_LIMIT = 2**40
 JSON_DEPTH = 64
-COUNT_LIMIT = 2**53  # integers up to here are exact as float64
+LARGEST_INTEGER = 2**53  # above any size or count; exact as float64, so that torch and JSON readers take it
 NUMBER_LIMIT = 1e100  # products and squares of such numbers stay finite
 
 _KINDS = {
@@ -264,7 +264,7 @@ def number(value: Any) -> float | None:
 
 def count(value: Any, minimum: int = 0) -> int | None:
     """A value of a record or a result as an integer in [minimum, 2^53]; None for everything else."""
-    return value if type(value) is int and minimum <= value <= COUNT_LIMIT else None
+    return value if type(value) is int and minimum <= value <= LARGEST_INTEGER else None
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

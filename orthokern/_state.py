@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._files import LARGEST_INTEGER
 from orthokern.errors import InputError
 
-LARGEST_INTEGER = 2**53
 _DEEPEST = 32
 
 

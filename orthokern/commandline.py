@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
+from orthokern._files import LARGEST_INTEGER
 from orthokern.errors import BackendUnavailable, InputError, nearest, unknown_name
 
 Settings = dict[str, Any]
@@ -20,7 +21,6 @@ Settings = dict[str, Any]
 # The largest value of a real option: far above any reasonable value, and so far below the largest float32 that a rate
 # divided by a small number, as in optimizers, does not overflow. For larger values torch raises a RuntimeError.
 LARGEST = 1e30
-LARGEST_INTEGER = 2**53  # above any size or count; torch and JSON readers take it exactly
 MAX_THREADS = 1024  # torch accepts any number, and crashes if the system does not
 
 

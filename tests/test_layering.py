@@ -28,7 +28,8 @@ LAYERS: list[set[str]] = [
     {"_modal_chunks", "_gru_parameters"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
-    {"dispatch", "commandline", "_files", "_state"},
+    {"_files"},
+    {"dispatch", "commandline", "_state"},
     {"ops"},
     {"functional"},
     {"init", "penalties", "optim", "data"},

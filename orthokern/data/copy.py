@@ -17,9 +17,9 @@ from torch import Tensor
 from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
 from orthokern.errors import InputError, unknown_name
+from orthokern.ops._checks import ID_DTYPES
 
 LAYOUTS = ("arjovsky", "exprnn")
-DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class CopyTask(Generator):
@@ -64,10 +64,10 @@ class CopyTask(Generator):
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
         self.layout = layout
-        if dtype not in DTYPES or torch.iinfo(dtype).max <= self.symbols:
+        if dtype not in ID_DTYPES or torch.iinfo(dtype).max <= self.symbols:
             raise InputError(
-                f"dtype is {dtype} for {self.symbols} symbols; accepted: {', '.join(map(str, DTYPES))}, of which one "
-                "that holds symbols + 1"
+                f"dtype is {dtype} for {self.symbols} symbols; accepted: {', '.join(map(str, ID_DTYPES))}, of which "
+                "one that holds symbols + 1"
             )
         self.dtype = dtype
         self.length = T + 2 * recall

@@ -18,11 +18,11 @@ from orthokern._scan_contract import ModalInputs
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route
+from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
-ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)  # of token ids and targets
 
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32), features=FEATURES),

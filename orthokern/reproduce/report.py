@@ -62,7 +62,6 @@ QUANTITIES: dict[str, Callable[[RunRecord], float | None]] = {
 CURVE_POINTS = 100  # of a run's curve in the JSON file, at most; also of its lists and distributions
 RECORD_POINTS = 1000  # of a number that is not thinned where it may have peaks of one iteration
 _WITHOUT_NUMBERS = ("not run", "damaged", "other settings")
-_LESS_IS_BETTER = ("loss", "bpc", "perplexity")
 
 
 def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> float | None:
@@ -74,7 +73,7 @@ def _measured(measure: Measure, record: RunRecord, result: dict[str, Any]) -> fl
     else:
         name = measure.quantity.removeprefix("best_")
         values = [x for r in record.records if (x := number_at(r, f"held_out_{name}")) is not None]
-        value = (min if name in _LESS_IS_BETTER else max)(values) if values else None
+        value = (max if measure.higher_is_better else min)(values) if values else None
     return None if value is None else float(value) * measure.scale
 
 

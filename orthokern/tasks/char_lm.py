@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Settings, file_name, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -35,6 +35,7 @@ from orthokern.tasks.recurrent import (
     RecurrentTask,
     StartOptions,
     count_epochs,
+    data_option,
     digest,
     start_recurrence,
     stream_seed,
@@ -60,7 +61,7 @@ class CharOptions(StartOptions, DataOptions):
 
     GROUP = "the task"
     HIDDEN = DataOptions.HIDDEN | {"sigma"}
-    data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
+    data: str = data_option("the three text files")
     length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
     bucket: int = option(
         16,

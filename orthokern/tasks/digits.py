@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.commandline import file_name, integer, real
+from orthokern.commandline import integer, real
 from orthokern.errors import InputError
-from orthokern.tasks.recurrent import DataOptions, count_epochs, digest, epoch_order
+from orthokern.tasks.recurrent import DataOptions, count_epochs, data_option, digest, epoch_order
 from orthokern.training import Task
 from orthokern.training.options import option
 
@@ -21,7 +21,7 @@ class DigitsOptions(DataOptions):
     """The settings of a task on MNIST."""
 
     GROUP = "the task"
-    data: str = option("", file_name, "folder with the four MNIST files (required)", "DIR", shown="")
+    data: str = data_option("the four MNIST files")
     validation: int = option(10_000, integer(1), "training images held out for validation", "N")
     goal: float | None = option(
         None,

@@ -14,7 +14,7 @@ import torch
 
 from orthokern._memory import machine_memory
 from orthokern.errors import InputError
-from orthokern.tasks.network import GATED, NetworkOptions
+from orthokern.tasks.network import MODELS, NetworkOptions
 from orthokern.tasks.optimization import OptimizerOptions
 from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
@@ -71,8 +71,9 @@ def network_size(inputs: int, settings: NetworkOptions, *, bias: bool = True) ->
         The number in all parameters, in the bases (which move along geodesics), and in buffers.
     """
     n, k, model = settings.hidden, settings.rank or settings.hidden, settings.model
-    if model in GATED:
-        gates, peepholes = 3 if model == "gru" else 4, 3 * n if model == "peephole-lstm" else 0
+    gates = MODELS[model].gates
+    if gates:
+        peepholes = 3 * n if model == "peephole-lstm" else 0
         return gates * n * (inputs + n + (2 if bias else 0)) + peepholes, 0, 0
     outside = n * inputs + (n if settings.learned_h0 else 0)
     outside += {"modrelu": n, "prelu": 1}.get(settings.nonlinearity, 0)
@@ -83,7 +84,9 @@ def network_size(inputs: int, settings: NetworkOptions, *, bias: bool = True) ->
         return outside + 2 * n * k + k, 2 * n * k, 0
     if model == "exprnn":
         return outside + n * n, 0, n * n
-    return outside + n * n + n + (n * n if settings.triangle else 0), 0, n * n
+    if model == "nnrnn":
+        return outside + n * n + n + (n * n if settings.triangle else 0), 0, n * n
+    raise ValueError(f"the size of a network of the model {model!r} is not known")
 
 
 def gru_size(settings: Any) -> int:

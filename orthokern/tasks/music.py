@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Settings, file_name, integer, real
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.tasks.recurrent import count_epochs, digest, stream_seed
+from orthokern.tasks.recurrent import count_epochs, data_option, digest, stream_seed
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, redeclared
 
@@ -44,7 +44,7 @@ class MusicOptions(GruOptions):
     """
 
     GROUP = "the task"
-    data: str = option("", file_name, "folder with the piano rolls (required)", "DIR", shown="")
+    data: str = data_option("the piano rolls")
     collection: str = named("nottingham", COLLECTIONS, ", ".join(COLLECTIONS))
     patience: int = option(10, integer(1), "decrease the rate after N epochs without a better validation loss", "N")
     decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate for --patience")

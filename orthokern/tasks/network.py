@@ -23,10 +23,37 @@ from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import named, option, switch
 
-MODELS = ("factorized", "rnn", "lstm", "peephole-lstm", "gru", "exprnn", "nnrnn")
-LSTMS = ("lstm", "peephole-lstm")
-GATED = (*LSTMS, "gru")
-EXPONENTIALS = ("exprnn", "nnrnn")
+
+@dataclass(frozen=True)
+class Model:
+    """A recurrent network by its name on the command line."""
+
+    module: type[Any]
+    help: str
+    gates: int = 0  # products with a recurrent matrix per step of a gated cell; 0: one matrix, without gates
+    ops: tuple[str, ...] = ()  # ops that its `backend` selects a kernel for; (): it has no such argument
+    inits: tuple[str, ...] = tuple(init.INITS)  # accepted by --init
+    exponential: bool = False  # its matrix contains exp(A), around a base that can move
+
+
+MODELS = {
+    "factorized": Model(FactorizedRNN, "W = U S V^T", ops=("factored_scan", "cayley")),
+    "rnn": Model(RNN, "a plain matrix W", ops=("dense_scan",)),
+    "lstm": Model(nn.LSTM, "torch.nn.LSTM", gates=4),
+    "peephole-lstm": Model(PeepholeLSTM, "gates read the cell", gates=4),
+    "gru": Model(GRU, "as torch.nn.GRU", gates=3, ops=("gru_scan",)),
+    "exprnn": Model(ExpRNN, "W = exp(A), orthogonal", ops=("dense_scan",), inits=INITS, exponential=True),
+    "nnrnn": Model(
+        NonNormalRNN,
+        "W = P (rotations + T) P^T, with learned moduli of its eigenvalues",
+        ops=("dense_scan",),
+        inits=SCHUR_INITS,
+        exponential=True,
+    ),
+}
+LSTMS = tuple(name for name, model in MODELS.items() if model.gates == 4)
+GATED = tuple(name for name, model in MODELS.items() if model.gates)
+EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential)
 
 # Activations with a slope, learned or not, and those that work on pairs of units.
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
@@ -35,9 +62,9 @@ ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 # Options that have an effect only together with another option.
 OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
 OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
-OF_KERNELS = Needs("model", tuple(model for model in MODELS if model not in LSTMS))  # cells with kernels of ours
+OF_KERNELS = Needs("model", tuple(name for name, model in MODELS.items() if model.ops))
 OF_SPECTRUM = (OF_FACTORIZED, Needs("margin", nothing=0.0))  # a margin of 0 keeps all singular values at 1
-OF_OTHERS = Needs("model", tuple(model for model in MODELS if model not in GATED))
+OF_OTHERS = Needs("model", tuple(name for name in MODELS if name not in GATED))
 OF_ROTATIONS = (Needs("init", tuple(init.SKEW_ANGLES)), Needs("model", ("factorized", "rnn", "exprnn")))
 
 
@@ -49,9 +76,7 @@ class NetworkOptions(RunOptions):
     model: str = named(
         "factorized",
         MODELS,
-        "factorized: W = U S V^T; rnn: a plain matrix W; lstm: torch.nn.LSTM; peephole-lstm: gates read the cell; "
-        "gru: as torch.nn.GRU; exprnn: W = exp(A), orthogonal; nnrnn: W = P (rotations + T) P^T, with learned moduli "
-        "of its eigenvalues",
+        "; ".join(f"{name}: {model.help}" for name, model in MODELS.items()),
     )
     hidden: int = option(128, integer(1), "hidden units", "N")
     nonlinearity: str = named("tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (without gates)", needs=OF_OTHERS)
@@ -166,7 +191,7 @@ def check_network(settings: NetworkOptions) -> None:
             f"--init {settings.init} with --margin {settings.margin:g}: a Glorot matrix has singular values "
             "from 0 to 2, give --margin none"
         )
-    accepted = {"exprnn": INITS, "nnrnn": SCHUR_INITS}.get(settings.model, tuple(init.INITS))
+    accepted = MODELS[settings.model].inits
     if settings.init not in accepted:
         raise InputError(f"--init {settings.init}: not for --model {settings.model}; accepted: {', '.join(accepted)}")
     if settings.schur_mask == "legacy" and settings.hidden % 2:
@@ -193,19 +218,18 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
         so that a seed gives the same network on every device.
     """
-    hidden = settings.hidden
-    rnn: nn.Module
+    hidden, module = settings.hidden, MODELS[settings.model].module
+    rnn: Any
     if settings.model in LSTMS:
-        rnn = (nn.LSTM if settings.model == "lstm" else PeepholeLSTM)(inputs, hidden, bias=bias)
+        rnn = module(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
-    elif settings.model == "gru":
-        rnn = GRU(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
+    elif settings.model in GATED:
+        rnn = module(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
     else:
         names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
-        kind = {"rnn": RNN, "exprnn": ExpRNN, "nnrnn": NonNormalRNN, "factorized": FactorizedRNN}[settings.model]
         if settings.model in EXPONENTIALS:
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
             options["optimizer_state"] = settings.rebase_state
@@ -216,12 +240,13 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         if settings.model == "factorized":
             options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}
             options["apply"] = settings.apply
-        rnn = kind(inputs, hidden, **options)
+        rnn = module(inputs, hidden, **options)
     learned = ACTIVATIONS[settings.nonlinearity].learned
     if settings.nonlinearity in SLOPED and learned is not None and settings.model not in GATED:
         with torch.no_grad():
             rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
-    return rnn.to(settings.device)
+    placed: nn.Module = rnn.to(settings.device)
+    return placed
 
 
 @torch.no_grad()
@@ -252,15 +277,9 @@ def check_backend(settings: NetworkOptions, classes: int) -> None:
         settings: settings of the network.
         classes: number of classes of the readout; 0 if it is not a classifier.
     """
-    ops = {
-        "factorized": ("factored_scan" if settings.apply == "factored" else "dense_scan", "cayley"),
-        "rnn": ("dense_scan",),
-        "exprnn": ("dense_scan",),
-        "nnrnn": ("dense_scan",),
-        "lstm": (),
-        "peephole-lstm": (),
-        "gru": ("gru_scan",),
-    }[settings.model]
+    ops = MODELS[settings.model].ops
+    if settings.apply == "composed":  # an option of the factorized model
+        ops = tuple("dense_scan" if op == "factored_scan" else op for op in ops)
     device, dtype = torch.device(settings.device), torch.get_default_dtype()
     sizes: dict[str, Any] = {"N": settings.hidden, "K": settings.rank or settings.hidden, "C": classes}
     for op in (*ops, "linear_cross_entropy") if classes else ops:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import LARGEST_INTEGER, Needs, Settings, file_name, integer, real
+from orthokern._files import LARGEST_INTEGER
+from orthokern.commandline import Needs, Settings, file_name, integer, real
 from orthokern.data import stream_rows
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
@@ -31,13 +32,18 @@ from orthokern.training.options import named, option, redeclared
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 
 
+def data_option(files: str) -> Any:
+    """A field for the folder of a task's data; files: what is in it."""
+    return option("", file_name, f"folder with {files} (required)", "DIR", shown="")
+
+
 @dataclass(kw_only=True)
 class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
     HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
-    data: str = option("", file_name, "folder with the task's files (required)", "DIR", shown="")
+    data: str = data_option("the task's files")
     epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
 
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Settings, file_name, integer, real
+from orthokern.commandline import Settings, integer, real
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
-from orthokern.tasks.recurrent import count_epochs, digest, training_rows
+from orthokern.tasks.recurrent import count_epochs, data_option, digest, training_rows
 from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
@@ -37,7 +37,7 @@ class WordOptions(GruOptions):
     """The settings of Kanai et al. 2017, section 4.1.1."""
 
     GROUP = "the task"
-    data: str = option("", file_name, "folder with the three text files (required)", "DIR", shown="")
+    data: str = data_option("the three text files")
     vocabulary: int = option(10_000, integer(2), "largest vocabulary of the training text", "N")
     goal: float | None = option(None, real(1.0, exclusive=True, none=True), "stop at this validation perplexity; none")
     decay: float = option(1.1, real(1.0), "divisor of the learning rate after every epoch")
