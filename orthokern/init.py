@@ -321,6 +321,12 @@ def learned_orthogonal_(
     cost of a batch is proportional to the sum of all steps, not to those of the slowest matrix. One synchronisation
     with the device per step.
 
+    Example::
+
+        >>> w = 0.3 * torch.eye(4, 6)
+        >>> bool(learned_orthogonal_(w).converged), bool(((w @ w.mT - torch.eye(4)).abs() < 1e-3).all())
+        (True, True)
+
     Note [Convergence of learned orthogonality]
         With c = 4 lr and W = U S V^T a step does not change U and V, and maps every singular value
             s -> s (1 + c - c s^2),
@@ -517,7 +523,17 @@ def initialize_(
         generator: CPU generator, or None for torch's global one.
         max_angle: for the names in ROTATIONS, their largest angle; None: the published one.
 
-    Raises InputError for another name, and for a max_angle that the initialisation does not have.
+    Returns:
+        t.
+
+    Raises:
+        InputError: another name, a max_angle that the initialisation does not have, or a t that it does not fill.
+
+    Example::
+
+        >>> initialize_(torch.empty(2, 2), "identity")
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
@@ -607,8 +623,27 @@ def skew_generator_(
     With max_angle, in (0, pi], s is in [-max_angle, 0] or, for torus, in [-max_angle, max_angle]; Note [The largest
     angle]. For cayley, u ~ U(0, 2 atan(max_angle)).
 
-    An odd N ends in a zero block of side one. Raises InputError for a name that is not one of SKEW_INITS, and for
-    a max_angle with identity.
+    An odd N ends in a zero block of side one.
+
+    Args:
+        t: [..., N, N] float.
+        name: one of SKEW_INITS.
+        generator: CPU generator, or None for torch's global one.
+        max_angle: the largest angle; None: the published one.
+
+    Returns:
+        t.
+
+    Raises:
+        InputError: t is not float [..., N, N], the name is not one of SKEW_INITS, or max_angle is given for identity or
+            out of range.
+
+    Example::
+
+        >>> l = skew_generator_(torch.empty(4, 4), "cayley")
+        >>> w = torch.matrix_exp(l - l.mT)
+        >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
+        True
     """
     _check(t, "skew_generator_", square=True)
     if name not in SKEW_INITS:
@@ -636,7 +671,24 @@ def skew_generator_(
 @torch.no_grad()
 def haar_rotation_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, N] with Haar-distributed rotations: orthogonal matrices of determinant +1, the ones that are an
-    exponential of a skew matrix. `haar_orthogonal_` has both signs."""
+    exponential of a skew matrix. `haar_orthogonal_` has both signs.
+
+    Args:
+        t: [..., N, N] float.
+        generator: CPU generator, or None for torch's global one.
+
+    Returns:
+        t.
+
+    Raises:
+        InputError: t is not float [..., N, N].
+
+    Example::
+
+        >>> w = haar_rotation_(torch.empty(4, 4))
+        >>> bool((w.det() - 1).abs() < 1e-5)
+        True
+    """
     _check(t, "haar_rotation_", square=True)
     if t.is_meta:
         return t

@@ -428,6 +428,12 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
 
     Cost: O(K) per recurrence.
 
+    Example::
+
+        >>> from orthokern.nn import FactorizedRNN
+        >>> composite_weight_decay(FactorizedRNN(3, 4, margin=0.0)).item()  # four singular values of 1
+        4.0
+
     Note [Weight decay of the composite]
         Value. With U^T U = V^T V = I,
             ||U S V^T||_F^2 = tr(V S U^T U S V^T) = tr(S^2 V^T V) = sum_i s_i^2.

@@ -104,7 +104,16 @@ class CombinedOptimizer(Optimizer):
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
 
-    Raises InputError for no parts, a parameter in two parts, or LBFGS.
+    Raises:
+        InputError: no parts, a part that is not an optimizer, a parameter in two parts, or LBFGS.
+
+    Example::
+
+        >>> weight, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        >>> parts = {"weights": torch.optim.SGD([weight], lr=0.1), "biases": torch.optim.Adam([bias], lr=0.01)}
+        >>> optimizer = CombinedOptimizer(parts)
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.1, 0.01]
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
@@ -288,10 +297,14 @@ def optimizer_for(
         "margin" and "spectrum_map".
 
     Raises:
-        InputError: for a rate that is not a finite number of at least 0, or overflows when it is divided by the margin
-            of a spectrum, for LBFGS, for a model without parameters, for
-            a dict `lr` that lacks a child or has an unknown one, or without a rate of spectra or generators that the
-            model has; or as GeodesicSGD.
+        InputError: one of these:
+            - a rate that is not a finite number of at least 0, or overflows when it is divided by the margin of a
+              spectrum;
+            - `euclidean` is LBFGS;
+            - a model without parameters;
+            - a dict `lr` that lacks a child or has an unknown one;
+            - a dict `lr` without `spectrum_lr` or `skew_lr`, for a model that has spectra or generators;
+            - bases or options that GeodesicSGD does not accept.
 
     Example:
         model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
