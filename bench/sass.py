@@ -343,21 +343,39 @@ def wavefronts(instruction: Instruction) -> int:
     return 0
 
 
+@dataclasses.dataclass
+class Warp:
+    """A warp while `estimate` runs it."""
+
+    block: int
+    position: int = 0
+    ready: float = 0.0
+    boards: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 6)
+    issued: float = 0.0
+    done: list[float] = dataclasses.field(default_factory=list)
+
+
+def pipe_of(instruction: Instruction, model: Model) -> tuple[str, int]:
+    """The pipe that an instruction occupies, "" for none that is modelled, and for how many clocks."""
+    base = instruction.base
+    if base in ("DFMA", "DADD", "DMUL", "DSETP"):
+        return "double", model.double
+    if base == "HMMA":
+        return "tensor", model.tensor
+    if instruction.kind == "fma" or base in ("FADD", "FMUL", "IMAD"):
+        return "fma", model.fma
+    if instruction.kind == "special":
+        return "special", model.special
+    if instruction.kind in ("shared", "shuffle", "global"):
+        return "shared", model.issue_shared
+    return ("integer", model.integer) if instruction.kind in ("float", "integer") else ("", 1)
+
+
 def estimate(
     path: Sequence[Instruction], warps: int, model: Model | None = None, steps: int = 6, blocks: int = 1
 ) -> float:
     """Clocks of one pass over `path` by all warps of `blocks` blocks that have the multiprocessor to themselves."""
     model = model or Model()
-
-    @dataclasses.dataclass
-    class Warp:
-        block: int
-        position: int = 0
-        ready: float = 0.0
-        boards: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 6)
-        issued: float = 0.0
-        done: list[float] = dataclasses.field(default_factory=list)
-
     total = len(path) * steps
     state = [Warp(block=i // warps) for i in range(warps * blocks)]
     pipe_free: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(SCHEDULERS)]
@@ -365,21 +383,6 @@ def estimate(
     at_barrier: list[list[Warp]] = [[] for _ in range(blocks)]
     left = warps * blocks
     clock = 0.0
-
-    def pipe_of(instruction: Instruction) -> tuple[str, int]:
-        base = instruction.base
-        if base.startswith("D") and base in ("DFMA", "DADD", "DMUL", "DSETP"):
-            return "double", model.double
-        if base == "HMMA":
-            return "tensor", model.tensor
-        if instruction.kind == "fma" or base in ("FADD", "FMUL", "IMAD"):
-            return "fma", model.fma
-        if instruction.kind == "special":
-            return "special", model.special
-        if instruction.kind in ("shared", "shuffle", "global"):
-            return "shared", model.issue_shared
-        return ("integer", model.integer) if instruction.kind in ("float", "integer") else ("", 1)
-
     while left:
         issued = False
         soonest = float("inf")
@@ -393,7 +396,7 @@ def estimate(
                 for board in range(6):
                     if instruction.waits >> board & 1:
                         start = max(start, warp.boards[board])
-                name, _ = pipe_of(instruction)
+                name, _ = pipe_of(instruction, model)
                 start = max(start, pipe_free[scheduler][name]) if name else start
                 if start <= clock:
                     ready.append(warp)
@@ -406,7 +409,7 @@ def estimate(
                 soonest = clock + 1
             issued = True
             instruction = path[warp.position % len(path)]
-            name, busy = pipe_of(instruction)
+            name, busy = pipe_of(instruction, model)
             if name:
                 pipe_free[scheduler][name] = clock + busy
             result = clock + model.other_latency
@@ -416,9 +419,7 @@ def estimate(
                 shared_free = begin + taken
                 latency = model.shuffle_latency if instruction.kind == "shuffle" else model.shared_latency
                 result = begin + latency + max(taken - 1, 0)
-            elif name == "special":
-                result = clock + model.special_latency
-            elif name == "double":
+            elif name in ("special", "double"):
                 result = clock + model.special_latency
             elif name == "tensor":
                 result = clock + model.tensor_latency

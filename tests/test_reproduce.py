@@ -428,7 +428,6 @@ def test_a_figure_names_its_runs_as_the_table_does(experiment: Experiment) -> No
 def test_a_figure_shows_the_names_of_its_rows(
     toys: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     drawn: dict[str, Any] = {}
     draw = plots.compare_curves
     monkeypatch.setattr(

@@ -328,22 +328,7 @@ def optimizer_for(
         groups.append({**_group(entries, "rotation", rate), "weight_decay": 0.0})
     if split["skew"]:
         groups.append({**_group(split["skew"], "skew", rates["skew_lr"]), "weight_decay": 0.0})
-    alike: dict[tuple[float | None, str], list[_Entry]] = {}
-    for entry in split["spectrum"]:
-        alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
-    for (margin, spectrum_map), entries in alike.items():
-        constraint = {"margin": margin, "spectrum_map": spectrum_map}
-        if margin is None:
-            groups.append({**_group(entries, "spectrum", rates["spectrum_lr"]), **constraint})
-        else:
-            scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
-            rate = rates["spectrum_lr"] / scale if margin > 0.0 else 0.0
-            if rate > torch.finfo(torch.float32).max:
-                raise InputError(
-                    f"spectrum_lr is {rates['spectrum_lr']:g}, and divided by the margin of {margin:g} it overflows; "
-                    "accepted: a margin of 0, or a larger one"
-                )
-            groups.append({**_group(entries, "spectrum", rate), **constraint, "weight_decay": 0.0})
+    groups += _spectrum_groups(split["spectrum"], rates.get("spectrum_lr"))  # without spectra there may be none
     if groups:
         parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
     for module in model.modules():
@@ -398,6 +383,31 @@ def _by_child(
         own = [entry for entry in entries if entry.name.partition(".")[0] == child]
         if own:
             yield child, rate, own
+
+
+def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, Any]]:
+    """One group for the spectra of each margin and map, see `optimizer_for`.
+
+    Raises InputError for a rate that overflows when it is divided by the margin.
+    """
+    alike: dict[tuple[float | None, str], list[_Entry]] = {}
+    for entry in entries:
+        alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
+    groups: list[dict[str, Any]] = []
+    for (margin, spectrum_map), same in alike.items():
+        constraint = {"margin": margin, "spectrum_map": spectrum_map}
+        if margin is None:
+            groups.append({**_group(same, "spectrum", spectrum_lr), **constraint})
+            continue
+        scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
+        rate = spectrum_lr / scale if margin > 0.0 else 0.0
+        if rate > torch.finfo(torch.float32).max:
+            raise InputError(
+                f"spectrum_lr is {spectrum_lr:g}, and divided by the margin of {margin:g} it overflows; "
+                "accepted: a margin of 0, or a larger one"
+            )
+        groups.append({**_group(same, "spectrum", rate), **constraint, "weight_decay": 0.0})
+    return groups
 
 
 def _group(entries: list[_Entry], role: str, lr: float) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""The problems, paths and comparison that the tests of the CUDA scans share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from helpers import GruProblem, ScanProblem, assert_matches_reference, run_scan
+from torch import Tensor
+
+from orthokern._scan_contract import Map, ScanOptions
+from orthokern.cuda import _scan
+
+OPS = ("factored_scan", "dense_scan")
+RESIDENT, CLUSTER, STEPS = 0, 1, 2
+PATHS = {
+    "resident": {"path": RESIDENT, "group": 1},
+    "resident-pairs": {"path": RESIDENT, "group": 2},
+    "resident-4": {"path": RESIDENT, "group": 4},
+    "cluster-1": {"path": CLUSTER, "cluster": 2, "group": 1},
+    "cluster-2": {"path": CLUSTER, "cluster": 2, "group": 2},
+    "cluster-4": {"path": CLUSTER, "cluster": 4, "group": 4},
+    "cluster-8": {"path": CLUSTER, "cluster": 2, "group": 8},
+    "streamed": {"path": CLUSTER, "cluster": 4, "group": 4, "shared_chunks": 0},
+    "steps": {"path": STEPS},
+    "steps-2": {"path": STEPS, "cluster": 2},
+    "steps-4": {"path": STEPS, "cluster": 4},
+}
+KINDS = ("dense", "features", "tokens")
+GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "steps": {"path": 1}}
+
+run = functools.partial(run_scan, backend="cuda")
+
+
+def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
+    """Parity of everything that comes out of one problem; returns it."""
+    inexact = problem.to(torch.float32)
+    untouched = inexact.map(torch.clone)
+    exact = inexact.to(torch.float64)
+    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
+    expected, plain = (run_scan(p, "reference", **same) for p in (exact, inexact))
+    actual = run(inexact, **options)
+    for name in actual:
+        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
+            continue
+        gradient = name.startswith("grad_")
+        assert_matches_reference(actual[name], expected[name], plain[name], name=name, gradient=gradient)
+    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+    return actual
+
+
+def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, Tensor]:
+    """Parity of everything that comes out of one problem; returns it."""
+    inexact = problem.map(Tensor.float)
+    untouched = inexact.map(torch.clone)
+    expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
+    actual = inexact.run("cuda", lengths=lengths)
+    for name, tensor in actual.items():
+        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
+    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+    return actual
+
+
+def plan(
+    op: str,
+    N: int,
+    B: int,
+    *,
+    K: int | None = None,
+    backward: bool = True,
+    tokens: bool = False,
+    models: int = 1,
+) -> dict[str, int]:
+    rank = N if K is None else K
+    map_ = Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    if op == "dense_scan":
+        map_ = Map(None, None, torch.empty(N, N))
+    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens, models=models).plan

@@ -1,0 +1,142 @@
+"""The CUDA scans on the host harness: which path serves which size, and on which device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_cases import CLUSTER, OPS, PATHS, RESIDENT, STEPS, check, plan, run
+from helpers import (
+    GruProblem,
+    scan_problem,
+)
+from torch import Tensor
+
+from orthokern.cuda import _call
+
+
+def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every native function works on the device of its tensors; torch's current device stays what it was."""
+    called: dict[str, list[int]] = {}
+
+    class There:
+        """The harness, with every tensor on cuda:1."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(arguments: dict[str, Any]) -> Any:
+                harness.devices_used()
+                result = getattr(harness, name)({**arguments, "device": 1})
+                assert harness.current_device() == 0, name
+                called.setdefault(name, []).extend(harness.devices_used())
+                return result
+
+            return call
+
+    monkeypatch.setattr(_call, "kernels", There())
+    for op in OPS:
+        run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
+        ragged = torch.tensor([1, 2, 5])
+        for path in ("resident", "cluster-1", "steps"):
+            monkeypatch.setattr(_call, "overrides", PATHS[path])
+            run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
+        monkeypatch.setattr(_call, "overrides", {})
+    GruProblem.random("kanai", 3, 2, 9).map(Tensor.float).run("cuda", lengths=torch.tensor([1, 3]))
+    x, slope = torch.randn(4, 6), torch.tensor([0.3])
+    torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
+    torch.ops.orthokern.activation_bwd(x, x, slope, "prelu", "cuda")
+    torch.ops.orthokern.cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1), "cuda")
+    sized = called.pop("cayley_workspace")  # from sizes alone
+    assert not sized and all(set(devices) == {1} for devices in called.values()), called
+    assert set(called) >= {f"{op}{part}" for op in (*OPS, "gru_scan") for part in ("", "_plan")}
+    assert set(called) >= {"scan_carry", "activation_fwd", "activation_bwd", "activation_workspace", "cayley"}
+
+    sizes = {
+        "T": 1,
+        "B": 5,
+        "N": 3000,
+        "K": 3000,
+        "sequences": 5,
+        "of_model": 5,
+        "chunk": 1,
+        "backward": 0,
+        "overrides": {"path": RESIDENT},
+    }
+    sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0, "cut": 0}
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        harness.factored_scan_plan({**sizes, "device": 1})
+    assert harness.current_device() == 0  # after an error too
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_path_by_size(op: str, harness: Any) -> None:
+    largest = 160 if op == "factored_scan" else 192
+    assert plan(op, largest, 50)["path"] == RESIDENT
+    assert plan(op, largest + 1, 50)["path"] == CLUSTER
+    assert plan(op, 1024, 50)["path"] == CLUSTER
+    assert plan(op, 1025, 50)["path"] == STEPS
+    # 35 tiles for each 32 sequences, on 132 multiprocessors
+    assert [plan(op, 1100, B)["cluster"] for B in (1, 32, 50, 64, 100)] == [4, 4, 2, 2, 1]
+    harness.set_chip(major=8, minor=0, multiprocessors=108, shared_per_block=163 << 10)
+    assert plan(op, largest, 50)["path"] == RESIDENT
+    assert plan(op, largest + 1, 50)["path"] == STEPS and plan(op, 1100, 1)["cluster"] == 1
+    harness.set_chip(major=8, minor=9, multiprocessors=142, shared_per_block=99 << 10)
+    assert plan(op, largest, 50)["path"] == RESIDENT
+    harness.set_chip(largest_cluster=8)
+    assert plan(op, 512, 50)["path"] == CLUSTER
+    assert plan(op, 513, 50)["path"] == STEPS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_code_for_older_gpus_has_no_clusters(op: str, harness: Any, override: Any) -> None:
+    """A build for sm_80 alone on an H200: the driver compiles its PTX, whose code traps where it needs clusters."""
+    for code, path, split in ((80, STEPS, 1), (90, CLUSTER, 4)):
+        harness.set_chip(code=code)
+        assert plan(op, 100, 50)["path"] == RESIDENT
+        assert (plan(op, 500, 50)["path"], plan(op, 1100, 1)["cluster"]) == (path, split)
+    harness.set_chip(code=80)
+    check(scan_problem(op, B=3, T=3, N=257))
+    override({"path": CLUSTER})
+    with pytest.raises(RuntimeError, match="does not serve this size"):
+        plan(op, 500, 50)
+    override({"path": STEPS, "cluster": 2})
+    with pytest.raises(RuntimeError, match="no clusters of 2 blocks on this device with this build"):
+        plan(op, 500, 50)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sequences_are_spread_over_the_gpu(op: str) -> None:
+    # a multiprocessor holds two blocks of a dense map
+    expected = [1, 1, 2, 2, 4, 8] if op == "factored_scan" else [1, 1, 1, 1, 2, 4]
+    assert [plan(op, 128, B)["group"] for B in (1, 132, 133, 264, 265, 1000)] == expected
+    # chunks of time are one wave of blocks, and the waves of larger batches are full
+    assert plan(op, 128, 50 * 100, backward=False)["blocks"] == (132 if op == "factored_scan" else 250)
+    assert plan(op, 128, 50 * 100)["blocks"] == (132 if op == "factored_scan" else 500)
+    assert plan(op, 128, 50 * 100, backward=False)["shared_bytes"] <= 227 << (10 if op == "factored_scan" else 9)
+    groups = [plan(op, 150, B)["group"] for B in (1, 132, 133, 265, 1000)]
+    assert groups == [1, 1, 2, 3 if op == "factored_scan" else 4, 8]  # one at a time, or pairs
+    few, many = plan(op, 500, 1), plan(op, 500, 50)
+    assert (few["cluster"], few["group"], few["blocks"]) == (8, 1, 8)
+    assert many["cluster"] == 8 and many["blocks"] <= 132  # all of them run at one time
+    assert plan(op, 1000, 50)["cluster"] == 16
+    # 5 models of 50: two sequences a block, 25 blocks a model; models of one or two sequences: no empty slots
+    of_models = [plan(op, 64, B, models=models) for B, models in ((250, 5), (200, 200), (1000, 1000), (2000, 1000))]
+    assert [(made["group"], made["blocks"]) for made in of_models] == [(2, 125), (1, 200), (1, 1000), (2, 1000)]
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_shared_memory_stays_within_the_limit(shared: int, harness: Any) -> None:
+    harness.set_chip(shared_per_block=shared)
+    for op in OPS:
+        for N in (1, 64, 100, 128, 150, 160, 192, 200, 256, 257, 500, 512, 700, 1000, 1024):
+            for B in (1, 50, 200, 3000):
+                for backward in (False, True):
+                    made = plan(op, N, B, backward=backward, tokens=not backward)
+                    assert made["shared_bytes"] <= shared, (op, N, B, made)
+
+
+def test_a_path_that_cannot_serve_says_so(override: Any) -> None:
+    override({"path": RESIDENT})
+    with pytest.raises(RuntimeError, match="does not serve this size") as caught:
+        plan("factored_scan", 300, 5)
+    assert "\n" not in str(caught.value)
