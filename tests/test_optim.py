@@ -535,9 +535,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[f
 def test_combined_trains(euclidean: Any) -> None:
     model = Model()
     frozen = model.fixed.spectrum_l0.detach().clone()
-    optimizer = optimizer_for(
-        model, lr=0.02, geodesic_lr=1e-2, spectrum_lr=1e-3, euclidean=euclidean, max_basis_grad_norm=1.0
-    )
+    optimizer = optimizer_for(model, lr=0.02, geodesic_lr=1e-2, spectrum_lr=1e-3, euclidean=euclidean, basis_clip=1.0)
     losses = train(model, optimizer, 20)
     assert sum(losses[-5:]) < sum(losses[:5])
     assert all(m.orthogonality_error() < 3e-6 for m in (model.near, model.free, model.fixed))

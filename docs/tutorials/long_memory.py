@@ -76,7 +76,7 @@ optimizer = optimizer_for(
     lr={"rnn": 1e-3, "readout": 2e-2},
     spectrum_lr=0.02 / T,
     geodesic_lr=0.01 / T,
-    max_basis_grad_norm=1.0,
+    basis_clip=1.0,
 )
 for group in optimizer.param_groups:
     print(group["role"], f"{group['lr']:.2g}", [tuple(p.shape) for p in group["params"]])

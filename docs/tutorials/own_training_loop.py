@@ -72,7 +72,7 @@ for role, parameters in split_parameters(model).items():
 # checkpoints work as usual. Any torch optimizer can serve the other parameters.
 
 # %%
-optimizer = optimizer_for(model, lr=2e-3, geodesic_lr=1e-2, euclidean=torch.optim.Adam, max_basis_grad_norm=1.0)
+optimizer = optimizer_for(model, lr=2e-3, geodesic_lr=1e-2, euclidean=torch.optim.Adam, basis_clip=1.0)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
 losses, errors = [], []
 for iteration in range(200):
@@ -128,9 +128,7 @@ path = Path("recall.pt")
 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
 
 resumed = Recall()
-resumed_optimizer = optimizer_for(
-    resumed, lr=2e-3, geodesic_lr=1e-2, euclidean=torch.optim.Adam, max_basis_grad_norm=1.0
-)
+resumed_optimizer = optimizer_for(resumed, lr=2e-3, geodesic_lr=1e-2, euclidean=torch.optim.Adam, basis_clip=1.0)
 saved = torch.load(path, weights_only=True)
 resumed.load_state_dict(saved["model"])
 resumed_optimizer.load_state_dict(saved["optimizer"])

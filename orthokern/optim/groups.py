@@ -256,7 +256,7 @@ def optimizer_for(
     spectrum_lr: float | None = None,
     skew_lr: float | None = None,
     euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
-    max_basis_grad_norm: float | None = None,
+    basis_clip: float | None = None,
     geodesic: Callable[..., Optimizer] = GeodesicSGD,
     geodesic_options: Mapping[str, Any] | None = None,
     **euclidean_kwargs: Any,
@@ -285,7 +285,7 @@ def optimizer_for(
         skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
             generators. The literature uses `lr` / 10.
         euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
-        max_basis_grad_norm: clip the joint gradient norm of all bases of the model; None: no clipping.
+        basis_clip: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
         geodesic_options: further keyword arguments of `geodesic`.
         euclidean_kwargs: further keyword arguments of `euclidean`. `maximize` is also that of `geodesic`, unless
@@ -321,7 +321,7 @@ def optimizer_for(
     if split["geodesic"]:
         group = _group(split["geodesic"], "geodesic", geodesic_lr)
         shared = {name: euclidean_kwargs[name] for name in ("maximize",) if name in euclidean_kwargs}
-        options = {"max_grad_norm": max_basis_grad_norm, **shared, **(geodesic_options or {})}
+        options = {"max_grad_norm": basis_clip, **shared, **(geodesic_options or {})}
         parts["geodesic"] = geodesic([group], geodesic_lr, **options)
     groups = [_group(entries, child or "other", rate) for child, rate, entries in _by_child(split["other"], lr)]
     for _, rate, entries in _by_child(split["rotation"], lr):

@@ -256,7 +256,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         spectrum_lr=lr if settings.spectrum_lr is None else settings.spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
         euclidean=kind,
-        max_basis_grad_norm=settings.basis_clip,
+        basis_clip=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
         geodesic_options={"backend": settings.backend, **(moments if rmsprop else {})},
         **options,
