@@ -10,11 +10,13 @@ Note [Dynamic trivialisation]
     to the orthogonal matrices.
 
     The base moves directly after a step of an optimizer of A, by a hook that torch runs after the steps of all
-    optimizers. A forward changes nothing, so it may run any number of times: for accumulated gradients, again in a
-    backward (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all
-    replicas move after the same steps. Steps that are not taken by a torch.optim.Optimizer (captured in a CUDA graph,
-    or in a loop that changes parameters itself) do not move the base: call `rebase` between such steps. A backward
-    through a forward before the move raises torch's error about a tensor modified in place, as after any step.
+    optimizers. Where an optimizer with these parameters runs another in its step, as a ZeroRedundancyOptimizer does to
+    step the parameters of its rank before it sends them to the other ranks, the step of the outer one counts. A forward
+    changes nothing, so it may run any number of times: for accumulated gradients, again in a backward
+    (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all replicas move
+    after the same steps. Steps that are not taken by a torch.optim.Optimizer (captured in a CUDA graph, or in a loop
+    that changes parameters itself) do not move the base: call `rebase` between such steps. A backward through a forward
+    before the move raises torch's error about a tensor modified in place, as after any step.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -31,6 +33,7 @@ Note [Optimizer state at a move]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -55,8 +58,9 @@ OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # names in torch.optim
 FLATTEST = 0.1
 
-# modules with rebase_every, and module -> its optimizers; not attributes, so that a module can be copied and pickled
-_moving: weakref.WeakSet[_Exponential] = weakref.WeakSet()
+# Complete modules by id, and module -> its optimizers; not attributes, so that a module can be copied and pickled.
+# The first is not a WeakSet, which must not be iterated over while another thread makes a module.
+_modules: weakref.WeakValueDictionary[int, _Exponential] = weakref.WeakValueDictionary()
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
 
@@ -109,7 +113,6 @@ class _Exponential(Recurrent):
         self.optimizer_state = optimizer_state
         self._uses = 0  # steps of an optimizer since the last move of the base
         self._rebases = 0
-        self._follow_steps()
 
     def _register_exponential(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
         n = self.hidden_size
@@ -191,8 +194,8 @@ class _Exponential(Recurrent):
         self._follow_steps()
 
     def _follow_steps(self) -> None:
-        if self.rebase_every is not None:
-            _moving.add(self)
+        """Called when the module is complete: from then on, its base moves after steps of its optimizers."""
+        _modules[id(self)] = self
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
         """Apply moves of the base to this optimizer's state before its first step. (Later this is automatic.)
@@ -209,16 +212,39 @@ class _Exponential(Recurrent):
 
     def _held_by(self, optimizer: Optimizer) -> bool:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(parameter) in held for parameter, _ in self._skews())
+        return any(id(parameter) in held for parameter, _ in self._raw_skews() if parameter is not None)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimizer: moves the base after every `rebase_every` steps."""
         if self.rebase_every is None or not self._held_by(optimizer):
             return
         _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
+        if any(self._held_by(outer) for outer in _around(optimizer)):
+            return
+        if getattr(optimizer, "_overlap_with_ddp", False):  # what it steps in the backward may still be under way
+            raise InputError("rebase_every is set, and the optimizer has overlap_with_ddp=True; accepted: False")
+        self._check_ties()
         self._uses += 1
         if self._uses >= self.rebase_every:
             self.rebase()
+
+    def _raw_skews(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """(parameter, base) of every recurrence without checks, for modules that the step at hand may not concern; None
+        for one that is replaced by another attribute."""
+        for suffix in self._suffixes():
+            yield self._parameters.get(f"skew_{suffix}"), self._buffers.get(f"base_{suffix}")
+
+    def _check_ties(self) -> None:
+        """Rejects a skew parameter of this module that is also that of a recurrence with another base: a move would set
+        it to 0 and change one of the bases."""
+        own = {id(parameter): base for parameter, base in self._raw_skews() if parameter is not None}
+        for module in _alive():
+            for suffix, (parameter, base) in zip(module._suffixes(), module._raw_skews(), strict=True):
+                if parameter is not None and id(parameter) in own and base is not own[id(parameter)]:
+                    raise InputError(
+                        f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
+                        f"{self.rebase_every}; accepted: tie base_{suffix} too, or rebase_every=None"
+                    )
 
     def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, base) of every recurrence."""
@@ -293,13 +319,36 @@ def _parts(optimizer: Optimizer) -> list[Optimizer]:
     return list(parts.values())
 
 
+def _alive() -> list[_Exponential]:
+    """All modules that are complete."""
+    return [module for reference in _modules.valuerefs() if (module := reference()) is not None]
+
+
+# of the frame in which torch runs a step of an optimizer, with its hooks
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _around(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers of which a step in this thread runs this optimizer's step, without combined ones.
+
+    Read from the stack: a count by hooks before and after a step would be wrong after a step that raises.
+    """
+    found: list[Optimizer] = []
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is _STEP:
+            found.append(frame.f_locals["args"][0])
+        frame = frame.f_back
+    return [outer for outer in found if outer is not optimizer and _parts(outer) == [outer]]
+
+
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # the hook also runs for each part of a combined optimizer
-    if not _moving or _parts(optimizer) != [optimizer] or _capturing():
+    if not _modules or _parts(optimizer) != [optimizer] or _capturing():
         return
-    for module in list(_moving):
+    for module in _alive():
         module._stepped(optimizer)
 
 

@@ -31,7 +31,8 @@ class ExpRNN(_Exponential):
         max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
             most pi; None: the published one, pi, 1 and pi.
         rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
-            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
+            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B). Of modules that
+            share skew_l0, base_l0 must be shared too, and again after a conversion that copies buffers.
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
             moments to the new chart exactly and keeps second moments; "reset" deletes the state; "keep" keeps it, as
@@ -42,7 +43,8 @@ class ExpRNN(_Exponential):
     strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:
     base_l0 [N,N]. The state_dict also has the counters of steps and moves.
 
-    Raises InputError for a bad argument, and in forward on a CPU for an A that is not finite or too large.
+    Raises InputError for a bad argument; in forward on a CPU for an A that is not finite or too large; and, with
+    `rebase_every`, in a step of the optimizer for a skew parameter that is shared without its base.
 
     Example::
 
@@ -89,6 +91,7 @@ class ExpRNN(_Exponential):
             self._register_exponential(suffix, device, dtype)
             self._register_common(suffix, device, dtype)
         self.reset_parameters()
+        self._follow_steps()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""

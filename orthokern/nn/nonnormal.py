@@ -144,6 +144,7 @@ class NonNormalRNN(_Exponential):
                 self._register(f"triangle_{suffix}", (n, n), device, dtype)
             self._register_common(suffix, device, dtype)
         self.reset_parameters()
+        self._follow_steps()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters, as the class documentation says; input weights and bias as in ExpRNN."""

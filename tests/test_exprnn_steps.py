@@ -1,0 +1,170 @@
+"""Bases of ExpRNN and NonNormalRNN after steps of optimizers: unfinished modules, nested optimizers, tied weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from orthokern import InputError
+from orthokern.nn import ExpRNN, NonNormalRNN
+from orthokern.optim import optimizer_for
+
+F64 = torch.float64
+
+
+def make(**options: Any) -> ExpRNN:
+    torch.manual_seed(3)
+    return ExpRNN(3, 6, dtype=F64, **options)
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, 2, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(inputs())[0].square().mean().backward()
+        optimizer.step()
+
+
+def step_of_another_model() -> None:
+    layer = nn.Linear(2, 2)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(ExpRNN, {"device": "nowhere"}), (ExpRNN, {"dtype": torch.int8}), (NonNormalRNN, {"mask": "blok"})],
+)
+def test_a_module_that_was_refused_does_not_disturb_other_optimizers(
+    kind: type[ExpRNN] | type[NonNormalRNN], options: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError) as kept:  # its traceback holds the unfinished module
+        kind(3, 6, rebase_every=1, **options)
+    step_of_another_model()
+    assert kept is not None
+
+
+def test_only_the_optimizer_that_holds_a_module_checks_it() -> None:
+    rnn = make(rebase_every=1)
+    optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
+    rnn.skew_l0 = nn.Parameter(torch.zeros(4, 4, dtype=F64))
+    step_of_another_model()
+    optimizer.add_param_group({"params": [rnn.skew_l0]})
+    with pytest.raises(InputError, match="skew_l0"):
+        optimizer.step()
+
+
+class Sharded(torch.optim.Optimizer):
+    """An optimizer that runs another on the same parameters in its step, and then sets them, as one that receives them
+    from another process does."""
+
+    def __init__(self, parameters: Any, fails: bool = False) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.Adam(self.param_groups, lr=0.1)
+        self.fails = fails
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("no step")
+        self.inner.step()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        received = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p, value in zip(parameters, received, strict=True):
+                p.copy_(value)
+
+
+def test_the_step_of_the_outer_optimizer_counts() -> None:
+    rnn = make(rebase_every=2)
+    plain = copy.deepcopy(rnn)
+    outer = Sharded(rnn.parameters())
+    with pytest.raises(RuntimeError, match="no step"):  # leaves nothing behind
+        Sharded(rnn.parameters(), fails=True).step()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for done in range(1, 6):
+        train(rnn, outer, 1)
+        train(plain, optimizer, 1)
+        assert (rnn._uses, rnn._rebases) == (done % 2, done // 2) == (plain._uses, plain._rebases)
+    # the state of the inner optimizer was transported
+    assert torch.equal(rnn.recurrent_matrix(), plain.recurrent_matrix())
+    assert torch.equal(outer.inner.state[rnn.skew_l0]["exp_avg"], optimizer.state[plain.skew_l0]["exp_avg"])
+
+
+def test_a_sharded_optimizer_may_be_a_part_of_a_combined_one() -> None:
+    rnn = make(rebase_every=2)
+    optimizer = optimizer_for(rnn, euclidean=lambda groups, lr: Sharded(groups))
+    train(rnn, optimizer, 3)
+    assert (rnn._uses, rnn._rebases) == (1, 1)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_with_a_zero_redundancy_optimizer(one_process: None) -> None:
+    rnn = make(rebase_every=2)
+    plain = copy.deepcopy(rnn)
+    train(rnn, ZeroRedundancyOptimizer(rnn.parameters(), torch.optim.Adam, lr=0.1), 5)
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.1), 5)
+    assert (rnn._uses, rnn._rebases) == (plain._uses, plain._rebases) == (1, 2)
+    assert torch.equal(rnn.recurrent_matrix(), plain.recurrent_matrix())
+
+
+def test_an_optimizer_that_steps_in_the_backward_is_refused() -> None:
+    rnn = make(rebase_every=2)
+    optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
+    optimizer._overlap_with_ddp = True  # type: ignore[attr-defined]  # of a ZeroRedundancyOptimizer
+    with pytest.raises(InputError, match="overlap_with_ddp=True; accepted: False"):
+        optimizer.step()
+
+
+class Pair(nn.Module):
+    def __init__(self, first: ExpRNN, second: ExpRNN) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.first(x)[0] + self.second(x)[0],)
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_a_skew_parameter_shared_without_its_base_is_refused(every: int | None) -> None:
+    first, second = make(rebase_every=1, init="orthogonal"), make(rebase_every=every, init="orthogonal")
+    second.skew_l0 = first.skew_l0
+    with pytest.raises(InputError, match="tie base_l0 too"):
+        train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
+    first.rebase_every = second.rebase_every = None
+    train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
+
+
+def test_layers_that_share_a_skew_parameter_without_its_base_are_refused() -> None:
+    rnn = make(rebase_every=1, num_layers=2)
+    rnn.skew_l1 = rnn.skew_l0
+    with pytest.raises(InputError, match="tie base_l. too"):
+        train(rnn, torch.optim.SGD(rnn.parameters(), lr=0.5), 1)
+
+
+@pytest.mark.parametrize("every", [(1, 1), (2, 2), (1, None)])
+def test_tied_bases_train_as_one(every: tuple[int, int | None]) -> None:
+    first, second = make(rebase_every=every[0]), make(rebase_every=every[1])
+    second.skew_l0, second.base_l0 = first.skew_l0, first.base_l0
+    before = first.recurrent_matrix().detach().clone()
+    model = Pair(first, second)
+    assert len({id(p) for p in model.parameters()}) == 5
+    train(model, torch.optim.SGD(model.parameters(), lr=0.5), 4)
+    w = first.recurrent_matrix().detach()
+    assert torch.equal(w, second.recurrent_matrix())
+    assert float((w - before).abs().max()) > 1e-3
+    assert first.orthogonality_error() < 1e-13
