@@ -3,8 +3,10 @@
 Note [The basis that a module keeps]
     In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on that start.
     So the basis is part of a module's state. It changes only in a forward in training mode with gradients, is in the
-    state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. The same parameters,
-    basis and inputs give the same bits, also after a resume, and after any number of evaluations in between.
+    state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. It is an attribute of
+    the module by this name, since torch.distributed.checkpoint resolves the keys of a state_dict, but not a buffer,
+    whose absence load_state_dict would report. The same parameters, basis and inputs give the same bits, also after a
+    resume, and after any number of evaluations in between.
 """
 
 from __future__ import annotations
@@ -56,12 +58,18 @@ def loss(
     del options["checkpoint_every"]
     found = functional.scan_cross_entropy(
         data, matrix, weight, target, h0,
-        bias=added, readout_bias=bias, reduction=reduction, algorithm=algorithm, basis=module._bases.get(suffix),
+        bias=added, readout_bias=bias, reduction=reduction, algorithm=algorithm, basis=_basis(module, suffix),
         **options,
     )  # fmt: skip
     if module.training and torch.is_grad_enabled() and found.basis is not None:
-        module._bases[suffix] = found.basis
+        setattr(module, KEY + suffix, found.basis)
     return found
+
+
+def _basis(module: Recurrent, suffix: str) -> Tensor | None:
+    """The basis that the module keeps for a recurrence."""
+    basis: Tensor | None = getattr(module, KEY + suffix, None)
+    return basis
 
 
 def state_bytes(
@@ -109,21 +117,23 @@ def described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tu
     return matrix, {
         "ids": ids and module.num_layers == 1, "lengths": lengths, "activation": module.nonlinearity,
         "message_clip": module.message_clip, "backend": module.backend, "algorithm": algorithm,
-        "basis": module._bases.get(suffix),
+        "basis": _basis(module, suffix),
     }  # fmt: skip
 
 
 def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:
     """Writes the bases into a state_dict."""
-    for suffix, basis in module._bases.items():
-        destination[f"{prefix}{KEY}{suffix}"] = basis
+    for suffix in module._suffixes():
+        basis = _basis(module, suffix)
+        if basis is not None:
+            destination[f"{prefix}{KEY}{suffix}"] = basis
 
 
 def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
     """Loads the bases of a state_dict, and removes their keys from the unexpected ones."""
-    module._bases = {}
     N = module.hidden_size
     for suffix in module._suffixes():
+        vars(module).pop(KEY + suffix, None)
         key = f"{prefix}{KEY}{suffix}"
         basis = state_dict.get(key)
         if basis is None:
@@ -137,4 +147,4 @@ def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected:
                 f"{key} {got}, which is no basis of {N} units; accepted: [N, 2M] with N = {N}, 2M from N to 2N"
             )
             continue
-        module._bases[suffix] = basis.detach().to(torch.float64, copy=True)
+        setattr(module, KEY + suffix, basis.detach().to(torch.float64, copy=True))

@@ -100,7 +100,6 @@ class Recurrent(nn.Module):
         self.precision = precision
         self.message_clip = finite("message_clip", message_clip, ", 0 or more")
         self.gain = finite("gain", gain, " above 0")
-        self._bases: dict[str, Tensor] = {}  # Note [The basis that a module keeps]
 
     # -- parameters
 
