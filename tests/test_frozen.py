@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_small_calls import KINDS, D, N, made
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import cpu
@@ -48,6 +50,21 @@ def test_the_results_of_the_module(kind: str, options: dict[str, Any]) -> None:
         close(found, tuple(t.detach() for t in module(*call)))
     packed = pack_sequence([torch.randn(n, D, dtype=dtype) for n in (2, 5, 3)], enforce_sorted=False)
     close(frozen(packed)[0].data, module(packed)[0].data.detach())
+
+
+@pytest.mark.parametrize("changed", ["pruned", "weight norm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_computed_from_others(kind: str, changed: str) -> None:
+    module, x = made(kind), torch.randn(4, 2, D)
+    name = "weight_ih_l0"
+    if changed == "pruned":
+        prune.random_unstructured(module, name, amount=0.5)
+    else:
+        weight_norm(module, name)
+    frozen = module.frozen()
+    assert name in dict(frozen.named_buffers()) and name not in vars(frozen)
+    close(frozen(x), tuple(t.detach() for t in module(x)))
+    assert frozen.step(x[0])[0].shape == (2, N)
 
 
 @pytest.mark.parametrize(

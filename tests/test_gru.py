@@ -8,11 +8,14 @@ import pytest
 import torch
 from helpers import batch_in
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import GRU
+from orthokern.optim import SpectralNormProjection
 
 F64 = torch.float64
 
@@ -155,6 +158,32 @@ def test_wrong_calls() -> None:
         assert str(caught.value).startswith(message)
     with pytest.raises(InputError, match="unknown inputs 'some'"):
         module.spectral_constraints("some")
+
+
+@pytest.mark.parametrize("changed", ["pruned", "weight norm"])
+@pytest.mark.parametrize("kind", [GRU, nn.GRU])
+def test_weights_that_are_computed_from_others_are_not_projected(kind: Any, changed: str) -> None:
+    for name, inputs, fine in (
+        ("weight_hh_l0_reverse", "none", False),
+        ("weight_ih_l0", "all", False),
+        ("weight_ih_l0", "upper", True),
+        ("weight_ih_l1", "none", True),
+    ):
+        module = kind(3, 4, 2, bidirectional=True)
+        assert len(SpectralNormProjection(module, inputs=inputs).matrices) == {"none": 4, "upper": 6, "all": 8}[inputs]
+        if changed == "pruned":
+            prune.random_unstructured(module, name, amount=0.5)
+        else:
+            weight_norm(module, name)
+        if fine:
+            SpectralNormProjection(module, inputs=inputs)
+            continue
+        with pytest.raises(InputError, match=f"{name} of .* is computed from others; accepted: a parameter"):
+            SpectralNormProjection(module, inputs=inputs)
+
+
+def test_a_frozen_gru_has_nothing_to_project() -> None:
+    assert GRU(3, 4, 2).frozen().spectral_constraints("all") == []  # type: ignore[operator]
 
 
 # --------------------------------------------------------------------------------------------------------------- theory

@@ -153,7 +153,8 @@ class FrozenGRU(_Frozen, GRU):
     def __init__(self, source: GRU) -> None:
         torch.nn.Module.__init__(self)
         for name, value in vars(source).items():
-            if name not in vars(self):  # the settings, but no attributes of nn.Module
+            # the settings, but no attributes of nn.Module, and no weights that are attributes, as after pruning
+            if name not in vars(self) and name not in source._shapes:
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
         for name in self._shapes:

@@ -19,6 +19,7 @@ from orthokern.nn._layouts import Cuts
 from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
+from orthokern.ops._checks import own_parameter
 from orthokern.ops._linear import linear
 from orthokern.ops.gru_scan import VARIANTS, gru_scan_with_last
 
@@ -149,6 +150,12 @@ class GRU(TorchRecurrent):
         Args:
             inputs: the input matrices W_in in addition to all W_hn: of the layers above the first ("upper"), of all
                 layers ("all", as in eq. 10), or "none".
+
+        Returns:
+            (parameter [3N, D] or [3N, N], slice of N rows) of each; none of a frozen GRU, which has no parameters.
+
+        Raises:
+            InputError: another `inputs`, or a weight that is computed from others (pruned, parametrized).
         """
         accepted = ("upper", "all", "none")
         if inputs not in accepted:
@@ -158,8 +165,9 @@ class GRU(TorchRecurrent):
         for suffix in self._suffixes():
             if inputs == "all" or (inputs == "upper" and suffix not in ("l0", "l0_reverse")):
                 names.append(f"weight_ih_{suffix}")
-        found = [(self._tensor(name), rows) for name in names]
-        return [(parameter, rows) for parameter, rows in found if isinstance(parameter, nn.Parameter)]
+        found = [own_parameter(self, name) for name in names if name not in self._buffers]
+        # torch.func.functional_call puts other tensors in the place of parameters
+        return [(parameter, rows) for parameter in found if isinstance(parameter, nn.Parameter)]
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         return (self._tensor(f"weight_hh_{suffix}"),)

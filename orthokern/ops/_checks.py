@@ -10,7 +10,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orthokern._activations import ACTIVATIONS
 from orthokern.dispatch import dtype_name
@@ -54,6 +54,17 @@ def whole(argument: str, tensor: Tensor) -> None:
             f"{argument} is a DTensor, of which this process has a part; accepted: a whole tensor, as under "
             "DistributedDataParallel"
         )
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """A parameter of a module. Rejects a weight that is an attribute made of other parameters."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise InputError(
+            f"{name} of {type(module).__name__} is computed from others; accepted: a parameter "
+            "(remove the pruning or parametrization first)"
+        )
+    return parameter
 
 
 def is_float(argument: str, tensor: Tensor) -> None:

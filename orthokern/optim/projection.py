@@ -17,6 +17,7 @@ from orthokern._products import ieee_products
 from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import spectral
+from orthokern.ops._checks import own_parameter
 from orthokern.optim._checks import check_certificate, check_constrained, check_matrix
 from orthokern.optim._clip import clip_
 
@@ -127,8 +128,8 @@ class SpectralNormProjection:
             only steps and checks.
 
     Raises:
-        InputError: for a delta outside (0, 2), for arguments that are not matrices, and from ``step`` for NaN or
-            infinity, which "products" turns into a matrix of NaN.
+        InputError: for a delta outside (0, 2), for arguments that are not matrices, for weights of a GRU that are
+            pruned or parametrized, and from ``step`` for NaN or infinity, which "products" turns into a matrix of NaN.
 
     Example::
 
@@ -589,9 +590,9 @@ def _of_module(module: nn.Module, inputs: str) -> list[Any]:
             found += constraints(inputs)
         elif isinstance(part, nn.GRU):
             rows = slice(2 * part.hidden_size, 3 * part.hidden_size)
-            for name, parameter in part.named_parameters():
-                layer = name.split("_l")[1].removesuffix("_reverse") if "_l" in name else ""
-                upper = name.startswith("weight_ih") and (inputs == "all" or (inputs == "upper" and layer != "0"))
-                if name.startswith("weight_hh") or upper:
-                    found.append((parameter, rows))
+            ways = ("", "_reverse") if part.bidirectional else ("",)
+            for suffix in (f"l{layer}{way}" for layer in range(part.num_layers) for way in ways):
+                constrained = inputs == "all" or (inputs == "upper" and suffix not in ("l0", "l0_reverse"))
+                names = ["weight_ih", "weight_hh"] if constrained else ["weight_hh"]
+                found += [(own_parameter(part, f"{name}_{suffix}"), rows) for name in names]
     return found
