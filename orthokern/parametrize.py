@@ -207,7 +207,7 @@ class FactorizedSpectrum(nn.Module):
         self.shape, self.rank = (n, m), min(n, m) if rank is None else rank
         if isinstance(rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= min(n, m):
             raise InputError(f"rank must be an integer in [1, {min(n, m)}], got {rank!r}")
-        functional.spectrum(torch.zeros(1), margin, spectrum_map)  # its checks
+        functional.spectrum(weight.new_zeros(1), margin, spectrum_map)  # its checks
         self.margin, self.spectrum_map = margin, spectrum_map
         self.left = Householder(weight.new_empty(n, self.rank))
         self.right = Householder(weight.new_empty(m, self.rank))

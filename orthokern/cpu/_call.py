@@ -72,7 +72,7 @@ POOLED_BYTES = 1 << 20
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor. Large ones use memory that is kept between iterations, see csrc/buffer.h."""
     if math.prod(shape) * dtype.itemsize < POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 
 

@@ -61,10 +61,10 @@ class Backward:
             if need and grad is None:
                 shape = self._shapes[place]
                 grad = found[place] = (
-                    new(*shape, dtype=dtype) if self._pooled[place] else torch.empty(shape, dtype=dtype)
+                    new(*shape, dtype=dtype) if self._pooled[place] else torch.empty(shape, dtype=dtype, device="cpu")
                 )
             given.append(grad)
-        norms = torch.empty(self._steps, dtype=dtype) if norm else None
+        norms = torch.empty(self._steps, dtype=dtype, device="cpu") if norm else None
         if self._prepared is not None:
             self._prepared(*varying, *found, norms)
         else:

@@ -20,7 +20,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
     """See ``orthokern.ops.activations``."""
     grad_x = new(*x.shape, dtype=x.dtype)
-    grad_act_param = None if act_param is None else torch.empty(act_param.shape, dtype=x.dtype)
+    grad_act_param = None if act_param is None else torch.empty(act_param.shape, dtype=x.dtype, device="cpu")
     tensors = {"grad_y": grad_y, "x": x, "act_param": act_param, "grad_x": grad_x, "grad_act_param": grad_act_param}
     call("activation_bwd", x.dtype, _sizes(x, act_param, activation), tensors)
     return grad_x, x.new_empty(0) if grad_act_param is None else grad_act_param

@@ -14,11 +14,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See ``orthokern.ops.cayley``."""
     N, K = m.shape[-2:]
     batch = m.numel() // (N * K)
-    out = torch.empty(m.shape, dtype=m.dtype)
+    out = torch.empty(m.shape, dtype=m.dtype, device="cpu")
     rates = (
         lr.to(torch.float64).expand(m.shape[:-2]).contiguous()
         if isinstance(lr, Tensor)
-        else torch.full((batch,), lr, dtype=torch.float64)
+        else torch.full((batch,), lr, dtype=torch.float64, device="cpu")
     )
     call("cayley", m.dtype, {"batch": batch, "N": N, "K": K}, {"m": m, "g": g, "lr": rates, "out": out})
     return out

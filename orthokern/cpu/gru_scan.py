@@ -52,7 +52,7 @@ def gru_scan_bwd_more(
     saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
     sizes["grad_steps"], saved["grad_hs"] = stored_steps(grad_hs)
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
-    grad_h0, grad_norm = torch.empty(B, N, dtype=dtype), torch.empty(T, dtype=dtype)
+    grad_h0, grad_norm = torch.empty(B, N, dtype=dtype, device="cpu"), torch.empty(T, dtype=dtype, device="cpu")
     state = inputs.reset_state
     grad_reset_state = None if options.resets is None or state is None else torch.zeros_like(state)
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm, "ghat": ghat}

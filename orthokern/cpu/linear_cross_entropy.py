@@ -21,7 +21,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
     def like(tensor: Tensor | None) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and need_grad else None
 
-    found = LinearLoss(torch.empty((), dtype=dtype), like(hidden), like(weight), like(bias))
+    found = LinearLoss(torch.empty((), dtype=dtype, device="cpu"), like(hidden), like(weight), like(bias))
     (R, N), C = hidden.shape, weight.shape[0]
     tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target, "loss": found.loss}
     grads = {"grad_hidden": found.hidden, "grad_weight": found.weight, "grad_bias": found.bias}
@@ -42,7 +42,7 @@ def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearL
     scale = 1.0 / rows if reduction == "mean" else 1.0
     chunk = max(64, _LOGITS // (classes * weight.element_size()))
     chunk = -(-rows // -(-rows // chunk))  # chunks of nearly equal size
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device="cpu")
     grad_hidden, grad_weight = torch.empty_like(hidden) if need_grad else None, None
     grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else None
     for begin in range(0, rows, chunk):

@@ -15,7 +15,7 @@ def modal_cross_entropy_fwd(inputs: ModalInputs, readout: Readout, *, need_grad:
     dtype, (T, _), lengths, x = inputs.z0.dtype, target.shape, inputs.lengths, inputs.x
     sizes, tensors = modal_arguments(inputs, T)
     count = target.numel() if lengths is None else int(lengths.sum())
-    loss = ModalLoss(torch.empty((), dtype=dtype), torch.empty(T, dtype=torch.int64))
+    loss = ModalLoss(torch.empty((), dtype=dtype, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu"))
     if need_grad:
         grad_x = None if x is None or inputs.table is not None else new(*x.shape, dtype=dtype)
         loss = loss._replace(

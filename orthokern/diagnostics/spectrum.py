@@ -229,7 +229,7 @@ def _eigenvalues(w: Tensor) -> Tensor:
         raise InputError(f"w has shape {list(w.shape)}; accepted: a square matrix [N, N]")
     exact = w.detach().double().cpu()
     if not bool(exact.isfinite().all()):
-        return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128)
+        return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")
     with _one_thread():
         return torch.linalg.eigvals(exact)
 

@@ -45,7 +45,7 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
     for index, (name, parameter) in enumerate(weights):
         suffix = f"_{name.removeprefix('weight_hh_')}" if index else ""
         w = parameter[2 * parameter.shape[1] :].detach().double().cpu()
-        found[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype) / 2)
+        found[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype, device="cpu") / 2)
         found[f"recurrent_norm{suffix}"] = _norm(w)
     return found
 

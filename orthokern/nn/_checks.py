@@ -208,10 +208,10 @@ def check_packed(packed: PackedSequence) -> None:
         if order is None:
             continue
         wrong = order.dim() != 1 or order.dtype != torch.int64 or len(order) != steps[0]
-        if wrong or (readable(order) and not torch.equal(order.sort()[0], torch.arange(steps[0]))):
+        if wrong or (readable(order) and not torch.equal(order.sort()[0], torch.arange(steps[0], device="cpu"))):
             raise InputError(f"{name} of the input is no order of its {steps[0]} sequences; accepted: each index once")
     if packed.sorted_indices is not None and readable(packed.sorted_indices):
-        if not torch.equal(packed.sorted_indices[packed.unsorted_indices], torch.arange(steps[0])):
+        if not torch.equal(packed.sorted_indices[packed.unsorted_indices], torch.arange(steps[0], device="cpu")):
             raise InputError(
                 "unsorted_indices of the input do not undo its sorted_indices; accepted: the inverse order"
             )
@@ -264,7 +264,7 @@ def deviation(m: Tensor) -> float:
 
 def largest_deviation(matrices: Iterable[Tensor]) -> float:
     """The largest `deviation`: 0 for no matrices, NaN if one has NaN entries (Python's max would drop a NaN)."""
-    return float(torch.tensor([0.0, *map(deviation, matrices)], dtype=torch.float64).max())
+    return float(torch.tensor([0.0, *map(deviation, matrices)], dtype=torch.float64, device="cpu").max())
 
 
 def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:

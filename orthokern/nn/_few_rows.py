@@ -32,11 +32,11 @@ def _weights(rho: float, dtype: torch.dtype) -> Tensor:
     while terms % 2 or bound > torch.finfo(dtype).eps / 4:
         terms += 1
         bound *= rho / 2 / terms
-    k = torch.arange(1, terms + 8, dtype=torch.float64)
+    k = torch.arange(1, terms + 8, dtype=torch.float64, device="cpu")
     jacobi = torch.diag(k / (4 * k * k - 1).sqrt(), 1)  # its eigenvalues are the Gauss-Legendre nodes
     nodes, vectors = torch.linalg.eigh(jacobi + jacobi.mT)
     points = 2 * terms + int(2 * rho) + 32
-    angles = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
+    angles = torch.arange(points, dtype=torch.float64, device="cpu") * (2 * math.pi / points)
     z = rho * (nodes + 1) / 2
     wave = z.unsqueeze(-1) * angles.sin()  # exp(i z sin(angle)) has the Fourier coefficients J_j(z)
     bessel = torch.fft.fft(torch.complex(wave.cos(), wave.sin())).real[:, :terms] / points  # [nodes, terms]

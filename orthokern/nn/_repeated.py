@@ -62,7 +62,7 @@ class Known(NamedTuple):
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]] | None:
         """The states, h0 and what else a backward reads; or None if the parameters' bytes have changed; the next
         attempt to prepare a call is then made later."""
-        hs = torch.empty(self.states, dtype=x.dtype)
+        hs = torch.empty(self.states, dtype=x.dtype, device="cpu")
         h0 = self.zeros if hx is None else hx
         if self.run is not None and h0 is not None and (more := self.run(x, h0, hs)) is not None:
             if self.patience > 1:
@@ -149,7 +149,7 @@ def remember(
         _known[module] = seen._replace(wait=seen.wait - 1)
         return
     with torch.inference_mode(False), torch.no_grad():
-        zeros = torch.zeros(B, module.hidden_size, dtype=data.dtype) if hx is None else None
+        zeros = torch.zeros(B, module.hidden_size, dtype=data.dtype, device="cpu") if hx is None else None
         start: Any = zeros if hx is None else hx[0]
         run, made = module._prepared(data, start, parts)
         backward = None

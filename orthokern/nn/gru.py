@@ -217,7 +217,8 @@ class GRU(TorchRecurrent):
 
         def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
             term = linear(x, w_in, b_in)
-            gates, pre = torch.empty(T, B, 3 * N, dtype=dtype), None if kanai else torch.empty(T, B, N, dtype=dtype)
+            gates = torch.empty(T, B, 3 * N, dtype=dtype, device="cpu")
+            pre = None if kanai else torch.empty(T, B, N, dtype=dtype, device="cpu")
             return (gates, pre) if prepared(term, h0, hs, gates, pre) else None
 
         return run, ()

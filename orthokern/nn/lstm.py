@@ -155,7 +155,7 @@ class PeepholeLSTM(nn.Module):
             output, state = self._run(data, self._states(hx, data.shape[1], data), lengths.to(data.device))
             if input.sorted_indices is not None:
                 output, lengths = output.index_select(1, input.sorted_indices), lengths[input.sorted_indices.cpu()]
-            alive = torch.arange(len(output)).unsqueeze(1) < lengths
+            alive = torch.arange(len(output), device=lengths.device).unsqueeze(1) < lengths
             packed = output[alive.to(output.device)]
             return PackedSequence(packed, input.batch_sizes, input.sorted_indices, input.unsorted_indices), state
         tokens = self._check_input(input)

@@ -69,7 +69,7 @@ def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
         if lengths is not None:
-            ended = torch.arange(x.shape[0]).view(-1, *(1,) * lengths.ndim) >= lengths
+            ended = torch.arange(x.shape[0], device=x.device).view(-1, *(1,) * lengths.ndim) >= lengths
             if x.ndim < ended.ndim:  # replicas share the ids
                 ended = ended.all(1)
             x = x.masked_fill(ended, 0)

@@ -109,7 +109,7 @@ class Pending:
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values, None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))

@@ -104,7 +104,7 @@ def profile_steps(length: int, points: int = 64) -> list[int]:
     for name, value, low in (("length", length, 1), ("points", points, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise InputError(f"{name} is {value!r}; accepted: an integer of at least {low}")
-    return torch.linspace(0, length - 1, min(points, length), dtype=torch.float64).round().long().tolist()
+    return torch.linspace(0, length - 1, min(points, length), dtype=torch.float64, device="cpu").round().long().tolist()
 
 
 def record_states(op: str, hs: Tensor) -> None:

@@ -112,7 +112,7 @@ def check_ids(argument: str, ids: Tensor, table: Tensor | None, lengths: Tensor 
     if ids.is_cuda:
         return
     if lengths is not None:
-        ids = ids.masked_fill(torch.arange(ids.shape[0]).unsqueeze(1) >= lengths, 0)
+        ids = ids.masked_fill(torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) >= lengths, 0)
     check_range(argument, ids, table.shape[0], "token ids" if argument == "x" else "class ids")
 
 

@@ -572,7 +572,7 @@ def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
     """Approximate eigenvectors [K, 8] of the largest eigenvalues of a positive semi-definite matrix [K, K], and the
     largest eigenvalue, by subspace iteration."""
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(len(gram), _BLOCK, dtype=gram.dtype, generator=generator).to(gram.device)
+    block = torch.randn(len(gram), _BLOCK, dtype=gram.dtype, device="cpu", generator=generator).to(gram.device)
     for _ in range(8):
         block = gram @ torch.linalg.qr(block)[0]
     return block, float(torch.linalg.matrix_norm(block, 2))
