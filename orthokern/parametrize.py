@@ -6,8 +6,9 @@ Each class takes the tensor to constrain, for its shape, dtype and device. `righ
 the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its weight as far as
 possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
 
-Raises InputError, one line: for a weight of another kind; when a state is loaded whose base is not orthogonal or whose
-signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not finite or too large.
+Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
+not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not
+finite or too large.
 """
 
 from __future__ import annotations
@@ -44,10 +45,17 @@ def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
             f"{name}: weight is {kind}; accepted: a float32 or float64 tensor (orthogonality is lost in others)"
         )
     strided(f"{name}: weight", weight)
+    _valued(name, weight)
     if weight.dim() != 2 or 0 in weight.shape or (square and weight.shape[0] != weight.shape[1]):
         accepted = "[N,N]" if square else "[N,M]"
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {accepted}, nothing empty")
     return weight.shape[0], weight.shape[1]
+
+
+def _valued(name: str, weight: Tensor) -> None:
+    """Rejects a meta tensor, of which there is no nearest matrix."""
+    if weight.is_meta:
+        raise InputError(f"{name}: weight is on the meta device; accepted: one with values, as after Module.to_empty")
 
 
 def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -55,6 +63,7 @@ def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(weight.shape) != shape:
         raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {shape}")
     strided(f"{name}: weight", weight)
+    _valued(name, weight)
     if not bool(weight.isfinite().all()):
         raise InputError(f"{name}: weight holds NaN or infinity; accepted: finite numbers")
     return weight.detach().double()

@@ -228,3 +228,13 @@ def test_a_default_backend_without_the_exponential(
     monkeypatch.setattr(dispatch, "_process_default", "cpu")
     monkeypatch.setattr(dispatch, "_chosen", {})  # kept from calls before
     torch.testing.assert_close(linear.weight, expected)
+
+
+@pytest.mark.parametrize("build", [*ORTHOGONAL, FactorizedSpectrum, SchurForm])
+def test_a_weight_without_values(build: Callable[[Tensor], nn.Module]) -> None:
+    linear = nn.Linear(4, 4, device="meta")
+    with pytest.raises(InputError, match=": weight is on the meta device; accepted: one with values"):
+        register_parametrization(linear, "weight", build(linear.weight))
+    constraint = build(linear.weight.new_empty(4, 4, device="cpu"))
+    with pytest.raises(InputError, match=": weight is on the meta device"):
+        constraint.right_inverse(linear.weight)  # type: ignore[operator]
