@@ -15,7 +15,20 @@ from orthokern._version import __version__
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from orthokern import data, diagnostics, functional, init, nn, optim, parametrize, penalties, training
+    from orthokern import (
+        compare,
+        data,
+        diagnostics,
+        functional,
+        init,
+        nn,
+        optim,
+        parametrize,
+        penalties,
+        reproduce,
+        tasks,
+        training,
+    )
     from orthokern.conversion import convert
     from orthokern.explain import explain
 
@@ -24,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "InputError",
     "__version__",
+    "compare",
     "convert",
     "data",
     "diagnostics",
@@ -35,11 +49,27 @@ __all__ = [
     "optim",
     "parametrize",
     "penalties",
+    "reproduce",
+    "tasks",
     "training",
 ]
 
 # imported on first use, so that `import orthokern` costs no more than torch, and the errors not even that
-_LAZY = ("data", "diagnostics", "explain", "functional", "init", "nn", "optim", "parametrize", "penalties", "training")
+_LAZY = (
+    "compare",
+    "data",
+    "diagnostics",
+    "explain",
+    "functional",
+    "init",
+    "nn",
+    "optim",
+    "parametrize",
+    "penalties",
+    "reproduce",
+    "tasks",
+    "training",
+)
 
 
 def empty_cache() -> None:

@@ -448,5 +448,8 @@ def test_explain_is_a_command_and_a_function_however_it_is_reached() -> None:
 def test_lazy_attributes() -> None:
     assert orthokern.functional.spectrum is functional.spectrum
     assert {"functional", "nn", "optim", "explain", "InputError"} <= set(dir(orthokern))
+    for name, member in (("compare", "compare"), ("reproduce", "__doc__"), ("tasks", "run")):
+        assert name in orthokern.__all__ and name in dir(orthokern)
+        assert hasattr(orthokern.__getattr__(name), member)
     with pytest.raises(AttributeError, match="no attribute 'functionnal'"):
         orthokern.functionnal  # noqa: B018
