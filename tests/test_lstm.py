@@ -147,6 +147,16 @@ def test_dropout_between_layers() -> None:
     assert torch.equal(module(x)[0], module(x)[0])
 
 
+def test_the_state_may_be_a_list() -> None:
+    module, x, h, c = PeepholeLSTM(3, 4), torch.randn(5, 2, 3), torch.randn(1, 2, 4), torch.randn(1, 2, 4)
+    expected = module(x, (h, c))[0]
+    assert torch.equal(module(x, [h, c])[0], expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(x, [h, c])[0], expected)
+        with pytest.raises(InputError, match="hx must be a pair of tensors"):
+            module(x, [h])
+
+
 def test_autocast_keeps_the_dtype() -> None:
     module = PeepholeLSTM(3, 4)
     x = torch.randn(5, 2, 3)

@@ -670,8 +670,11 @@ def test_no_warning_without_reason() -> None:
         warnings.simplefilter("error")
         FactorizedRNN(3, 4, 2, dropout=0.1)
         RNN(3, 4)
-    with pytest.warns(UserWarning, match="num_layers is 1"):
-        RNN(3, 4, dropout=0.1)
+        PeepholeLSTM(3, 4, 2, dropout=0.1)
+    for kind in (RNN, ExpRNN, GRU, PeepholeLSTM):
+        with pytest.warns(UserWarning, match="num_layers is 1") as found:
+            kind(3, 4, dropout=0.1)
+        assert found[0].filename == __file__
 
 
 @pytest.mark.parametrize("module", [RNN, FactorizedRNN])

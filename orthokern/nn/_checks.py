@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,46 @@ def share(name: str, value: Any) -> float:
     found = number(name, value, "a number in [0, 1]")
     if not 0.0 <= found <= 1.0:
         raise InputError(f"{name} must be a number in [0, 1], got {value!r}")
+    return found
+
+
+class Settings(NamedTuple):
+    """The arguments that all recurrent modules share with torch's."""
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+
+
+def recurrent_settings(
+    input_size: Any,
+    hidden_size: Any,
+    num_layers: Any,
+    bias: Any,
+    batch_first: Any,
+    dropout: Any,
+    bidirectional: Any,
+    *,
+    stacklevel: int,
+) -> Settings:
+    """The checked arguments. Warns of a dropout without effect, as torch does; stacklevel: of the module's caller."""
+    found = Settings(
+        positive_int("input_size", input_size),
+        positive_int("hidden_size", hidden_size),
+        positive_int("num_layers", num_layers),
+        flag("bias", bias),
+        flag("batch_first", batch_first),
+        share("dropout", dropout),
+        flag("bidirectional", bidirectional),
+    )
+    if found.dropout > 0.0 and found.num_layers == 1:
+        warnings.warn(
+            f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=stacklevel
+        )
     return found
 
 

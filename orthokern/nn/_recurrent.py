@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -35,8 +34,8 @@ from orthokern.nn._checks import (
     flag,
     new_parameter,
     positive_int,
+    recurrent_settings,
     settings_text,
-    share,
 )
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
@@ -74,9 +73,11 @@ class Recurrent(nn.Module):
     ) -> None:
         super().__init__()
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
-        self.input_size = positive_int("input_size", input_size)
-        self.hidden_size = positive_int("hidden_size", hidden_size)
-        self.num_layers = positive_int("num_layers", num_layers)
+        given = recurrent_settings(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, stacklevel=4
+        )
+        self.input_size, self.hidden_size, self.num_layers = given[:3]
+        self.bias, self.batch_first, self.dropout, self.bidirectional = given[3:]
         if nonlinearity not in NONLINEARITIES:
             raise unknown_name("nonlinearity", nonlinearity, list(NONLINEARITIES))
         if ACTIVATIONS[nonlinearity].pairs and self.hidden_size % 2:
@@ -85,12 +86,6 @@ class Recurrent(nn.Module):
                 f"got {hidden_size}"
             )
         self.nonlinearity = nonlinearity
-        self.bias = flag("bias", bias)
-        self.batch_first = flag("batch_first", batch_first)
-        self.bidirectional = flag("bidirectional", bidirectional)
-        self.dropout = share("dropout", dropout)
-        if self.dropout > 0.0 and self.num_layers == 1:
-            warnings.warn(f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=3)
         self.negative_slope = finite("negative_slope", negative_slope)
         self.learned_h0 = flag("learned_h0", learned_h0)
         self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,28 +20,26 @@ from orthokern.nn._checks import (
     check_input,
     check_packed,
     finite,
-    flag,
     new_parameter,
     parameter_dtype,
-    positive_int,
+    recurrent_settings,
     settings_text,
-    share,
 )
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
 from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
+Pair = State | list[Tensor]  # as an argument
 
 
 class PeepholeLSTM(nn.Module):
     """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
 
     The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
-    zero it is torch.nn.LSTM. The equations are in
-    ``orthokern/ops/peephole_scan.py``. Constructor names, layouts, outputs and
-    parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with strict=False. The input
-    may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
+    zero it is torch.nn.LSTM. The equations are in ``orthokern/ops/peephole_scan.py``. Constructor names, layouts,
+    outputs and parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with
+    strict=False. The input may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as in
@@ -53,7 +51,13 @@ class PeepholeLSTM(nn.Module):
     forget, output. Initially weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh
     are orthogonal (Haar), and biases and peepholes are 0 except the bias of the forget gate.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError, one line, for a bad argument. Warns of a dropout with one layer, which has no effect.
+
+    Example::
+
+        >>> states, (h, c) = PeepholeLSTM(3, 8)(torch.randn(100, 4, 3))
+        >>> states.shape, h.shape, c.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     def __init__(
@@ -72,13 +76,11 @@ class PeepholeLSTM(nn.Module):
     ) -> None:
         super().__init__()
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
-        self.input_size = positive_int("input_size", input_size)
-        self.hidden_size = positive_int("hidden_size", hidden_size)
-        self.num_layers = positive_int("num_layers", num_layers)
-        self.bias = flag("bias", bias)
-        self.batch_first = flag("batch_first", batch_first)
-        self.bidirectional = flag("bidirectional", bidirectional)
-        self.dropout = share("dropout", dropout)
+        given = recurrent_settings(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, stacklevel=3
+        )
+        self.input_size, self.hidden_size, self.num_layers = given[:3]
+        self.bias, self.batch_first, self.dropout, self.bidirectional = given[3:]
         self.forget_bias = finite("forget_bias", forget_bias)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         n, ways = self.hidden_size, 2 if self.bidirectional else 1
@@ -123,21 +125,21 @@ class PeepholeLSTM(nn.Module):
         """Does nothing. It exists for code written for torch.nn.LSTM, where it serves cuDNN."""
 
     @overload
-    def forward(self, input: Tensor, hx: State | None = None) -> tuple[Tensor, State]: ...
+    def forward(self, input: Tensor, hx: Pair | None = None) -> tuple[Tensor, State]: ...
 
     @overload
-    def forward(self, input: PackedSequence, hx: State | None = None) -> tuple[PackedSequence, State]: ...
+    def forward(self, input: PackedSequence, hx: Pair | None = None) -> tuple[PackedSequence, State]: ...
 
-    def forward(self, input: Tensor | PackedSequence, hx: State | None = None) -> tuple[Tensor | PackedSequence, State]:
+    def forward(self, input: Tensor | PackedSequence, hx: Pair | None = None) -> tuple[Tensor | PackedSequence, State]:
         """Run all layers over a batch of sequences.
 
         Args:
             input: as in orthokern.nn.RNN.
-            hx: (h, c), each as hx of orthokern.nn.RNN; zeros if None.
+            hx: (h, c), a tuple or a list, each as hx of orthokern.nn.RNN; zeros if None.
 
         Returns:
             (output, (h_n, c_n)): output as in orthokern.nn.RNN, the h of the last layer; h_n and c_n as hx, after the
-            last step of each sequence. A second derivative is not available.
+            last step of each sequence. A second derivative is available with ORTHOKERN_BACKEND=reference only.
 
         Raises:
             InputError: as orthokern.nn.RNN.
@@ -146,7 +148,7 @@ class PeepholeLSTM(nn.Module):
         if _autocast.is_on(kind):
             with torch.autocast(kind, enabled=False):
                 dtype = self._tensor("weight_ih_l0").dtype
-                state = (widened(hx[0], dtype), widened(hx[1], dtype)) if isinstance(hx, tuple) else hx
+                state: Any = tuple(widened(one, dtype) for one in hx) if isinstance(hx, (tuple, list)) else hx
                 return self.forward(widened(input, dtype), state)
         if isinstance(input, PackedSequence):
             self._check_input(input.data, packed=True)
@@ -215,14 +217,14 @@ class PeepholeLSTM(nn.Module):
             check_ids(input, self.input_size)
         return tokens
 
-    def _states(self, hx: State | None, batch: int | None, data: Tensor) -> State:
+    def _states(self, hx: Pair | None, batch: int | None, data: Tensor) -> State:
         """(h, c) [recurrences, B, N], zeros for None. batch is None for one sequence, with data [T, 1, ..]."""
         n, rows = self.hidden_size, self.num_layers * (2 if self.bidirectional else 1)
         weight = self._tensor("weight_ih_l0")
         if hx is None:
             zeros = weight.new_zeros(rows, data.shape[1], n)
             return zeros, zeros
-        if not isinstance(hx, tuple) or len(hx) != 2:
+        if not isinstance(hx, (tuple, list)) or len(hx) != 2:
             raise InputError(f"hx must be a pair of tensors (h, c) or None, got {type(hx).__name__}")
         shape = (rows, n) if batch is None else (rows, batch, n)
         for name, state in zip("hc", hx, strict=True):
