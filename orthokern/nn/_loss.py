@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.errors import InputError
+from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
 from orthokern.ops import _modal, _scan_loss
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ def loss(
     readout: nn.Module,
     target: Tensor,
     lengths: Tensor | None,
-    reduction: str,
+    reduction: str | None,
     algorithm: str,
     cuts: Cuts | None = None,
 ) -> _scan_loss.ScanLoss:
     """The loss from the inputs ``data`` [T, B, ...] of the last layer; see ``Recurrent.loss``."""
     weight, bias = weights_of(readout, module.hidden_size)
+    if reduction is None:
+        reduction = readout.reduction if isinstance(readout, LinearCrossEntropy) else "mean"
     matrix, added = module._factors(suffix)
     options = module._scan_options(suffix, lengths, cuts)
     del options["checkpoint_every"]

@@ -475,7 +475,7 @@ class Recurrent(nn.Module):
         hx: Tensor | None = None,
         *,
         lengths: Tensor | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         algorithm: str = "auto",
         resets: Tensor | None = None,
         reset_state: Tensor | None = None,
@@ -484,10 +484,10 @@ class Recurrent(nn.Module):
 
             loss, hits = rnn.loss(tokens, readout, targets)
 
-        computes ``readout.loss(rnn(tokens)[0], targets)`` with less memory. With nonlinearity "identity" it is also
-        much faster: the recurrence then runs in the eigenbasis of its matrix, at O(N) a step, with the full gradient of
-        every parameter (``orthokern.functional.scan_cross_entropy``; docs/modal.md). The eigenvectors are kept for the
-        next call, and are part of the state_dict.
+        computes ``readout.loss(rnn(tokens)[0], targets)`` with less memory, and by the backend of this module. With
+        nonlinearity "identity" it is also much faster: the recurrence then runs in the eigenbasis of its matrix, at
+        O(N) a step, with the full gradient of every parameter (``orthokern.functional.scan_cross_entropy``;
+        docs/modal.md). The eigenvectors are kept for the next call, and are part of the state_dict.
 
         Args:
             input: as in forward, but no PackedSequence; token ids may also be uint8 or int16.
@@ -496,7 +496,8 @@ class Recurrent(nn.Module):
             hx: as in forward.
             lengths: int64 [B] in [1, T], the number of steps of each sequence; None: T for all. Later steps are
                 ignored.
-            reduction: "mean" over the steps that are not ignored, or "sum".
+            reduction: "mean" over the steps that are not ignored, or "sum"; None: that of a LinearCrossEntropy, "mean"
+                for a torch.nn.Linear.
             algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
             resets, reset_state: as in forward; with resets the last layer uses the sequential scan.
 

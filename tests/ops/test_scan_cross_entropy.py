@@ -545,6 +545,22 @@ def test_a_module_refuses() -> None:
         rnn.loss(pack_sequence([x[:, 0]]), readout, target[:, :1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("activation", ["identity", "tanh"])
+def test_the_reduction_is_that_of_the_readout(activation: str) -> None:
+    torch.manual_seed(0)
+    rnn = RNN(5, 8, nonlinearity=activation, dtype=torch.float64)
+    ids = torch.randint(5, (40, 3))
+    mean, total = (LinearCrossEntropy(8, 4, dtype=torch.float64, reduction=kind) for kind in ("mean", "sum"))
+    for readout in (mean, total):
+        loss, _ = rnn.loss(ids, readout, ids % 4)
+        torch.testing.assert_close(loss, readout.loss(rnn(ids)[0], ids % 4), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        rnn.loss(ids, total, ids % 4, reduction="mean")[0] * ids.numel(), loss, rtol=1e-9, atol=0
+    )
+    linear = nn.Linear(8, 4, dtype=torch.float64)
+    assert torch.equal(rnn.loss(ids, linear, ids % 4)[0], rnn.loss(ids, linear, ids % 4, reduction="mean")[0])
+
+
 def test_the_basis_is_part_of_the_state() -> None:
     """Kept in training alone; with it a run that goes on has the bits of one that never stopped."""
     torch.manual_seed(0)
