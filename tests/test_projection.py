@@ -538,6 +538,22 @@ def test_products_with_large_and_degenerate_values() -> None:
     assert bool(w.isnan().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("delta", [1.0, 0.3])
+@pytest.mark.parametrize("size", [16, 33, 64, 100])
+def test_products_leave_values_at_the_threshold_alone(size: int, delta: float, dtype: torch.dtype) -> None:
+    """All singular values are equal to the threshold but for rounding, the part of W^T W beyond it is rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.nn.init.orthogonal_(torch.empty(size, size, dtype=dtype), generator=generator) * (2 - delta)
+    by_products, by_proof = start.clone(), start.clone()
+    products = SpectralNormProjection([by_products], delta, method="products")
+    proof = SpectralNormProjection([by_proof], delta, method="proof")
+    for _ in range(8):
+        products.step()
+        proof.step()
+    torch.testing.assert_close(by_products, by_proof, rtol=0, atol=50 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("limit", [1.8, 1.7])
 @pytest.mark.parametrize("top", [1e2, 3e3, 1e4, 1e5])
 @pytest.mark.parametrize("large", [1, 5, 40])

@@ -13,6 +13,8 @@ Note [Clipping by products]
 
     An eigenvalue near zero grows by a factor of 3/2 in a step of the first iteration, so after SIGN_STEPS those of G
     within about rounding times c of t^2 are undecided. There C and, with limit = t, W' have the right value either way.
+    Where all of G - t^2 I is rounding, its skew part is as large as the rest. Skew parts grow as small eigenvalues do,
+    and on imaginary eigenvalues the first iteration diverges. So G - t^2 I and every eighth X are made symmetric.
     Of the second one, eigenvalues are in [t^2 / c', 1] and grow by 9/4: ROOT_STEPS are enough for sigma up to 1e5 t.
 
     Rounding moves the eigenvalues of G by eps sigma_1^2, in float32 more than t^2 from sigma_1 of 3e3 t. So in float32
@@ -57,6 +59,11 @@ def _frobenius(w: Tensor) -> Tensor:
     return torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True)
 
 
+def _symmetric(a: Tensor) -> Tensor:
+    """Each matrix without the skew part that rounding leaves."""
+    return (a + a.mT) / 2
+
+
 def clipped(w: Tensor, trigger: float, limit: float, passes: int | None = None) -> Tensor:
     """w [M, K] or [R, M, K], M >= K, with every singular value above ``trigger`` set to ``limit``; see Note [Clipping
     by products]. passes: the earlier ones; None for PASSES.
@@ -77,13 +84,14 @@ def _one_pass(
     square = trigger**2
     add_product = torch.addmm if w.ndim == 2 else torch.baddbmm
     identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device).expand(*w.shape[:-2], -1, -1)
-    beyond = w.mT @ w - square * identity
+    beyond = _symmetric(w.mT @ w - square * identity)
     x = beyond / _norm_bound(beyond)
-    for a in signs:
+    for step, a in enumerate(signs, 1):
         x = add_product(x, x, x @ x, beta=1.5 * a, alpha=-0.5 * a**3)
+        x = _symmetric(x) if step % 8 == 0 else x
     projector = (identity + x) / 2
     c = projector @ beyond
-    c = square * identity + (c + c.mT) / 2
+    c = square * identity + _symmetric(c)
     scale = _norm_bound(c)
     y, z = c / scale, identity
     for a in roots:
