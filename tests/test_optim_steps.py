@@ -288,3 +288,43 @@ def test_a_model_that_ascends_does_so_in_all_parts() -> None:
     optimizer = optimizer_for(rnn, maximize=True, geodesic_options={"maximize": False})
     assert [group["maximize"] for group in optimizer.param_groups if group["role"] == "geodesic"] == [False]
     assert not any(group["maximize"] for group in optimizer_for(rnn).param_groups)
+
+
+@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
+@pytest.mark.parametrize("shape", [(6, 6), (6, 3)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e30), (torch.float64, 1e160)])
+def test_gradients_whose_squares_overflow_are_clipped(
+    kind: type[GeodesicSGD], shape: tuple[int, int], dtype: torch.dtype, size: float
+) -> None:
+    start = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
+    g = torch.randn(*shape, dtype=dtype)
+    found = []
+    for scale in (1e3, size):
+        m = nn.Parameter(start.clone())
+        m.grad = g * scale
+        optimizer = kind([m], lr=0.1, max_grad_norm=1.0)
+        optimizer.step()
+        assert optimizer.last_grad_norm == pytest.approx(scale * float(g.norm()), rel=1e-5)
+        assert 0.0 < optimizer.param_groups[0]["growth"] < 1e-4
+        found.append(m.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    assert not torch.allclose(found[1], start, atol=1e-3)
+
+
+def test_squares_that_overflow_are_refused_before_a_basis_changes() -> None:
+    """The running squares would be infinite in every later step."""
+    for dtype, size in ((torch.float32, 1e20), (torch.float64, 1e160)):
+        first, second = (nn.Parameter(torch.eye(4, dtype=dtype)) for _ in range(2))
+        optimizer = GeodesicRMSprop([{"params": [first]}, {"params": [second]}])
+        first.grad, second.grad = torch.randn(4, 4, dtype=dtype), torch.randn(4, 4, dtype=dtype) * size
+        with pytest.raises(InputError, match="overflow .*or max_grad_norm; no parameter was changed"):
+            optimizer.step()
+        assert torch.equal(first.detach(), torch.eye(4, dtype=dtype)) and not optimizer.state
+        assert optimizer.param_groups[0]["steps"] == 0
+        second.grad /= size
+        optimizer.step()
+        assert bool((second.detach() != torch.eye(4)).any())
+    m = nn.Parameter(torch.eye(4, dtype=torch.float64))
+    m.grad = torch.full((4, 4), 1.7e308, dtype=torch.float64)
+    with pytest.raises(InputError, match="norm of all gradients overflows float64"):
+        GeodesicSGD([m], lr=0.1, max_grad_norm=1.0).step()

@@ -177,6 +177,8 @@ class GeodesicSGD(Optimizer):
         with _autocast.off(), ieee_products():
             work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
             for group, todo in zip(self.param_groups, work, strict=True):
+                self._check_work(group, todo)
+            for group, todo in zip(self.param_groups, work, strict=True):
                 if todo.batches:
                     group["last_grad_norm"] = todo.norm
                     group["steps"] += 1
@@ -186,12 +188,7 @@ class GeodesicSGD(Optimizer):
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
         rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
         rate = -rate if group["maximize"] else rate
-        shrink: float | Tensor = 1.0
-        if group["max_grad_norm"] is not None:
-            if isinstance(todo.norm, Tensor):
-                shrink = (group["max_grad_norm"] / todo.norm).clamp(max=1.0)
-            elif todo.norm > group["max_grad_norm"]:
-                shrink = group["max_grad_norm"] / todo.norm
+        shrink = todo.shrink(group)
         given = []
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
@@ -206,6 +203,9 @@ class GeodesicSGD(Optimizer):
             group["growth"] = todo.growth
         for (bases, _), m in zip(todo.batches, moved, strict=True):
             _unstack(m, bases)
+
+    def _check_work(self, group: dict[str, Any], todo: _Work) -> None:
+        """Raise InputError for gradients that this optimizer cannot use."""
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
@@ -236,7 +236,10 @@ class GeodesicRMSprop(GeodesicSGD):
     State per parameter: "square_avg", v, of the parameter's shape.
 
     Raises:
-        InputError: as GeodesicSGD, and for alpha or eps out of range.
+        InputError: as GeodesicSGD, and for alpha or eps out of range; from `step`, before any parameter has changed,
+            for a gradient whose squares overflow (entries above 1.8e19 in float32). On a GPU, where that would wait, v
+            becomes infinite in such entries, which then do not move the basis, as in torch.optim.RMSprop.
+            max_grad_norm prevents both.
 
     Example::
 
@@ -275,6 +278,22 @@ class GeodesicRMSprop(GeodesicSGD):
             self.param_groups.pop()
             raise
 
+    def _check_work(self, group: dict[str, Any], todo: _Work) -> None:
+        shrink = todo.shrink(group)
+        if isinstance(todo.norm, Tensor) or isinstance(shrink, Tensor):
+            return
+        for _, g in todo.batches:
+            most = math.sqrt(torch.finfo(g.dtype).max)
+            if todo.norm * shrink <= most:
+                continue
+            largest = float(g.abs().max()) * shrink
+            if largest > most:
+                raise InputError(
+                    f"gradients of bases of shape {list(g.shape[-2:])} have entries of {largest:.3g}, whose squares "
+                    f"overflow {g.dtype}; accepted: entries up to {most:.3g}, or max_grad_norm; no parameter was "
+                    "changed"
+                )
+
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
     ) -> tuple[Tensor, float | Tensor]:
@@ -307,7 +326,7 @@ class _Work:
         self.norm: float | Tensor
         devices = {g.device for _, g in self.batches}
         if len(devices) == 1 and _read_waits(next(iter(devices))):
-            # squares of float32 gradients do not overflow float64
+            # squares of float32 gradients do not overflow float64; those of float64 gradients may, from 1e154 on
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
             self.norm = torch.linalg.vector_norm(torch.stack(norms))
             self.measure = self.measure and not _capturing()
@@ -318,8 +337,20 @@ class _Work:
         if math.isfinite(self.norm):
             return
         _refuse(group)
-        # the gradients are finite, but their squares overflow float32
-        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for _, g in self.batches))
+        # the gradients are finite, but their squares overflow
+        self.norm = math.hypot(*(_norm(g) for _, g in self.batches))
+        if not math.isfinite(self.norm):
+            raise InputError(
+                "the norm of all gradients overflows float64; accepted: smaller gradients; no parameter was changed"
+            )
+
+    def shrink(self, group: dict[str, Any]) -> float | Tensor:
+        """The factor of clipping to max_grad_norm: a number, or a tensor [] if the norm is one."""
+        if group["max_grad_norm"] is None:
+            return 1.0
+        if isinstance(self.norm, Tensor):
+            return (group["max_grad_norm"] / self.norm).clamp(max=1.0)
+        return group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
 
     def in_range(self, g: Tensor, rate: float | Tensor) -> tuple[Tensor, float | Tensor]:
         """Directions g [P,N,K] and their rate, or those of the same step whose products do not overflow."""
@@ -338,9 +369,18 @@ class _Work:
         """Add the contribution of a step with directions g [P,N,K] to `growth`, unless that would wait."""
         if isinstance(self.norm, Tensor) or group["correct_every"] == 0:
             return
-        size = abs(float(rate)) * float(torch.linalg.vector_norm(g))
+        size = abs(float(rate)) * _norm(g)
         thin = g.shape[-1] < g.shape[-2]
         self.growth += torch.finfo(g.dtype).eps * (6.0 * size + 2.0 * size * size if thin else 2.0 * size)
+
+
+def _norm(g: Tensor) -> float:
+    """The Frobenius norm of finite entries, also where their squares overflow."""
+    norm = float(torch.linalg.vector_norm(g))
+    if math.isfinite(norm):
+        return norm
+    largest = float(g.abs().max())
+    return largest * float(torch.linalg.vector_norm(g / largest))
 
 
 def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
