@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, init
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, ModReLU, NonNormalRNN, PeepholeLSTM
 
 IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_, init.glorot_uniform_]
 IN_PLACE += [init.learned_]
@@ -184,3 +188,45 @@ def test_bad_angles(model: Any) -> None:
     if model is RNN:
         with pytest.raises(InputError, match="with init None"):
             RNN(1, 4, max_angle=0.3)
+
+
+class Draws(TorchDispatchMode):
+    """Collects the tensors that random numbers of a generator are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None and function.__name__.startswith(("uniform_", "normal_")):
+            self.filled.append(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+MODULES: list[Callable[..., nn.Module]] = [
+    lambda **k: RNN(3, 4, nonlinearity="modrelu", init="henaff", **k),
+    lambda **k: FactorizedRNN(3, 4, nonlinearity="modrelu", **k),
+    lambda **k: ExpRNN(3, 4, **k),
+    lambda **k: NonNormalRNN(3, 4, **k),
+    lambda **k: GRU(3, 4, init="torch", **k),
+    lambda **k: GRU(3, 4, init="kanai", **k),
+    lambda **k: PeepholeLSTM(3, 4, **k),
+    lambda **k: LinearCrossEntropy(4, 3, **k),
+    lambda **k: ModReLU(4, **k),
+]
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_modules_draw_the_numbers_of_a_generator_on_the_cpu(make: Callable[..., nn.Module]) -> None:
+    """A parameter on another device takes no numbers of a CPU generator itself."""
+    module: Any = make()
+    with Draws() as draws:
+        module.reset_parameters(torch.Generator().manual_seed(0))
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    assert draws.filled and all(t.device.type == "cpu" and t.data_ptr() not in own for t in draws.filled)
+    with pytest.raises(InputError, match="generator is on cuda:0; accepted: a CPU generator"):
+        module.reset_parameters(SimpleNamespace(device=torch.device("cuda:0")))
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    make(device="meta").reset_parameters(generator)
+    assert torch.equal(generator.get_state(), before)

@@ -37,6 +37,7 @@ from orthokern.nn._checks import (
     recurrent_settings,
     settings_text,
 )
+from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
 from orthokern.ops._checks import strided
@@ -133,7 +134,7 @@ class Recurrent(nn.Module):
     def _reset_input(self, suffix: str, generator: torch.Generator | None) -> None:
         """Initialises the input weight with U(-1/sqrt(N), 1/sqrt(N)), as torch does, and the bias with 0."""
         bound = 1.0 / math.sqrt(self.hidden_size)
-        nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+        draw(nn.init.uniform_, self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
         if self.bias:
             nn.init.zeros_(self._tensor(f"bias_{suffix}"))
 

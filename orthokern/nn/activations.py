@@ -13,12 +13,13 @@ from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
 from orthokern.nn._checks import check_backend, check_device, positive_int, refuse_proxy
+from orthokern.nn._draws import draw
 
 
 def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:
     """Fill the tensor of a learned parameter with its initial values."""
     if isinstance(parameter.start, tuple):
-        nn.init.uniform_(tensor, *parameter.start, generator=generator)
+        draw(nn.init.uniform_, tensor, *parameter.start, generator=generator)
     else:
         nn.init.constant_(tensor, parameter.start)
 
@@ -58,7 +59,7 @@ class ModReLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the bias from U(-0.01, 0.01)."""
+        """Draw the bias from U(-0.01, 0.01); `generator` as in RNN.reset_parameters."""
         learned = ACTIVATIONS["modrelu"].learned
         assert learned is not None
         draw_start(self.bias, learned, generator)

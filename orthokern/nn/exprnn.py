@@ -94,7 +94,8 @@ class ExpRNN(_Exponential):
         self._follow_steps()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`."""
+        """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`; `generator`
+        as in RNN.reset_parameters."""
         for suffix in self._suffixes():
             self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)

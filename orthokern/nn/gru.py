@@ -15,6 +15,7 @@ from orthokern.cpu._steps import Plan, gru_plan
 from orthokern.cpu.gru_scan import prepared_gru
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
+from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Cuts
 from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
@@ -117,11 +118,11 @@ class GRU(TorchRecurrent):
             for name in self._weight_names(suffix):
                 tensor = self._tensor(name)
                 if self.init == "torch":
-                    nn.init.uniform_(tensor, -bound, bound, generator=generator)
+                    draw(nn.init.uniform_, tensor, -bound, bound, generator=generator)
                 elif name.startswith("bias"):
                     nn.init.zeros_(tensor)
                 else:
-                    nn.init.normal_(tensor, 0.0, self.init_std, generator=generator)
+                    draw(nn.init.normal_, tensor, 0.0, self.init_std, generator=generator)
         for suffix in self._suffixes():
             if self.init == "kanai":
                 init_.initialize_(self._candidate(f"weight_hh_{suffix}").detach(), "orthogonal", generator)

@@ -11,6 +11,7 @@ from orthokern import functional
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int, refuse_proxy
+from orthokern.nn._draws import draw
 
 REDUCTIONS = ("mean", "sum")
 
@@ -64,11 +65,13 @@ class LinearCrossEntropy(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw weight and bias from U(-1/sqrt(N), 1/sqrt(N)), as torch.nn.Linear does."""
+        """Draw weight and bias from U(-1/sqrt(N), 1/sqrt(N)), as torch.nn.Linear does; `generator` as in
+        RNN.reset_parameters."""
         bound = 1.0 / math.sqrt(self.hidden)
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)  # the bound, with Linear's rounding
+        # a = sqrt(5): the bound, with Linear's rounding
+        draw(nn.init.kaiming_uniform_, self.weight, math.sqrt(5), generator=generator)
         if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+            draw(nn.init.uniform_, self.bias, -bound, bound, generator=generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., N] -> logits [..., C], in plain torch (for predictions; for training use `loss`)."""

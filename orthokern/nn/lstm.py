@@ -25,6 +25,7 @@ from orthokern.nn._checks import (
     recurrent_settings,
     settings_text,
 )
+from orthokern.nn._draws import draw
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
 from orthokern.ops.peephole_scan import peephole_scan
@@ -112,7 +113,7 @@ class PeepholeLSTM(nn.Module):
         n = self.hidden_size
         for _, suffix in self._recurrences():
             bound = 1.0 / math.sqrt(n)
-            nn.init.uniform_(self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
+            draw(nn.init.uniform_, self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
             for block in self._tensor(f"weight_hh_{suffix}").detach().chunk(4):
                 init_.initialize_(block, "orthogonal", generator)
             nn.init.zeros_(self._tensor(f"weight_peephole_{suffix}"))

@@ -12,6 +12,7 @@ from orthokern import _autocast
 from orthokern.cpu._steps import Parts, schur_parts
 from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
+from orthokern.nn._draws import draw
 from orthokern.nn._exponential import INITS as _INITS
 from orthokern.nn._exponential import _Exponential
 
@@ -152,7 +153,7 @@ class NonNormalRNN(_Exponential):
             self._reset_input(suffix, generator)
             self._reset_exponential(suffix, generator)
             nn.init.ones_(self._tensor(f"gamma_{suffix}"))
-            nn.init.uniform_(self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
+            draw(nn.init.uniform_, self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
             if self.triangular:
                 nn.init.zeros_(self._tensor(f"triangle_{suffix}"))
             self._reset_common(suffix, generator)

@@ -12,6 +12,7 @@ from orthokern import init as init_
 from orthokern.cpu._steps import Parts, dense_parts
 from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
+from orthokern.nn._draws import draw
 from orthokern.nn._recurrent import NONLINEARITIES
 from orthokern.nn._weights import TorchRecurrent
 
@@ -110,12 +111,15 @@ class RNN(TorchRecurrent):
         """Reinitialize the parameters: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
 
         Args:
-            generator: source of random numbers; None for torch's global generator.
+            generator: a CPU generator, whatever the device of the module; None for torch's global generators.
+
+        Raises:
+            InputError: for a generator that is not on the CPU.
         """
         bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
             for name in self._weight_names(suffix):
-                nn.init.uniform_(self._tensor(name), -bound, bound, generator=generator)
+                draw(nn.init.uniform_, self._tensor(name), -bound, bound, generator=generator)
         for suffix in self._suffixes():
             if self.init is not None:
                 weight = self._tensor(f"weight_hh_{suffix}")
