@@ -334,7 +334,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Returns:
         [..., N, N], orthogonal to rounding. Differentiable in x, with a skew gradient. NaN for a matrix that holds NaN
-        or infinity, or whose |A|_2 is above 768 (float64: 279).
+        or infinity, or that is too large (Numerics of the op).
 
     Raises:
         InputError: a wrong shape or dtype.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from orthokern import _autocast, dispatch, functional
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_exponential, check_loaded_orthogonal
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
 from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
 from orthokern.ops._checks import strided
 
@@ -154,13 +154,25 @@ class Householder(nn.Module):
 
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
-        """x [N,K] -> W [N,K]; for K <= N the lower trapezoid of x counts, column by column, whatever its length."""
+        """x [N,K] -> W [N,K]; for K <= N the lower trapezoid of x counts, column by column, of any length above 0.
+
+        Raises InputError for a column of zeros on a CPU; elsewhere W is NaN.
+        """
         q = self._columns(x.mT) if self.wide else self._columns(x)
         return q.mT if self.wide else q
 
     def _columns(self, x: Tensor) -> Tensor:
         n, k = x.shape
-        v = torch.nn.functional.normalize(x.tril(), dim=0, eps=0.0)
+        x = x.tril()
+        with torch.no_grad():
+            largest = x.abs().amax(0)
+            if readable(largest) and not bool(largest.all()):
+                which = f"{'row' if self.wide else 'column'} {int((largest == 0).nonzero()[0])}"
+                raise InputError(
+                    f"Householder: {which} of the parameter is zero from its diagonal on; accepted: reflection vectors "
+                    "other than 0"
+                )
+        v = torch.nn.functional.normalize(x / largest, dim=0, eps=0.0)  # the squares of x may leave the range of x
         eye = torch.eye(k, dtype=x.dtype, device=x.device)
         t = (v.mT @ v).triu(1) + eye / 2
         first = torch.eye(n, k, dtype=x.dtype, device=x.device)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from orthokern import InputError, cpu, dispatch
+from orthokern import InputError, cpu, dispatch, functional
 from orthokern.errors import OutOfRange
 from orthokern.init import haar_rotation_, skew_generator_
 from orthokern.nn import ExpRNN, NonNormalRNN
 from orthokern.nn._exponential import FLATTEST, skew_from, transported
 from orthokern.optim import optimizer_for, split_parameters
+from orthokern.reference import skew_exp as reference
 
 F64 = torch.float64
 
@@ -372,7 +373,11 @@ def test_a_generator_out_of_range(kind: type[ExpRNN] | type[NonNormalRNN]) -> No
         rnn = kind(3, 6, backend=backend)
         for value, message in (
             (float("nan"), "skew_l0 holds 1 NaN or infinite values of 36; accepted: finite numbers"),
-            (-2e3, "skew_l0 is too large for an exponential: |A|_2 is 2000; accepted: up to 768 in float32"),
+            (
+                -2e3,
+                "skew_l0 is too large for an exponential: |A^6|_F^(1/6) is 2119, with |A|_2 = 2000; "
+                "accepted: up to 768 in torch.float32",
+            ),
         ):
             with torch.no_grad():
                 rnn.skew_l0.zero_()[3, 2] = value
@@ -382,6 +387,22 @@ def test_a_generator_out_of_range(kind: type[ExpRNN] | type[NonNormalRNN]) -> No
         with torch.no_grad():
             rnn.skew_l0[3, 2] = 700.0  # within
         assert bool(rnn(x)[0].isfinite().all()) and rnn.orthogonality_error() < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "angle"), [(torch.float32, 600.0), (torch.float64, 200.0)])
+def test_many_angles_are_out_of_range_before_one_is(dtype: torch.dtype, angle: float) -> None:
+    """|A^6|_F^(1/6) of N equal angles is N^(1/12) times the angle. The message states what is compared."""
+    rnn = ExpRNN(3, 64, init="identity", dtype=dtype)
+    even = torch.arange(0, 64, 2)
+    with torch.no_grad():
+        rnn.skew_l0[even + 1, even] = angle
+    with pytest.raises(OutOfRange, match=rf"\^\(1/6\) is {angle * 64 ** (1 / 12):.4g}, with \|A\|_2 = {angle:g};"):
+        rnn(torch.zeros(2, 1, 3, dtype=dtype))
+    limit = reference.LARGEST[dtype]
+    a = torch.zeros(64, 64, dtype=dtype)
+    for scale, finite in ((0.999, True), (1.001, False)):
+        a[even + 1, even] = scale * limit / 64 ** (1 / 12)
+        assert bool(functional.skew_exp(a - a.mT).isfinite().all()) == finite
 
 
 def test_bad_states() -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
+from orthokern import dispatch
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.ops._checks import as_int, strided
@@ -339,9 +340,12 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
     if bad:
         raise OutOfRange(f"{name} holds {bad} NaN or infinite values of {parameter.numel()}; accepted: finite numbers")
     lower = parameter.detach().double().tril(-1)
-    norm = float(torch.linalg.matrix_norm(lower - lower.mT, 2))
+    angles = torch.linalg.svdvals(lower - lower.mT)
+    r = float(angles[0]) * float(((angles / angles[0]) ** 12).sum()) ** (1 / 12)
+    largest = dispatch.leaf("skew_exp", "reference").LARGEST[p.dtype]
     raise OutOfRange(
-        f"{name} is too large for an exponential: |A|_2 is {norm:.4g}; accepted: up to 768 in float32, 279 in float64"
+        f"{name} is too large for an exponential: |A^6|_F^(1/6) is {r:.4g}, with |A|_2 = {float(angles[0]):.4g}; "
+        f"accepted: up to {largest:.4g} in {p.dtype}"
     )
 
 

@@ -53,7 +53,8 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Numerics:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
-        eps |A|_2 at worst. |A|_2 above 768 (float64: 279) gives NaN in that matrix, and so do NaN and infinity in x.
+        eps |A|_2 at worst. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN, and so does one that
+        holds NaN or infinity. r is between |A|_2 and N^(1/12) |A|_2, and is |A|_2 where one pair of angles dominates.
     """
     route = _route.route(backend)
     if route == "reference" or (route == "function" and not _route.first_reverse()):

@@ -21,7 +21,7 @@ Note [Exponential of a skew matrix]
 
     s is a number on the device. On a CPU, where it can be read without a synchronisation, the number of squarings is
     the largest s of the batch; elsewhere it is always MAX_SQUARINGS, and a finished matrix keeps its value. A matrix
-    that needs more (|A|_2 above THETA 2^MAX_SQUARINGS) becomes NaN: such large angles have few correct digits.
+    that needs more (r above LARGEST = THETA 2^MAX_SQUARINGS) becomes NaN: such large angles have few correct digits.
 
     Every squaring doubles the error. One Newton-Schulz step, X + X (I - X^T X) / 2, removes the error orthogonal to the
     manifold. On the manifold its derivative is the projection to the tangent space, which contains the derivative of
@@ -54,6 +54,8 @@ from torch import Tensor
 # largest |A|_2 of the polynomial: THETA^19 / 19! is below half a unit in the last place
 THETA = {torch.float32: 3.0, torch.float64: 1.09}
 MAX_SQUARINGS = 8
+# largest r = |A^6|_F^(1/6) of a matrix whose exponential is not NaN
+LARGEST = {dtype: theta * 2.0**MAX_SQUARINGS for dtype, theta in THETA.items()}
 
 # c_ij of Note [Exponential of a skew matrix]: rows B1 ... B5, columns A, A2, A3, A6; and the coefficients of I
 POWERS = (

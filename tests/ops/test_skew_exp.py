@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, functional
+from orthokern.ops import skew_exp as op_module
 from orthokern.reference import skew_exp as reference
 
 DTYPES = [torch.float32, torch.float64]
@@ -65,6 +66,11 @@ def test_the_polynomial_is_the_taylor_polynomial_of_degree_18() -> None:
         assert float(coefficient) * math.factorial(k) == pytest.approx(1.0, rel=1e-14)
     for dtype, theta in reference.THETA.items():
         assert theta**19 / math.factorial(19) < torch.finfo(dtype).eps / 2
+    numerics = " ".join((op_module.skew_exp.__doc__ or "").split())
+    assert (
+        "above {:.0f} (float64: {:.0f})".format(*(reference.LARGEST[d] for d in (torch.float32, torch.float64)))
+        in numerics
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
