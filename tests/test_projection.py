@@ -542,7 +542,7 @@ def test_products_with_large_and_degenerate_values() -> None:
 @pytest.mark.parametrize("delta", [1.0, 0.3])
 @pytest.mark.parametrize("size", [16, 33, 64, 100])
 def test_products_leave_values_at_the_threshold_alone(size: int, delta: float, dtype: torch.dtype) -> None:
-    """All singular values are equal to the threshold but for rounding, the part of W^T W beyond it is rounding alone."""
+    """All singular values are equal to the threshold but for rounding: what W^T W has beyond it is rounding."""
     generator = torch.Generator().manual_seed(0)
     start = torch.nn.init.orthogonal_(torch.empty(size, size, dtype=dtype), generator=generator) * (2 - delta)
     by_products, by_proof = start.clone(), start.clone()
