@@ -26,8 +26,9 @@ from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison, plots, runs
 from orthokern.diagnostics.drawing import recorded_layers
 from orthokern.diagnostics.runs import RunRecord, load_run
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import GRU, RNN, FactorizedRNN
 from orthokern.ops import _taps
+from orthokern.reference._scan import norm_over_batch
 from orthokern.tasks import copy
 from orthokern.training import RunFolder, metrics
 
@@ -99,6 +100,53 @@ def test_state_norms_under_compile_and_in_half_precision() -> None:
         functional.dense_scan(large, torch.zeros(4, 4, dtype=torch.float16), activation="identity")
     assert taken.state_norms[0].dtype == torch.float32
     torch.testing.assert_close(taken.state_norms[0], large.float().flatten(1).norm(dim=1))
+
+
+MODULES: list[Callable[..., nn.Module]] = [
+    lambda: RNN(3, 17, nonlinearity="identity"),
+    lambda: FactorizedRNN(3, 17, nonlinearity="identity"),
+    lambda: GRU(3, 17),
+]
+
+
+@pytest.mark.parametrize("make", MODULES)
+@pytest.mark.parametrize("steps", [2, 40])  # few steps have kernels of their own
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_norms_of_gradients_whose_squares_leave_float32(
+    make: Callable[..., nn.Module], steps: int, scale: float
+) -> None:
+    module, x, g = make(), torch.randn(steps, 3, 3), torch.randn(steps, 3, 17)
+    norms = []
+    for factor in (1.0, scale):
+        with diagnostics.tap() as taken:
+            module(x)[0].backward(g * factor)
+        norms.append(taken.grad_norms[0])
+    assert norms[0].shape == (steps,) and norms[0].dtype == torch.float32
+    torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_norms_of_states_whose_squares_leave_float32(op: str, backend: str | None, scale: float) -> None:
+    x, w = torch.randn(5, 3, 4), torch.linalg.qr(torch.randn(4, 4))[0]
+    norms = []
+    for factor in (1.0, scale):
+        with diagnostics.tap() as taken:
+            getattr(functional, op)(
+                x * factor,
+                *((w,) if op == "dense_scan" else (w, torch.ones(4), w)),
+                activation="identity",
+                backend=backend,
+            )
+        norms.append(taken.state_norms[0])
+    torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_the_reference_takes_norms_beyond_the_range_of_squares(scale: float) -> None:
+    g = torch.randn(5, 3, 4)
+    torch.testing.assert_close(norm_over_batch(g * scale) / scale, norm_over_batch(g), rtol=1e-6, atol=0)
 
 
 def test_without_a_tap_no_norm_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ struct DirectGruBackward {
                                             passed, wide);
                  });
   }
-  // All that a row's step needs no product for. Returns the squares of dL/dh_t.
+  // All that a row's step needs no product for. Returns dL/dh_t.
   V<T> begin(int64_t row, int b, int n, int count) {
     const V<T> one = splat<T>(1);
     const ptrdiff_t here = b * wide + n;
@@ -108,14 +108,14 @@ struct DirectGruBackward {
     store(kept + here, ghat * z);
     store_part(row_of(d_x, row, 3) + N + n, z_out, count);
     store_part(row_of(d_x, row, 3) + 2 * N + n, n_out, count);
-    if (KANAI) return ghat * ghat;
+    if (KANAI) return ghat;
     const V<T> r = load_part(gate(row, 0) + n, count), by_r = r * (one - r);
     const V<T> q_out = n_out * r, r_out = n_out * load_part(at(args.saved_pre) + row * N + n, count) * by_r;
     store_part(row_of(d_x, row, 3) + n, r_out, count);
     store_part(to_w(row) + n, r_out, count);
     store_part(to_w(row) + N + n, z_out, count);
     store_part(to_w(row) + 2 * N + n, q_out, count);
-    return ghat * ghat;
+    return ghat;
   }
   // kanai: d_r from d_m = W_n^T d_n.
   void reset_gate(int64_t row, int b, int n, int count) {
@@ -133,10 +133,9 @@ struct DirectGruBackward {
   void run_step(int64_t step) {
     const int64_t row = step * B;
     const T* w = at(args.w);
-    V<T> square = V<T>{};
-    each(step, [&](int64_t at_row, int b, int n, int count) { square += begin(at_row, b, n, count); });
-    if (args.grad_norm)
-      at(args.grad_norm)[step] = static_cast<T>(__builtin_sqrt(static_cast<double>(sum_lanes<T>(square))));
+    SquareSum<T> square;
+    each(step, [&](int64_t at_row, int b, int n, int count) { square.add(begin(at_row, b, n, count)); });
+    if (args.grad_norm) at(args.grad_norm)[step] = static_cast<T>(__builtin_sqrt(square.total()));
     if (KANAI) {
       multiply(w + 2 * static_cast<ptrdiff_t>(N) * N, N, row_of(d_x, row, 3) + 2 * N);
       each(step, [&](int64_t at_row, int b, int n, int count) { reset_gate(at_row, b, n, count); });

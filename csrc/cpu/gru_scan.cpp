@@ -172,12 +172,12 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1);
     T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
     const uint8_t *cut = cuts.at(t), *cut_after = cuts.at(t + 1);
-    V<T> square = V<T>{};
+    SquareSum<T> square;
     const V<T> one = splat<T>(1);
     rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
       const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
       const V<T> ghat = read(g + of_h, count) + passed(cut_after, b, count, r, at);
-      square += ghat * ghat;
+      square.add(ghat);
       const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count),
                  before = started(cut, h, b, count, r);
       const V<T> by_z = z * (one - z), by_n = one - n * n;
@@ -204,7 +204,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
         write(factor + of_h, q_out, count, false);
       }
     });
-    norms[t] += sum_lanes<T>(square);
+    norms[t] += square.total();
   };
 
   begin(rows.longest - 1, 0, plan.blocks());

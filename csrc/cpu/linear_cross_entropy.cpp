@@ -51,7 +51,7 @@ struct ReadoutCall {
   Packed<T> weight;      // [depth, C]: W^T, b
   Packed<T> weight_t;    // [C, N]: W
   Scratch<double> loss;  // [tasks]
-  Scratch<T>* sums;      // [tasks]: [round_up(C)][ldc], or null
+  RowSums<T>* sums;      // [tasks]: [round_up(C)][ldc], or null
   int rows;              // of a group: fewer where they are long, so that states and their gradients stay in L2
   bool stream;
   bool failed;
@@ -69,7 +69,7 @@ void readout_task(void* context, int task) {
   T* grad_hidden = static_cast<T*>(args.grad_hidden);
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
-  const V<T> lowest = splat<T>(T(-3e38));
+  const V<T> lowest = splat<T>(-kLargest<T>);
   // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block
   // to block.
   Scratch<T> h, d, out;
@@ -140,7 +140,9 @@ void readout_task(void* context, int task) {
         for (int b = 0; b < whole; b++) store(to + b * L, load(from + b * block));
       if (whole * L < N) store_part(to + whole * L, load(from + whole * block), N - whole * L);
     }
-    outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task], static_cast<ptrdiff_t>(h_blocks) * L);
+    outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task].part,
+                 static_cast<ptrdiff_t>(h_blocks) * L);
+    call.sums[task].added(R);
   }
   if (call.stream) stream_fence();
   call.loss[task] = loss;
@@ -175,9 +177,9 @@ bool run(const LinearCrossEntropyArgs& args) {
   Scratch<char> memory;
   bool ok = true;
   if (args.grad_hidden) {
-    if (!memory.allocate(sizeof(Scratch<T>) * call.tasks)) return false;
-    call.sums = reinterpret_cast<Scratch<T>*>(memory.get());  // all zero bytes: empty scratch buffers
-    for (int i = 0; i < call.tasks && ok; i++) ok = call.sums[i].allocate(size);
+    if (!memory.allocate(sizeof(RowSums<T>) * call.tasks)) return false;
+    call.sums = reinterpret_cast<RowSums<T>*>(memory.get());  // all zero bytes: empty scratch buffers
+    for (int i = 0; i < call.tasks && ok; i++) ok = call.sums[i].allocate(size, args.rows);
   }
   if (ok) parallel_run(call.tasks, readout_task<T>, &call);
   ok = ok && !call.failed;
@@ -188,14 +190,14 @@ bool run(const LinearCrossEntropyArgs& args) {
     T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
     for (int c = 0; call.sums && c < call.C; c++) {
       for (int n = 0; n < call.depth; n++) {
-        T total = 0;
-        for (int i = 0; i < call.tasks; i++) total += call.sums[i][c * ldc + n];
-        if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = total;
-        else grad_bias[c] = total;
+        double total = 0;
+        for (int i = 0; i < call.tasks; i++) total += call.sums[i].at(c * ldc + n);
+        if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = static_cast<T>(total);
+        else grad_bias[c] = static_cast<T>(total);
       }
     }
   }
-  for (int i = 0; call.sums && i < call.tasks; i++) call.sums[i].~Scratch<T>();
+  for (int i = 0; call.sums && i < call.tasks; i++) call.sums[i].~RowSums<T>();
   return ok;
 }
 

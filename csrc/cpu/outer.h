@@ -1,8 +1,9 @@
 // The product over rows for the gradients of the parameters: C += sum over rows r of d_r^T h_r.
 //
 // d and h are stored as [block of L columns][row][L] over the rows of several time steps, C [columns of d][ldc]
-// row-major. One call sums its rows in registers and then adds once to C. A sum over 10^6 rows is thus a sum of partial
-// sums over about a hundred rows, and its rounding error grows with the number of calls, not of rows.
+// row-major. One call sums its rows in registers and then adds once to C. A sum over thousands of rows is thus a sum of
+// partial sums over about a hundred rows, and its rounding error grows with the number of calls, not of rows. RowSums
+// limits that number too.
 //
 //                 h  <- NV vectors ->
 //   d  MR columns [ MR x NV accumulators ]   per row: NV loads, MR broadcasts, MR x NV multiply-adds
@@ -84,5 +85,36 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
     j += take;
   }
 }
+
+constexpr int kPartRows = 4096;
+
+// The sums over the rows of one thread: float sums over kPartRows rows at a time, which are added up in double. A sum
+// of at most kPartRows rows has one part, and so have sums of double. All zero bytes are an empty object.
+template <class T>
+struct RowSums {
+  Scratch<T> part;  // to which outer_add adds
+  Scratch<double> total;
+  size_t size;
+  int64_t rows;  // of the part
+
+  // all_rows: of all threads.
+  bool allocate(size_t elements, int64_t all_rows) {
+    size = elements;
+    return part.allocate(size) && (sizeof(T) == 8 || all_rows <= kPartRows || total.allocate(size));
+  }
+  // Called after so many rows have been added to the part.
+  void added(int count) {
+    rows += count;
+    if (!total.get() || rows < kPartRows) return;
+    T* from = part;
+    double* to = total;
+    for (size_t i = 0; i < size; i++) {
+      to[i] += static_cast<double>(from[i]);
+      from[i] = 0;
+    }
+    rows = 0;
+  }
+  double at(ptrdiff_t i) const { return static_cast<double>(part[i]) + (total.get() ? total[i] : 0.0); }
+};
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -16,16 +16,17 @@ constexpr int kRingRows = 128;
 // A partial result of one thread. Those of all threads are added at the end, in the order of the threads.
 template <class T>
 struct ScanSums {
-  Scratch<T> gradients;    // [round_up(N)][ldc]: columns of h, then of x, then the one
-  Scratch<T> table_part;   // [D][round_up(N)] of the last few steps
-  Scratch<T> table_total;  // [D][round_up(N)]
-  Scratch<double> param;   // [round_up(N)]
-  Scratch<double> norm;    // [T]
+  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h, then of x, then the one
+  Scratch<T> table_part;        // [D][round_up(N)] of the last few steps
+  Scratch<double> table_total;  // [D][round_up(N)]
+  Scratch<double> param;        // [round_up(N)]
+  Scratch<double> norm;         // [T]
 
   bool allocate(const ScanPlan<T>& plan) {
     const ScanArgs& args = *plan.args;
     const size_t padded = plan.padded(), ldc = padded + round_up(plan.X, kLanes<T>);
-    return param.allocate(padded) && norm.allocate(args.T) && (!args.grad_map || gradients.allocate(padded * ldc)) &&
+    return param.allocate(padded) && norm.allocate(args.T) &&
+           (!args.grad_map || gradients.allocate(padded * ldc, args.T * args.B)) &&
            (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
   }
 };
@@ -149,10 +150,10 @@ struct BackwardRows {
       if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + rows.active[t];
       if (every && (t == last || (t + 1) % every == 0)) recompute_segment(t);
       read_ending(t);
-      V<T> square = V<T>{};
+      SquareSum<T> square;
       const BackwardStep<T> step = step_at(t);
       compute_delta(step, &square);
-      sums->norm[t] += sum_lanes<T>(square);
+      sums->norm[t] += square.total();
       if (params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
         rows.put_reset_state(step.resets, t + 1, inputs + place(t + 1), ring_block);
       if (dx_out) write_feature_gradient(t);
@@ -207,7 +208,7 @@ struct BackwardRows {
   }
 
   // delta_t in the ring, as the epilogue of map^T(delta_{t+1}), and |dL/dh_t|^2.
-  void compute_delta(const BackwardStep<T>& step, V<T>* square) {
+  void compute_delta(const BackwardStep<T>& step, SquareSum<T>* square) {
     const int64_t t = step.t;
     if (t == rows.longest - 1) {
       finish_blocks(step, 0, blocks, square);
@@ -265,7 +266,7 @@ struct BackwardRows {
   }
 
   // delta_t for blocks [first, last), of which the message is ready.
-  void finish_blocks(const BackwardStep<T>& step, int first, int last, V<T>* square) {
+  void finish_blocks(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square) {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
       V<T> param_grad = V<T>{};
@@ -280,7 +281,8 @@ struct BackwardRows {
     }
   }
   // Nearly all rows: no branch inside the loop. Returns how many.
-  ORTHOKERN_INLINE int finish_unmasked_rows(const BackwardStep<T>& step, int b, V<T>* square, V<T>* param_grad) {
+  ORTHOKERN_INLINE int finish_unmasked_rows(const BackwardStep<T>& step, int b, SquareSum<T>* square,
+                                            V<T>* param_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
     const int64_t stride = N;
     const int count = step.unmasked;
@@ -288,10 +290,11 @@ struct BackwardRows {
     const T* h_at = step.h + b * ring_block;
     const T* q_at = message() + b * rows.block;
     const T* g_at = step.grad_h + b * L;
-    V<T> total = *square, param_total = *param_grad;
+    SquareSum<T> total = *square;
+    V<T> param_total = *param_grad;
     for (int r = 0; r < count; r++) {
       const V<T> g = load(g_at + r * stride) + load(q_at + r * L);
-      total += g * g;
+      total.add(g);
       const V<T> h = load(h_at + r * L);
       store(d_to + r * L, clip(activate_grad<T, A>(h, g, param, &param_total), bound));
     }
@@ -299,7 +302,7 @@ struct BackwardRows {
     return count;
   }
   // Rows from `from` on, of which some may have ended before step t or end with it, or which read a_t.
-  ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, V<T>* square,
+  ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, SquareSum<T>* square,
                                            V<T>* param_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
     const int count = rows.lanes(b);
@@ -315,7 +318,7 @@ struct BackwardRows {
       const bool ends = rows.length[r] == step.t + 1;
       V<T> g = load_part(g_at + r * N, count);
       if (!ends) g += load(q_at + r * L);
-      *square += g * g;
+      square->add(g);
       const V<T> saved = A::needs_input ? load_part(step.pre + r * N + b * L, count)
                                         : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
       store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, param_grad), bound));
@@ -368,13 +371,16 @@ struct BackwardRows {
   }
   // sums += sum over the rows of the ring of delta [h, x, 1]^T.
   void add_ring() {
+    add_ring_to(sums->gradients.part);
+    sums->gradients.added(used);
+  }
+  void add_ring_to(T* to) {
     if constexpr (kTiles<T>) {
       if (plan.tiles) {
         const int depth = paired_depth(used, true);
         pair_rows_transposed(delta, ring_block, used, blocks, paired_delta, depth);
         pair_rows_padded(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block(), depth);
-        outer_add_tiles(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), depth, sums->gradients,
-                        ldc);
+        outer_add_tiles(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), depth, to, ldc);
         return;
       }
     }
@@ -383,19 +389,21 @@ struct BackwardRows {
         pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block());
         pair_rows(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block());
         outer_add<T, true>(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), pair_count(used),
-                           sums->gradients, ldc);
+                           to, ldc);
         return;
       }
     }
-    outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, sums->gradients, ldc);
+    outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, to, ldc);
   }
-  // Token gradients are summed over token_steps steps before they are added to the total: a sum of sums has a smaller
-  // rounding error, see outer.h.
+  // Token gradients are summed over token_steps steps before they are added to the total, which is in double: a sum of
+  // sums has a smaller rounding error, see outer.h.
   void add_table_part() {
     const ptrdiff_t n = static_cast<ptrdiff_t>(plan.D) * blocks * L;
-    for (ptrdiff_t i = 0; i < n; i += L) {
-      store(sums->table_total + i, load(sums->table_total + i) + load(sums->table_part + i));
-      store(sums->table_part + i, V<T>{});
+    T* from = sums->table_part;
+    double* to = sums->table_total;
+    for (ptrdiff_t i = 0; i < n; i++) {
+      to[i] += static_cast<double>(from[i]);
+      from[i] = 0;
     }
   }
 };
@@ -437,9 +445,9 @@ void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const int N = plan.N, D = plan.D, padded = plan.padded();
   const ptrdiff_t ldc = padded + round_up(plan.X, kLanes<T>);
   auto total = [&](ptrdiff_t at) {
-    T sum = sums[0].gradients[at];
-    for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients[at];
-    return sum;
+    double sum = sums[0].gradients.at(at);
+    for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients.at(at);
+    return static_cast<T>(sum);
   };
   T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight),
     *bias = static_cast<T*>(args.grad_bias);
@@ -458,14 +466,14 @@ void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   T *weight = static_cast<T*>(plan.args->grad_weight), *bias = static_cast<T*>(plan.args->grad_bias);
   const int D = plan.D, padded = plan.padded();
   for (int n = 0; n < plan.N; n++) {
-    T all = 0;
+    double all = 0;
     for (int d = 0; d < D; d++) {
-      T sum = 0;
+      double sum = 0;
       for (int i = 0; i < plan.threads; i++) sum += sums[i].table_total[static_cast<ptrdiff_t>(d) * padded + n];
-      weight[static_cast<ptrdiff_t>(n) * D + d] = sum;
+      weight[static_cast<ptrdiff_t>(n) * D + d] = static_cast<T>(sum);
       all += sum;
     }
-    if (bias) bias[n] = all;
+    if (bias) bias[n] = static_cast<T>(all);
   }
 }
 

@@ -49,7 +49,7 @@ struct DirectBackward {
 
   // delta_t, |dL/dh_t| and the part of the activation's parameter; the order of the sums is that of scan_backward.h.
   void finish(bool last, const T* param, double* param_grad) {
-    V<T> square = V<T>{};
+    SquareSum<T> square;
     for (int n = 0; n < N; n += L) {
       const int count = N - n < L ? N - n : L;
       V<T> of_param = V<T>{};
@@ -57,15 +57,14 @@ struct DirectBackward {
         const int64_t row = step * B + b;
         V<T> g = load_part(at(args.grad_hs) + row * N + n, count);
         if (!last) g += load(message + b * wide + n);
-        square += g * g;
+        square.add(g);
         const V<T> saved = load_part(at(A::needs_input ? args.saved_pre : args.states) + row * N + n, count);
         store(delta + row * wide + n, activate_grad<T, A>(saved, g, load(param + n), &of_param));
       }
       if (A::has_parameter)
         for (int i = 0; i < L; i++) param_grad[n + i] += of_param[i];
     }
-    if (args.grad_norm)
-      at(args.grad_norm)[step] = static_cast<T>(__builtin_sqrt(static_cast<double>(sum_lanes<T>(square))));
+    if (args.grad_norm) at(args.grad_norm)[step] = static_cast<T>(__builtin_sqrt(square.total()));
   }
 
   // s U^T delta_t of the rows of a step, and what of U^T delta_t the gradients of the factors need.

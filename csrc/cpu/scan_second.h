@@ -136,8 +136,11 @@ struct SecondRows {
       for (int64_t t = begin; t < end; t++) step<A>(t);
       if (args.of_map) add_product(all.to_h, args.grad_before, N, true);
       if (args.of_weight && args.grad_x) add_product(all.to_x, args.grad_x, D, false);
-      if (all.base.grad_map)
-        outer_add<T>(delta, blocks, inputs, blocks + x_blocks, stride, used, sums->gradients, (blocks + x_blocks) * L);
+      if (all.base.grad_map) {
+        outer_add<T>(delta, blocks, inputs, blocks + x_blocks, stride, used, sums->gradients.part,
+                     (blocks + x_blocks) * L);
+        sums->gradients.added(used);
+      }
     }
     for (int64_t t = 0; t < all.base.T; t++) {
       if (args.grad_hs) rows.clear_rest(t, rows.active[t], out(args.grad_hs), N);

@@ -187,6 +187,36 @@ ORTHOKERN_INLINE T sum_lanes(V<T> v) {
   return s;
 }
 
+// The largest finite number.
+template <class T>
+constexpr T kLargest = static_cast<T>(sizeof(T) == 4 ? double{__FLT_MAX__} : __DBL_MAX__);
+
+// A sum of squares for a norm. Squares of float are formed in double: they leave the range of float for elements below
+// 1e-19 and above 1e19, where gradients through many steps vanish or explode.
+template <class T>
+struct SquareSum;
+template <>
+struct SquareSum<double> {
+  V<double> sum;
+  ORTHOKERN_INLINE SquareSum() : sum{} {}
+  ORTHOKERN_INLINE void add(V<double> v) { sum += v * v; }
+  ORTHOKERN_INLINE double total() const { return sum_lanes<double>(sum); }
+};
+template <>
+struct SquareSum<float> {
+  V<double> low, high;  // of the lanes in the first half and in the second
+  ORTHOKERN_INLINE SquareSum() : low{}, high{} {}
+  ORTHOKERN_INLINE void add(V<float> v) {
+    typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+    Half half[2];
+    memcpy(half, &v, sizeof v);
+    const V<double> a = __builtin_convertvector(half[0], V<double>), b = __builtin_convertvector(half[1], V<double>);
+    low += a * a;
+    high += b * b;
+  }
+  ORTHOKERN_INLINE double total() const { return sum_lanes<double>(low + high); }
+};
+
 // p / q within about one rounding. AVX-512 has a fast estimate of 1 / q with 14 bits. One correction of the quotient by
 // its exact remainder doubles them, and costs far less than a division.
 ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {

@@ -468,7 +468,7 @@ def scan_bwd(
         grad_h0 = transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
         grad_reset_state = None if cut_sum is None else transposed_product(map_, cut_sum)
     if chunk:
-        grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1)
+        grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1, dtype=torch.float64).to(delta.dtype)
     else:
         grad_norm = models.apart(norms).sum(-1).sqrt().movedim(-1, 0) if models.several else norms.sum(1).sqrt()
     grad_x = products.found("grad_x", 1)

@@ -391,7 +391,7 @@ class _Spans:
     def _take_norms(self, begin: int, end: int, adjoint: Tensor) -> None:
         """Stores the norms of dL/dh_t of a span, for open taps."""
         if self.norms is not None:
-            self.norms[begin:end] = torch.linalg.vector_norm(adjoint, dim=(1, 2))
+            self.norms[begin:end] = _taps.norms_of_steps(adjoint)
 
     def backward_of_ids(
         self, x: Tensor, h0: Tensor, table: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], need_w: bool

@@ -64,8 +64,8 @@ def norms_through_time(
             later = turn ** (steps[i + 1] - t) * later + scale * torch.complex(*segment[5].double().chunk(2, 1))
         delta = scale * (_error(z, readout, t) @ readout.weight)
         delta = delta + torch.cat([later.real, later.imag], 1).to(z.dtype)
-        state_norms[t] = (z @ right.mT).norm()
-        grad_norms[t] = (delta @ left).norm()
+        state_norms[t] = (z @ right.mT).double().norm()
+        grad_norms[t] = (delta @ left).double().norm()
     return state_norms, grad_norms
 
 

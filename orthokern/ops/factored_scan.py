@@ -88,9 +88,10 @@ def factored_scan(
 
     Numerics:
         Products and sums over time accumulate in the dtype of u (float32 means IEEE float32), in a fixed order: the
-        same inputs, machine and thread count give the same bits. Rounding errors grow with T like the product of the
-        Jacobians: not at all where s is near 1 and the activation is near linear. The gradients of modrelu, relu, prelu
-        and oplu jump where a unit is at its threshold, so two precisions may differ there by whole terms.
+        same inputs, machine and thread count give the same bits. On the CPU, float32 gradients of parameters over about
+        4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians: not at all
+        where s is near 1 and the activation is near linear. The gradients of modrelu, relu, prelu and oplu jump where a
+        unit is at its threshold, so two precisions may differ there by whole terms.
     """
     return _OP(
         backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,

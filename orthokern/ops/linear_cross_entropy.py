@@ -62,7 +62,7 @@ def linear_cross_entropy(
 
     Numerics:
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
-        in a fixed order.
+        in a fixed order. On the CPU, float32 sums over about 4096 rows are added up in float64.
     """
     if _route.plain(backend):
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)

@@ -138,9 +138,10 @@ def segments_backward(T: int, checkpoint_every: int) -> list[tuple[int, int]]:
 
 
 def norm_over_batch(g: Tensor) -> Tensor:
-    """Frobenius norm over the last two dimensions of [..., B, N], in float32 for half precision."""
-    wide = g.float() if g.dtype in (torch.float16, torch.bfloat16) else g
-    return wide.square().sum((-2, -1)).sqrt()
+    """Frobenius norm over the last two dimensions of [..., B, N], in float32 for half precision. Squares of float32
+    would leave its range for elements below 1e-19 and above 1e19."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return g.double().square().sum((-2, -1)).sqrt().to(wide)
 
 
 def scan_bwd(

@@ -205,6 +205,22 @@ def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
         torch.func.jvp(call, (w,), (w,))
 
 
+@pytest.mark.parametrize("inputs", ["features", "tokens"])
+def test_gradients_summed_over_many_rows(inputs: str) -> None:
+    """The bias gradient of 200 000 rows in float32; parts of the sum are added up in float64."""
+    T, B, N = 20000, 10, 4
+    x = torch.rand(T, B, 3) if inputs == "features" else torch.randint(0, 3, (T, B))
+    table, found = torch.rand(N, 3), []
+    for dtype in (torch.float32, torch.float64):
+        weight, bias = table.to(dtype), torch.zeros(N, dtype=dtype, requires_grad=True)
+        values = x.to(dtype) if inputs == "features" else x
+        w = 0.3 * torch.eye(N, dtype=dtype)
+        functional.dense_scan(values, w, weight=weight, bias=bias, activation="tanh").mean().backward()
+        assert bias.grad is not None
+        found.append(bias.grad.double())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-7
+
+
 # ----------------------------------------------------------------------------------------------------------------- taps
 
 

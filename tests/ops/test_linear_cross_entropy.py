@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import weakref
 from typing import Any
 
@@ -110,6 +111,35 @@ def test_extreme_logits(op: str, backend: str) -> None:
     assert float(loss) == 0
     assert all(not bool(grad.any()) for grad in grads)
     assert float(run(hidden, weight, None, wrong, "sum", True, backend)[0]) == pytest.approx(4000.0)
+
+
+@each("linear_cross_entropy")
+def test_logits_far_below_zero(op: str, backend: str) -> None:
+    """All logits of a row below the range of float32, and as many classes as no vector has."""
+    run = torch.ops.orthokern.linear_cross_entropy_fwd
+    hidden, target = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([1])
+    weight = torch.full((5, 1), -1e40, dtype=torch.float64)
+    loss, _, _, grad_bias = run(hidden, weight, torch.zeros(5, dtype=torch.float64), target, "sum", True, backend)
+    assert float(loss) == pytest.approx(math.log(5))
+    torch.testing.assert_close(grad_bias, torch.tensor([0.2, -0.8, 0.2, 0.2, 0.2], dtype=torch.float64))
+
+
+@each("linear_cross_entropy")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sums_over_many_rows_are_as_exact_as_the_results(op: str, backend: str, threads: int) -> None:
+    """Parts of a float32 sum over so many rows are added up in float64."""
+    run = torch.ops.orthokern.linear_cross_entropy_fwd
+    rows = 300_000
+    torch.set_num_threads(threads)
+    hidden, weight = torch.rand(rows, 3), torch.randn(3, 3)
+    options = (torch.zeros(rows, dtype=torch.int64), "mean", True)
+    found = run(hidden, weight, torch.zeros(3), *options, backend)
+    exact = run(hidden.double(), weight.double(), torch.zeros(3).double(), *options, "reference")
+    for name, one, other in zip(("weight", "bias"), found[2:], exact[2:], strict=True):
+        assert float((one - other).norm() / other.norm()) < 1.2e-7, name
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(hidden, weight, torch.zeros(3), *options, backend), found, strict=True)
+    )
 
 
 @pytest.mark.skipif(WHY_NO_CPU is not None, reason=f"cpu: {WHY_NO_CPU}")
