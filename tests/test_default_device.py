@@ -157,11 +157,18 @@ def test_projections(method: str, size: int) -> None:
 
 
 def test_a_parametrization() -> None:
-    layer = nn.Linear(6, 6, device="cpu")
+    layers = [nn.Linear(6, 6, device="cpu") for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
     x = torch.randn(2, 6, device="cpu")
-    with elsewhere():
-        torch.nn.utils.parametrize.register_parametrization(layer, "weight", FactorizedSpectrum(layer.weight))
-        layer(x).sum().backward()
+    results = []
+    for layer, place in zip(layers, (contextlib.nullcontext(), elsewhere()), strict=True):
+        with place:
+            torch.nn.utils.parametrize.register_parametrization(layer, "weight", FactorizedSpectrum(layer.weight))
+            y = layer(x)
+            y.sum().backward()
+        results.append([y.detach(), *(p.grad for p in layer.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_learned_initialisation() -> None:

@@ -11,6 +11,7 @@ import pytest
 from orthokern.diagnostics import plots
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import nnrnn
+from orthokern.reproduce.report import _labels
 from orthokern.reproduce.spec import Experiment, Run
 from orthokern.tasks import adding, char_lm, copy, pixel_mnist
 
@@ -37,7 +38,8 @@ def test_command_lines_are_accepted(experiment: Experiment) -> None:
         for run in experiment.runs:
             settings = settings_of(run, (*run.options, *(run.quick if extra else ())))
             names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
-            cells = (run.labels[heading] for heading in experiment.named_by)
+            labels = _labels(run, vars(settings))
+            cells = (labels[heading] for heading in experiment.named_by)
             told.add((*(getattr(settings, name) for name in names), *cells))
             assert set(run.published) <= titles
         assert len(told) == len(experiment.runs)

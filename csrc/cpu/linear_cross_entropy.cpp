@@ -140,8 +140,7 @@ void readout_task(void* context, int task) {
         for (int b = 0; b < whole; b++) store(to + b * L, load(from + b * block));
       if (whole * L < N) store_part(to + whole * L, load(from + whole * block), N - whole * L);
     }
-    outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task].part,
-                 static_cast<ptrdiff_t>(h_blocks) * L);
+    outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task].part, static_cast<ptrdiff_t>(h_blocks) * L);
     call.sums[task].added(R);
   }
   if (call.stream) stream_fence();

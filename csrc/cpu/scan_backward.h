@@ -388,8 +388,8 @@ struct BackwardRows {
       if (plan.pairs) {
         pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block());
         pair_rows(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block());
-        outer_add<T, true>(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), pair_count(used),
-                           to, ldc);
+        outer_add<T, true>(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), pair_count(used), to,
+                           ldc);
         return;
       }
     }

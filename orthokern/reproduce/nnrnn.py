@@ -171,7 +171,7 @@ def _ptb() -> tuple[Run, ...]:
 EXPERIMENTS = (
     Experiment(
         "nnrnn-copy", "Copy task, T = {T}", f"{REPORT}, Figure 2 and Table 1", _copy(), (LOSS, RECALL),
-        figure="curves", quantity="held_out_loss", legend=("model",), epochs=False, note=CURVES,
+        figure="curves", quantity="held_out_loss", named_by=("model",), epochs=False, note=CURVES,
     ),
     Experiment(
         "nnrnn-psmnist", "Permuted sequential MNIST", f"{REPORT}, Figure 3 and Table 2", _psmnist(), (ACCURACY,),
@@ -180,13 +180,13 @@ EXPERIMENTS = (
     ),
     Experiment(
         "nnrnn-adding", "Adding task, T = {T}", f"{REPORT}, Figure 4 and Table 3", _adding(), (LOSS, RECALL),
-        figure="curves", quantity="held_out_loss", legend=("model", "hidden"), epochs=False,
+        figure="curves", quantity="held_out_loss", named_by=("model", "units"), epochs=False,
         note="The report shows curves without numbers. An answer with an error of at most 0.2 is accurate.",
     ),
     Experiment(
         "nnrnn-ablations", "nnRNN on the copy task, one thing changed at a time", f"{REPORT}, Figures 5 and 6",
         _ablations(), (LOSS, RECALL), figure="curves", quantity="held_out_loss",
-        legend=("modulus_norm", "hidden", "optimizer", "init"), epochs=False, note=CURVES,
+        named_by=("model",), epochs=False, note=CURVES,
     ),
     Experiment(
         "nnrnn-ptb", "Penn Treebank characters in a stream, truncated at 150 and 300 steps",

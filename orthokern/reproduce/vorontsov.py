@@ -353,7 +353,7 @@ EXPERIMENTS = (
         "A run ends when it is solved.",
     ),
     Experiment(
-        "copy-solved", "Iterations and time until the copy task is solved, with the task's defaults",
+        "copy-solved", "Recall in the copy task with the task's defaults, until it is solved",
         "Not in a paper: the longest published T is 10 000",
         _copy_solved(), (GOAL, RECALL, PER_ITERATION),
         figure="curves", quantity="accuracy", panel="T", named_by=("input weights of the blank",),
@@ -415,6 +415,6 @@ EXPERIMENTS = (
     Experiment(
         "figure6", "Losses on sequential MNIST", f"{PAPER}, Figure 6",
         tuple(run for run in (*_mnist(False), *_mnist(True)) if "-margin-" in run.name and "identity" not in run.name),
-        (ACCURACY,), figure="curves", quantity="loss", panel="permuted", legend=LEGEND, data="mnist",
+        (ACCURACY,), figure="curves", quantity="loss", panel="permuted", named_by=ROW, data="mnist",
     ),
 )  # fmt: skip

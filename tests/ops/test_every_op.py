@@ -13,13 +13,15 @@ import torch.utils.checkpoint
 from helpers import SCANS, GruProblem, call_functional, compiled, gradients, leaf_tensors, scan_problem
 from torch import Tensor
 
-from orthokern import InputError, dispatch, functional, ops
+from orthokern import InputError, cpu, dispatch, functional, ops
 from orthokern.ops._taps import tap
 
 
 def test_the_scans_and_the_cayley_step_have_cpu_kernels() -> None:
     built = [op for op in ops.NAMES if getattr(ops, op).SUPPORT["cpu"].missing is None]
     assert set(built) >= {*SCANS, "cayley"}
+    for op in built if cpu.AVAILABLE else ():
+        assert dispatch.absence(op, "cpu") is None, op
 
 
 def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch) -> None:

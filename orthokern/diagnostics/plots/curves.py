@@ -238,7 +238,7 @@ def compare_curves(
                 label=f"baseline {level:.4g}",
             )
         axis.set_xlabel(x)
-        axis.locator_params(axis="x", integer=True)
+        axis.locator_params(axis="x", integer=axis.get_xlim()[1] > 4)  # few whole epochs would leave few ticks
         if not named:
             axis.legend(loc="best", fontsize=7)
     if named:
