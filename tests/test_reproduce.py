@@ -27,7 +27,7 @@ from orthokern.diagnostics import plots
 from orthokern.errors import InputError
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, runner, vorontsov
-from orthokern.reproduce.report import _name, markdown
+from orthokern.reproduce.report import _labels, _name, markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, over_seeds, planned
@@ -418,10 +418,12 @@ def test_a_figure_names_its_runs_as_the_table_does(experiment: Experiment) -> No
     """In a panel, runs have the same name if they are of the same row."""
     rows: dict[tuple[object, str], set[str]] = {}
     for run in experiment.runs:
-        cells = [run.labels[heading] for heading in experiment.named_by]
-        panel = None if experiment.panel is None else planned(run, False)[experiment.panel]
-        rows.setdefault((panel, _name(experiment, dict(run.labels))), set()).add(run.group or run.name)
-        assert _name(experiment, dict(run.labels)) == ", ".join(cells)
+        settings = planned(run, False)
+        labels = _labels(run, settings)
+        name = _name(experiment, labels)
+        panel = None if experiment.panel is None else settings[experiment.panel]
+        rows.setdefault((panel, name), set()).add(run.group or run.name)
+        assert name == ", ".join(labels[heading] for heading in experiment.named_by)
     assert all(len(found) == 1 for found in rows.values())
 
 
