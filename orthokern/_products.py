@@ -1,4 +1,4 @@
-"""Matrix products in IEEE float32 by the libraries of torch, beside the kernels of this package."""
+"""Matrix products in IEEE float32, and norms, by the libraries of torch, beside the kernels of this package."""
 
 from __future__ import annotations
 
@@ -130,3 +130,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += product(left.mT, right)
     else:
         total.addmm_(left.mT, right)
+
+
+def norms_of_steps(values: Tensor) -> Tensor:
+    """Frobenius norms [T], in float64 (on MPS, which has none, in float32), of values [T, ...].
+
+    Squares of float32 leave its range below 1e-19 and above 1e19, where gradients through many steps vanish or explode.
+    """
+    exact = torch.float32 if values.device.type == "mps" else torch.float64
+    dims = tuple(range(1, values.ndim))
+    rows = max(1, (1 << 20) // max(1, values[:1].numel()))  # torch converts all of what it is given
+    return torch.cat([torch.linalg.vector_norm(part, dim=dims, dtype=exact) for part in values.split(rows)])

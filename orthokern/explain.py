@@ -119,7 +119,7 @@ def _explain_loss(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device is {device}: {dispatch.no_device()}")
     generator = torch.Generator().manual_seed(0)
-    u, v = (init.haar_orthogonal_(torch.empty(N, K), generator).to(device, dtype) for _ in range(2))
+    u, v = (init.haar_orthogonal_(torch.empty(N, K, device="cpu"), generator).to(device, dtype) for _ in range(2))
     clip = float("message_clip" in features)
     call = f"{LOSS} ({dispatch.dtype_name(dtype)} on {device}, N={N}, K={K}, T={T}, B={B}, C={C}, {activation})"
     try:

@@ -8,7 +8,7 @@ possible, and ``layer.weight = w`` works. It runs once, in float64; only `forwar
 
 Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
 not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not
-finite or too large.
+finite or too large, and of Householder and FactorizedSpectrum where a reflection vector is zero.
 """
 
 from __future__ import annotations

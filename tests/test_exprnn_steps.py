@@ -98,6 +98,27 @@ def test_the_step_of_the_outer_optimizer_counts() -> None:
     assert torch.equal(outer.inner.state[rnn.skew_l0]["exp_avg"], optimizer.state[plain.skew_l0]["exp_avg"])
 
 
+def test_the_step_of_a_compiled_outer_optimizer_counts() -> None:
+    rnn = make(rebase_every=2)
+    outer = Sharded(rnn.parameters())
+    step = torch.compile(outer.step, backend="eager")
+    for _ in range(4):
+        outer.zero_grad()
+        rnn(inputs())[0].square().mean().backward()
+        step()
+    assert (rnn._uses, rnn._rebases) == (0, 2)
+
+
+def test_a_discarded_module_with_a_shared_skew_parameter_is_in_nobodys_way() -> None:
+    kept, other = make(rebase_every=1), make(rebase_every=1)
+    other.skew_l0 = kept.skew_l0
+    cycle: list[Any] = [other]
+    cycle.append(cycle)
+    del other, cycle
+    train(kept, torch.optim.SGD(kept.parameters(), lr=0.1), 2)
+    assert kept._rebases == 2
+
+
 def test_a_sharded_optimizer_may_be_a_part_of_a_combined_one() -> None:
     rnn = make(rebase_every=2)
     optimizer = optimizer_for(rnn, euclidean=lambda groups, lr: Sharded(groups))

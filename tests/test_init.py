@@ -224,6 +224,8 @@ def test_modules_draw_the_numbers_of_a_generator_on_the_cpu(make: Callable[..., 
         module.reset_parameters(torch.Generator().manual_seed(0))
     own = {parameter.data_ptr() for parameter in module.parameters()}
     assert draws.filled and all(t.device.type == "cpu" and t.data_ptr() not in own for t in draws.filled)
+    with pytest.raises(InputError, match="generator is 0; accepted: a CPU torch.Generator, or None"):
+        module.reset_parameters(0)
     with pytest.raises(InputError, match="generator is on cuda:0; accepted: a CPU generator"):
         module.reset_parameters(SimpleNamespace(device=torch.device("cuda:0")))
     generator = torch.Generator().manual_seed(0)

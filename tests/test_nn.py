@@ -712,9 +712,3 @@ def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -
     for call in (lambda: activation(x), lambda: readout.loss(x, target)):
         with pytest.raises(InputError, match="dtype"):
             call()
-
-
-@pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
-def test_a_module_pickled_by_an_earlier_version_still_loads(kind: type) -> None:
-    """Pickles name the file in which a class was defined when they were made."""
-    assert pickle.loads(f"corthokern.nn.rnn\n{kind.__name__}\n.".encode()) is kind

@@ -151,7 +151,6 @@ NEEDED = [
     ("rng_of_other_ranks",),
     ("settings", "hidden"),
     ("optimizer", "param_groups", 0, "growth"),
-    ("optimizer", "param_groups", 1, "alpha"),
 ]
 
 

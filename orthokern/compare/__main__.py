@@ -65,9 +65,9 @@ def _made_input(model: nn.Module, batch: int, steps: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = next(first.parameters(recurse=False))
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
-        return torch.randint(0, first.num_embeddings, shape, generator=generator).to(weight.device)
+        return torch.randint(0, first.num_embeddings, shape, generator=generator, device="cpu").to(weight.device)
     features = first.in_features if isinstance(first, nn.Linear) else recurrent.input_size
-    return torch.randn(*shape, features, generator=generator).to(weight)
+    return torch.randn(*shape, features, generator=generator, device="cpu").to(weight)
 
 
 def _moved(t: Tensor, place: str | None, dtype: str | None) -> Tensor:

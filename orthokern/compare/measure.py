@@ -212,7 +212,7 @@ class _Run:
         """Random numbers of the outputs' shapes, the same ones for every model."""
         if not self._cotangents:
             generator = torch.Generator().manual_seed(self.seed)
-            self._cotangents = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+            self._cotangents = [torch.randn(t.shape, generator=generator, device="cpu").to(t.device) for t in outputs]
         return [c.to(t.dtype) for c, t in zip(self._cotangents, outputs, strict=True)]
 
     def backward(self, module: nn.Module, outputs: list[Tensor]) -> None:
@@ -262,7 +262,7 @@ def _agreement(theirs: nn.Module, ours: nn.Module, run: _Run, with_backward: boo
             first = first or errors
             with torch.no_grad():
                 for p, q, value in zip(parameters, _twins(theirs, ours, parameters), own, strict=True):
-                    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value)
+                    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu").to(value)
                     p.copy_(value * (1 + 1e-3 * noise))
                     q.copy_(p)
         assert first is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._gpu_scans import Models, before_resets, composed, power, started, token_table, transposed_product
-from orthokern._products import ieee_products
+from orthokern._products import ieee_products, norms_of_steps
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cuda import _call as native
 from orthokern.cuda._sums import Sums
@@ -468,7 +468,7 @@ def scan_bwd(
         grad_h0 = transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
         grad_reset_state = None if cut_sum is None else transposed_product(map_, cut_sum)
     if chunk:
-        grad_norm = torch.linalg.vector_norm(delta.flatten(1), dim=1, dtype=torch.float64).to(delta.dtype)
+        grad_norm = norms_of_steps(delta).to(delta.dtype)
     else:
         grad_norm = models.apart(norms).sum(-1).sqrt().movedim(-1, 0) if models.several else norms.sum(1).sqrt()
     grad_x = products.found("grad_x", 1)

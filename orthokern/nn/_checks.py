@@ -285,7 +285,7 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
 
 
 def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
-    """Rejects an invalid replacement of a module's parameter. shape is None for modules pickled by older versions."""
+    """Rejects an invalid replacement of a module's parameter; of a buffer, whose shape is None, any tensor is taken."""
     held = type(value)
     if (held is nn.Parameter or held is Tensor) and value.layout is torch.strided and value.shape == shape:
         return

@@ -19,11 +19,13 @@ def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torc
     change, and nothing is drawn.
 
     Raises:
-        InputError: for a generator that is not on the CPU.
+        InputError: for a generator that is not on the CPU, or an object that is no generator.
     """
     if generator is None:
         fill(tensor, *args, generator=None)
         return
+    if not hasattr(generator, "device"):
+        raise InputError(f"generator is {generator!r}; accepted: a CPU torch.Generator, or None")
     if generator.device.type != "cpu":
         raise InputError(f"generator is on {generator.device}; accepted: a CPU generator, for modules on any device")
     if tensor.is_meta:

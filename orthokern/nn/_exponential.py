@@ -33,9 +33,11 @@ Note [Optimizer state at a move]
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -215,9 +217,9 @@ class _Exponential(Recurrent):
         return any(id(parameter) in held for parameter, _ in self._raw_skews() if parameter is not None)
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        """Called after a step of an optimizer: moves the base after every `rebase_every` steps."""
-        if self.rebase_every is None or not self._held_by(optimizer):
-            return
+        """Called after a step of an optimizer that holds this module's skew parameters: moves the base after every
+        `rebase_every` steps."""
+        assert self.rebase_every is not None
         _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
         if any(self._held_by(outer) for outer in _around(optimizer)):
             return
@@ -237,14 +239,21 @@ class _Exponential(Recurrent):
     def _check_ties(self) -> None:
         """Rejects a skew parameter of this module that is also that of a recurrence with another base: a move would set
         it to 0 and change one of the bases."""
+        suffix = self._tied_without_base()
+        if suffix is not None:
+            raise InputError(
+                f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
+                f"{self.rebase_every}; accepted: tie base_{suffix} too, rebase_every=None, or delete one of the modules"
+            )
+
+    def _tied_without_base(self) -> str | None:
+        """The recurrence of any module that shares a skew parameter of this one and has another base, or None."""
         own = {id(parameter): base for parameter, base in self._raw_skews() if parameter is not None}
         for module in _alive():
             for suffix, (parameter, base) in zip(module._suffixes(), module._raw_skews(), strict=True):
                 if parameter is not None and id(parameter) in own and base is not own[id(parameter)]:
-                    raise InputError(
-                        f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
-                        f"{self.rebase_every}; accepted: tie base_{suffix} too, or rebase_every=None"
-                    )
+                    return suffix
+        return None
 
     def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, base) of every recurrence."""
@@ -319,13 +328,26 @@ def _parts(optimizer: Optimizer) -> list[Optimizer]:
     return list(parts.values())
 
 
-def _alive() -> list[_Exponential]:
+def _alive() -> Iterator[_Exponential]:
     """All modules that are complete."""
-    return [module for reference in _modules.valuerefs() if (module := reference()) is not None]
+    for reference in _modules.valuerefs():
+        module = reference()
+        if module is not None:
+            yield module
+
+
+def _moved_by(optimizer: Optimizer) -> list[_Exponential]:
+    """The modules whose bases move after steps of this optimizer."""
+    return [module for module in _alive() if module.rebase_every is not None and module._held_by(optimizer)]
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    """Where a function is defined. Dynamo runs copies of code objects, which keep this."""
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 # of the frame in which torch runs a step of an optimizer, with its hooks
-_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+_STEP = _place(Optimizer.profile_hook_step(lambda optimizer: None).__code__)
 
 
 def _around(optimizer: Optimizer) -> list[Optimizer]:
@@ -336,7 +358,7 @@ def _around(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Optimizer] = []
     frame = sys._getframe().f_back
     while frame is not None:
-        if frame.f_code is _STEP:
+        if _place(frame.f_code) == _STEP:
             found.append(frame.f_locals["args"][0])
         frame = frame.f_back
     return [outer for outer in found if outer is not optimizer and _parts(outer) == [outer]]
@@ -348,7 +370,12 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     # the hook also runs for each part of a combined optimizer
     if not _modules or _parts(optimizer) != [optimizer] or _capturing():
         return
-    for module in _alive():
+    moved = _moved_by(optimizer)
+    if any(module._tied_without_base() is not None for module in moved):
+        del moved
+        gc.collect()  # the other module may be a discarded one in a reference cycle
+        moved = _moved_by(optimizer)
+    for module in moved:
         module._stepped(optimizer)
 
 

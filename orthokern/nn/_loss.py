@@ -6,7 +6,8 @@ Note [The basis that a module keeps]
     state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. It is an attribute of
     the module by this name, since torch.distributed.checkpoint resolves the keys of a state_dict, but not a buffer,
     whose absence load_state_dict would report. The same parameters, basis and inputs give the same bits, also after a
-    resume, and after any number of evaluations in between.
+    resume, and after any number of evaluations in between. A replica of torch.nn.DataParallel does not return its
+    basis; DistributedDataParallel keeps it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.errors import InputError
-from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
 from orthokern.ops import _modal, _scan_loss
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def loss(
     """The loss from the inputs ``data`` [T, B, ...] of the last layer; see ``Recurrent.loss``."""
     weight, bias = weights_of(readout, module.hidden_size)
     if reduction is None:
-        reduction = readout.reduction if isinstance(readout, LinearCrossEntropy) else "mean"
+        reduction = getattr(readout, "reduction", "mean")
     matrix, added = module._factors(suffix)
     options = module._scan_options(suffix, lengths, cuts)
     del options["checkpoint_every"]

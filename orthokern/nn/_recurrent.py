@@ -150,7 +150,7 @@ class Recurrent(nn.Module):
         if tensor is None:  # a buffer, or an attribute that replaces a parameter
             tensor = self._buffers.get(name)
             tensor = getattr(self, name) if tensor is None else tensor
-        check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
+        check_held(name, tensor, self._shapes.get(name))
         checked: Tensor = tensor
         return checked
 
@@ -497,7 +497,7 @@ class Recurrent(nn.Module):
             hx: as in forward.
             lengths: int64 [B] in [1, T], the number of steps of each sequence; None: T for all. Later steps are
                 ignored.
-            reduction: "mean" over the steps that are not ignored, or "sum"; None: that of a LinearCrossEntropy, "mean"
+            reduction: "mean" over the steps that are not ignored, or "sum"; None: that of the readout, "mean"
                 for a torch.nn.Linear.
             algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
             resets, reset_state: as in forward; with resets the last layer uses the sequential scan.

@@ -105,7 +105,7 @@ class PeepholeLSTM(nn.Module):
 
     def _tensor(self, name: str) -> Tensor:
         tensor = cast(Tensor, getattr(self, name))
-        check_held(name, tensor, self.__dict__.get("_shapes", {}).get(name))
+        check_held(name, tensor, self._shapes.get(name))
         return tensor
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -18,6 +18,7 @@ from torch._guards import detect_fake_mode
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
+from orthokern._products import norms_of_steps
 from orthokern._scan_contract import ModalInputs, Readout, ScanInputs
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
@@ -391,7 +392,7 @@ class _Spans:
     def _take_norms(self, begin: int, end: int, adjoint: Tensor) -> None:
         """Stores the norms of dL/dh_t of a span, for open taps."""
         if self.norms is not None:
-            self.norms[begin:end] = _taps.norms_of_steps(adjoint)
+            self.norms[begin:end] = norms_of_steps(adjoint)
 
     def backward_of_ids(
         self, x: Tensor, h0: Tensor, table: Tensor, hs: Tensor, grad_hs: Tensor, starts: list[Tensor], need_w: bool

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from orthokern._products import norms_of_steps
 from orthokern.errors import InputError
 
 SINKS: list[tap] = []
@@ -121,12 +122,6 @@ def record_states(op: str, hs: Tensor) -> None:
     dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
     for states in hs.detach().unbind(1) if hs.ndim == 4 else (hs.detach(),):
         record_state_norms(op, norms_of_steps(states).to(dtype))
-
-
-def norms_of_steps(values: Tensor) -> Tensor:
-    """Frobenius norms [T], in float64, of values [T, B, N]. Squares of float32 leave its range below 1e-19 and above
-    1e19, where gradients through many steps vanish or explode."""
-    return torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64)
 
 
 def record_state_norms(op: str, norms: Tensor) -> None:

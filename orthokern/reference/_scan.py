@@ -141,7 +141,8 @@ def norm_over_batch(g: Tensor) -> Tensor:
     """Frobenius norm over the last two dimensions of [..., B, N], in float32 for half precision. Squares of float32
     would leave its range for elements below 1e-19 and above 1e19."""
     wide = torch.promote_types(g.dtype, torch.float32)
-    return g.double().square().sum((-2, -1)).sqrt().to(wide)
+    exact = torch.float32 if g.device.type == "mps" else torch.float64  # MPS has no float64
+    return g.to(exact).square().sum((-2, -1)).sqrt().to(wide)
 
 
 def scan_bwd(

@@ -82,7 +82,7 @@ def current_shard() -> Shard:
     torchrun, else 0 and 1. Without WORLD_SIZE, or if it is 1, RANK is ignored: other programs set it too.
 
     Raises:
-        InputError: WORLD_SIZE or RANK is not an integer, or RANK is not in [0, WORLD_SIZE).
+        InputError: WORLD_SIZE is not an integer; or it is not 1, and RANK is not an integer in [0, WORLD_SIZE).
 
     Example::
 

@@ -125,6 +125,9 @@ def _check_optimizer(saved: Any, fresh: Mapping[str, Any], task: Task, iteration
 
 def _check_group(name: str, group: Any, own: Mapping[str, Any], kind: type, moving: set[str]) -> None:
     kept = (constants(kind, own) | {"params", "param_names", "margin", "spectrum_map"} & own.keys()) - moving
+    if isinstance(group, dict):  # an older torch may not have had an option of its optimizers: decoupled_weight_decay
+        for key in kept - group.keys() - {"params"}:
+            group[key] = own[key]
     check_like(name, group, own)
     check_constants(name, group, own, kept)
     began = own.get("initial_lr", own["lr"])

@@ -557,6 +557,7 @@ def test_the_reduction_is_that_of_the_readout(activation: str) -> None:
     torch.testing.assert_close(
         rnn.loss(ids, total, ids % 4, reduction="mean")[0] * ids.numel(), loss, rtol=1e-9, atol=0
     )
+    assert torch.equal(rnn.loss(ids, torch.compile(total, backend="eager"), ids % 4)[0], loss)
     linear = nn.Linear(8, 4, dtype=torch.float64)
     assert torch.equal(rnn.loss(ids, linear, ids % 4)[0], rnn.loss(ids, linear, ids % 4, reduction="mean")[0])
 
