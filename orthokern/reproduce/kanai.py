@@ -137,8 +137,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "gru-success", "Words of the Penn Treebank, success of the first epoch", f"{PAPER}, Table 1",
-        _first_epoch(), (SUCCESS, VALIDATION_PERPLEXITY), figure="curves", quantity="nll", legend=LEGEND, data="ptb",
-        note=FIRST_EPOCH,
+        _first_epoch(), (SUCCESS, VALIDATION_PERPLEXITY), figure="curves", quantity="nll", named_by=("method", "value"),
+        data="ptb", note=FIRST_EPOCH,
     ),
     Experiment(
         "gru-table2", "Polyphonic music, Nottingham", f"{PAPER}, Table 2",
