@@ -280,6 +280,8 @@ def test_the_joint_page_of_the_constraint(tmp_path: Path, capsys: pytest.Capture
     assert cells[constraint.FUNCTION, "relu"] == cells[constraint.MARGIN, "0.1"]  # relu is the task's own
     assert cells[constraint.HELD, "none"] == ["not run", "0.0905 (0.0900 to 0.0910)", "not run", "not run"]
     assert page.rstrip().splitlines()[-1].startswith("one core; ")
+    subject = constraint.SUBJECTS["copy"]  # a column of fewer seeds than planned says so once
+    assert constraint._heading(subject, 1) == f"{subject.title}, 1 of 2 seeds"
     assert (tmp_path / "full" / "constraint.png").stat().st_size > 10_000
 
 

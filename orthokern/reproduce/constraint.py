@@ -176,8 +176,19 @@ def _range(values: Sequence[float], digits: int) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def _cell(subject: Subject, rows: Sequence[dict[str, Any]]) -> str:
-    """The numbers of the seeds that were run; where all of them solved the task, the seconds that it took."""
+def _seeds(rows: Rows, name: str) -> int:
+    """The number of seeds that were run, of the variant of a task that has most."""
+    return max(len(_values(SUBJECTS[name], per[name])) for per in rows.values())
+
+
+def _heading(subject: Subject, seeds: int) -> str:
+    """The title of a column, with the number of seeds where it is not the planned one."""
+    return subject.title if seeds in (0, SEEDS) else f"{subject.title}, {seeds} of {SEEDS} seeds"
+
+
+def _cell(subject: Subject, rows: Sequence[dict[str, Any]], seeds: int) -> str:
+    """The numbers of the seeds that were run, and how many if they are fewer than `seeds`; where all of them solved the
+    task, the seconds that it took."""
     values, solved = _values(subject, rows), [row for row in rows if row["state"] == "solved"]
     if not values:
         return ", ".join(dict.fromkeys(row["state"] for row in rows)) or "not run"
@@ -185,7 +196,7 @@ def _cell(subject: Subject, rows: Sequence[dict[str, Any]]) -> str:
         text = f"solved in {_range([row['seconds'] for row in solved], 0)} s"
     else:
         text = _range(values, subject.measure.digits) + (f", {len(solved)} of {len(values)} solved" if solved else "")
-    return text if len(values) == len(rows) else f"{text}, {len(values)} of {len(rows)} seeds run"
+    return text if len(values) == seeds else f"{text}, {len(values)} of {seeds} seeds run"
 
 
 def _page(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
@@ -202,8 +213,10 @@ def _page(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
 def _written(folder: Path, rows: Rows, date: str) -> list[Path]:
     """The page, its numbers and its figure."""
     study = STUDIES[0]
+    seeds = {name: _seeds(rows, name) for name in SUBJECTS}
+    headings = ["part", "value", *(_heading(subject, seeds[name]) for name, subject in SUBJECTS.items())]
     lines = [
-        [part, label, *(_cell(subject, per[name]) for name, subject in SUBJECTS.items())]
+        [part, label, *(_cell(subject, per[name], seeds[name]) for name, subject in SUBJECTS.items())]
         for (part, label), per in rows.items()
     ]
     values = {
@@ -220,7 +233,7 @@ def _written(folder: Path, rows: Rows, date: str) -> list[Path]:
     )
     text = [f"# {study.name}: {study.title}", "", paragraph(f"{study.source}. {directions}"), ""]
     text += [*([] if figure is None else [f"![{study.title}]({figure.name})", ""])]
-    text += [*table(["part", "value", *(subject.title for subject in SUBJECTS.values())], lines), ""]
+    text += [*table(headings, lines), ""]
     pages = ", ".join(f"[{each.name}]({each.name}.md)" for each in EXPERIMENTS)
     text += [paragraph(NOTE), "", paragraph(f"Commands and progress of every run: {pages}."), ""]
     text += [f"{', '.join(sorted(machines)) or 'nothing trained yet'}; {date}."]
