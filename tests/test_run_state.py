@@ -149,7 +149,6 @@ NEEDED = [
     ("plateau",),
     ("average",),
     ("rng_of_other_ranks",),
-    ("settings", "hidden"),
     ("optimizer", "param_groups", 0, "growth"),
 ]
 
@@ -159,6 +158,7 @@ def test_a_resumed_command_refuses_in_one_line_before_it_trains(
 ) -> None:
     payload = load_checkpoint(run / "checkpoint.pt")
     changes = [(path, value) for path in SAMPLE for value in ("many", [1], {}, 1e25, torch.zeros(1, 2))]
+    changes.remove((("settings",), {}))  # those of an older version may be fewer
     changes.append((("evaluation",), {"a": 1}))
     for path, value in [*changes, *((path, LACK) for path in NEEDED)]:
         folder = tmp_path / "edited"

@@ -210,20 +210,6 @@ def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         go(tmp_path / "run", Regression(at={3: lambda _: [signal.raise_signal(signal.SIGINT) for _ in range(2)]}))
 
 
-def test_a_checkpoint_from_before_there_were_plateaus(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "old"
-    go(folder, Regression(), iterations=6)
-    payload = load_checkpoint(folder / "checkpoint.pt")
-    assert payload.pop("plateau") is None
-    save_checkpoint(folder / "checkpoint.pt", payload)
-    task = Regression()
-    task.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(task.optimizer)
-    with pytest.raises(CheckpointError, match="lacks plateau"):
-        go(folder, task, resume=True)
-    assert go(folder, Regression(), resume=True).exit_code == 0
-    assert records(folder)[-1] == records(whole)[-1]
-
-
 @pytest.mark.parametrize("at", [2, 7, 11, 19])
 def test_a_kill_loses_no_more_than_the_iterations_since_the_checkpoint(whole: Path, tmp_path: Path, at: int) -> None:
     def kill(_: Regression) -> None:

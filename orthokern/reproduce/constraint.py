@@ -111,10 +111,10 @@ def _runs(name: str, subject: Subject) -> dict[tuple[str, ...], tuple[Run, ...]]
 
 
 NOTE = (
-    f"Every run trains for {MINUTES} minute, and ends early when it is solved; {SEEDS} seeds per row. Rates are the "
-    "defaults of the task where none is stated; in the tasks with data they are constant, and evaluations use a moving "
-    "average of the parameters. The LSTM and the GRU have as many trained parameters as the factorized network of 128 "
-    "units; the RNN has 128 units, starts Glorot-uniform, and uses tanh."
+    f"Every run trains for {MINUTES} minute, and ends early when it is solved. Each network has {SEEDS} seeds, if no "
+    "other number is stated. Rates are the defaults of the task where none is stated; in the tasks with data they are "
+    "constant, and evaluations use a moving average of the parameters. The LSTM and the GRU have as many trained "
+    "parameters as the factorized network of 128 units; the RNN has 128 units, starts Glorot-uniform, and uses tanh."
 )
 
 EXPERIMENTS = tuple(

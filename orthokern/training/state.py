@@ -172,8 +172,8 @@ class RunState:
         saved = payload["settings"]
         if not isinstance(saved, dict) or not all(type(key) is str and json_value(saved[key]) for key in saved):
             raise CheckpointError(f"checkpoint {path} does not fit this run: {misfit('settings', saved, 'a dict')}")
-        for key in sorted(saved.keys() | settings.keys()):
-            theirs, ours = saved.get(key), settings.get(key)
+        for key, theirs in sorted(saved.items()):  # a later version, which may continue a run, has more settings
+            ours = settings.get(key)
             if key not in FREE_SETTINGS and theirs != ours:
                 raise CheckpointError(
                     f"checkpoint {path} was made with {key[:40]}={_short(theirs)}, "
