@@ -54,22 +54,9 @@ __all__ = [
     "training",
 ]
 
-# imported on first use, so that `import orthokern` costs no more than torch, and the errors not even that
-_LAZY = (
-    "compare",
-    "data",
-    "diagnostics",
-    "explain",
-    "functional",
-    "init",
-    "nn",
-    "optim",
-    "parametrize",
-    "penalties",
-    "reproduce",
-    "tasks",
-    "training",
-)
+# All but these are imported on first use, so that `import orthokern` costs no more than torch, and the errors not even
+# that.
+_LAZY = set(__all__) - globals().keys() - {"empty_cache"}
 
 
 def empty_cache() -> None:
@@ -80,17 +67,17 @@ def empty_cache() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"orthokern.{name}")
     if name == "convert":
         from orthokern.conversion import convert
 
         return convert
+    if name in _LAZY:
+        return importlib.import_module(f"orthokern.{name}")
     raise AttributeError(f"module 'orthokern' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "convert"})
+    return sorted({*globals(), *_LAZY})
 
 
 class _SavedPrograms:

@@ -1,14 +1,40 @@
-"""The gradients of a GRU scan's parameters, by products over all steps after the kernels of a leaf."""
+"""Parameters of a GRU: their gradients, by products over all steps after the kernels of a leaf, and the names of those
+that a spectral constraint bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from orthokern._products import add_product, ieee_products
 from orthokern._scan_contract import GruInputs, GruOptions
+from orthokern.errors import unknown_name
+
+CONSTRAINED_INPUTS = ("upper", "all", "none")
+
+
+def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
+    """Names of the weights whose candidate rows Kanai et al. 2017 constrain: all recurrent ones, then input ones.
+
+    Args:
+        suffixes: of the layers and directions: "l0", "l0_reverse", "l1", ...
+        inputs: the input weights of the layers above the first ("upper"), of all layers ("all"), or "none".
+
+    Raises:
+        InputError: another `inputs`.
+
+    Example::
+
+        >>> constrained_weights(("l0", "l1"), "upper")
+        ['weight_hh_l0', 'weight_hh_l1', 'weight_ih_l1']
+    """
+    if inputs not in CONSTRAINED_INPUTS:
+        raise unknown_name("inputs", inputs, CONSTRAINED_INPUTS)
+    suffixes = list(suffixes)
+    bound = [suffix for suffix in suffixes if inputs == "all" or (inputs == "upper" and not suffix.startswith("l0"))]
+    return [*(f"weight_hh_{suffix}" for suffix in suffixes), *(f"weight_ih_{suffix}" for suffix in bound)]
 
 
 @ieee_products()

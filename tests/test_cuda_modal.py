@@ -181,22 +181,10 @@ def test_strided_inputs_and_what_is_not_needed() -> None:
 
 
 def test_another_device_is_used_and_the_current_one_left(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: dict[str, list[int]] = {}
-
-    class There:
-        """The harness, with every tensor on cuda:1."""
-
-        def __getattr__(self, name: str) -> Any:
-            def call(arguments: dict[str, Any]) -> None:
-                cuda.devices_used()
-                getattr(cuda, name)({**arguments, "device": 1})
-                assert cuda.current_device() == 0, name
-                called.setdefault(name, []).extend(cuda.devices_used())
-
-            return call
-
-    monkeypatch.setattr(_call, "kernels", There())
+    there = build.OnSecondDevice(cuda)
+    monkeypatch.setattr(_call, "kernels", there)
     Problem(2, 6, 2, D=2).loss("cuda")
+    called = there.called
     assert set(called) == {f"modal_{part}" for part in ("forward", "join", "backward", "pairs", "loss")}
     assert all(set(devices) == {1} for devices in called.values()), called
 

@@ -12,7 +12,7 @@ from typing import Any
 from orthokern._files import make_folder, remove_folders
 from orthokern.commandline import Needs, Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
-from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer, recorded_layers
+from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer, recorded_layers, usual_figures
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError, unknown_name
 
@@ -175,8 +175,7 @@ def _write(path: Path, action: Callable[[], Any]) -> Any:
 def _compared(figure: str, runs: Sequence[RunRecord]) -> list[str]:
     """The figures that are drawn of several runs."""
     if figure == "all":
-        without = {*_OF_ONE_RUN} | ({"moduli"} if all(run.settings.get("model") != "nnrnn" for run in runs) else set())
-        return [name for name in FIGURES if name not in without]
+        return [name for name in usual_figures(runs) if name not in _OF_ONE_RUN]
     if figure in _OF_ONE_RUN:
         raise InputError(f"--figure {figure}: of one run, without --quantity, --panel, --legend and --x")
     return [figure]

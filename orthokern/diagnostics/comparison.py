@@ -58,6 +58,11 @@ def caption(text: str) -> str:
     return printable(text).replace("$", "\\$")
 
 
+def are_named(runs: Sequence[RunRecord]) -> bool:
+    """Whether the runs have labels of their own, which then stand in place of settings."""
+    return bool(runs) and all(run.label for run in runs)
+
+
 def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
     """A short name for each run, as "T 200, margin 0.1".
 
@@ -82,7 +87,7 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     """
     if names is not None:
         check_settings("legend", runs, names)
-    if runs and all(run.label for run in runs):
+    if are_named(runs):
         return [caption(run.label) for run in runs]
     if names is not None:
         return [", ".join(_told(run, name) for name in names) or caption(run.name) for run in runs]

@@ -39,6 +39,13 @@ def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
     return list(dict.fromkeys(match[1] or "l0" for match in found if match))
 
 
+def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
+    """The figures that are drawn of runs if none is named. The singular values of an nnRNN may be far from 1 while its
+    eigenvalues are not, so their moduli have a figure; in other networks they are left out."""
+    moduli = any(run.settings.get("model") == "nnrnn" for run in runs)
+    return [name for name in FIGURES if name != "moduli" or moduli]
+
+
 def _text(run: RunRecord, name: str, usual: str) -> str:
     """A text of config.json, made safe for a picture."""
     found = run.config.get(name)
@@ -74,7 +81,7 @@ def draw_run(
     Args:
         run: the run.
         folder: where the PNG files are written: learning.png for the figure "curves", otherwise FIGURE.png.
-        figures: names in `FIGURES`; None: all, but "moduli" for an nnRNN only.
+        figures: names in `FIGURES`; None: `usual_figures`.
         recurrence: layer whose spectrum, moduli and angles are drawn, see `of_layer`.
         baseline: loss to draw a line at; None: that of the run.
 
@@ -103,10 +110,8 @@ def draw_run(
         "stability": (plots.plot_stability, {}),
     }
     title = _text(run, "title", f"{run.task}, {run.name}")
-    if figures is None:  # the singular values of an nnRNN may be far from 1 while its eigenvalues are not
-        figures = [name for name in FIGURES if name != "moduli" or run.settings.get("model") == "nnrnn"]
     drawn: list[Path] = []
-    for name in figures:
+    for name in usual_figures([run]) if figures is None else figures:
         draw, options = drawings[name]
         file = folder / ("learning.png" if name == "curves" else f"{name}.png")
         path = draw(run.records, file, title=title, **options)

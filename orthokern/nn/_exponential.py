@@ -225,7 +225,6 @@ class _Exponential(Recurrent):
             return
         if getattr(optimizer, "_overlap_with_ddp", False):  # what it steps in the backward may still be under way
             raise InputError("rebase_every is set, and the optimizer has overlap_with_ddp=True; accepted: False")
-        self._check_ties()
         self._uses += 1
         if self._uses >= self.rebase_every:
             self.rebase()
@@ -375,6 +374,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         del moved
         gc.collect()  # the other module may be a discarded one in a reference cycle
         moved = _moved_by(optimizer)
+        for module in moved:
+            module._check_ties()
     for module in moved:
         module._stepped(optimizer)
 

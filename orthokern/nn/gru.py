@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern import init as init_
+from orthokern._gru_parameters import constrained_weights
 from orthokern._scan_contract import GruInputs, GruOptions
 from orthokern.cpu._steps import Plan, gru_plan
 from orthokern.cpu.gru_scan import prepared_gru
@@ -158,14 +159,8 @@ class GRU(TorchRecurrent):
         Raises:
             InputError: another `inputs`, or a weight that is computed from others (pruned, parametrized).
         """
-        accepted = ("upper", "all", "none")
-        if inputs not in accepted:
-            raise unknown_name("inputs", inputs, accepted)
+        names = constrained_weights(self._suffixes(), inputs)
         rows = slice(2 * self.hidden_size, 3 * self.hidden_size)
-        names = [f"weight_hh_{suffix}" for suffix in self._suffixes()]
-        for suffix in self._suffixes():
-            if inputs == "all" or (inputs == "upper" and suffix not in ("l0", "l0_reverse")):
-                names.append(f"weight_ih_{suffix}")
         found = [own_parameter(self, name) for name in names if name not in self._buffers]
         # torch.func.functional_call puts other tensors in the place of parameters
         return [(parameter, rows) for parameter in found if isinstance(parameter, nn.Parameter)]

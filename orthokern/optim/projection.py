@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from orthokern import _autocast
+from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
 from orthokern._state import check_integer, misfit
 from orthokern.errors import InputError, unknown_name
@@ -580,9 +581,6 @@ def _leading_block(gram: Tensor) -> tuple[Tensor, float]:
 
 def _of_module(module: nn.Module, inputs: str) -> list[Any]:
     """The constrained matrices of a module's GRUs."""
-    accepted = ("upper", "all", "none")
-    if inputs not in accepted:
-        raise unknown_name("inputs", inputs, accepted)
     found: list[Any] = []
     for part in module.modules():
         constraints = getattr(part, "spectral_constraints", None)
@@ -591,8 +589,6 @@ def _of_module(module: nn.Module, inputs: str) -> list[Any]:
         elif isinstance(part, nn.GRU):
             rows = slice(2 * part.hidden_size, 3 * part.hidden_size)
             ways = ("", "_reverse") if part.bidirectional else ("",)
-            for suffix in (f"l{layer}{way}" for layer in range(part.num_layers) for way in ways):
-                constrained = inputs == "all" or (inputs == "upper" and suffix not in ("l0", "l0_reverse"))
-                names = ["weight_ih", "weight_hh"] if constrained else ["weight_hh"]
-                found += [(own_parameter(part, f"{name}_{suffix}"), rows) for name in names]
+            suffixes = [f"l{layer}{way}" for layer in range(part.num_layers) for way in ways]
+            found += [(own_parameter(part, name), rows) for name in constrained_weights(suffixes, inputs)]
     return found

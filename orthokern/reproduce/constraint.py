@@ -6,7 +6,6 @@ one table and one figure; it reads their JSON files and trains nothing.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from orthokern._files import read_object
 from orthokern.commandline import Settings
 from orthokern.errors import InputError
 from orthokern.reproduce.page import drawn, paragraph, table, written
+from orthokern.reproduce.report import spread
 from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
 from orthokern.reproduce.study import Study
 
@@ -170,12 +170,6 @@ def _values(subject: Subject, rows: Sequence[dict[str, Any]]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _range(values: Sequence[float], digits: int) -> str:
-    """The median and the range."""
-    middle, low, high = (f"{function(values):.{digits}f}" for function in (statistics.median, min, max))
-    return middle if low == high else f"{middle} ({low} to {high})"
-
-
 def _seeds(rows: Rows, name: str) -> int:
     """The number of seeds that were run, of the variant of a task that has most."""
     return max(len(_values(SUBJECTS[name], per[name])) for per in rows.values())
@@ -193,9 +187,10 @@ def _cell(subject: Subject, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     if not values:
         return ", ".join(dict.fromkeys(row["state"] for row in rows)) or "not run"
     if len(solved) == len(values):
-        text = f"solved in {_range([row['seconds'] for row in solved], 0)} s"
+        text = f"solved in {spread([row['seconds'] for row in solved], '{:.0f}'.format)} s"
     else:
-        text = _range(values, subject.measure.digits) + (f", {len(solved)} of {len(values)} solved" if solved else "")
+        form = f"{{:.{subject.measure.digits}f}}".format
+        text = spread(values, form) + (f", {len(solved)} of {len(values)} solved" if solved else "")
     return text if len(values) == seeds else f"{text}, {len(values)} of {seeds} seeds run"
 
 

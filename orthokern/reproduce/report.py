@@ -266,7 +266,7 @@ def _middle(measure: Measure, values: Sequence[float | None]) -> float | None:
     return (statistics.fmean if measure.rate else statistics.median)(known) if known else None
 
 
-def _spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
+def spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
     """One number as it is; of several the median and the range."""
     known = [value for value in values if value is not None]
     if not known:
@@ -298,17 +298,17 @@ def _cells(
         theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
         middle = _middle(measure, ours)
         form = partial(_number, digits=measure.digits)
-        text = form(middle) if measure.rate else _spread(ours, form)
+        text = form(middle) if measure.rate else spread(ours, form)
         if measure.title in published:
             difference = None if theirs is None or middle is None else middle - theirs
             cells += [_number(theirs, measure.digits), text, _number(difference, measure.digits, plus=True)]
         else:
             cells.append(text)
     if any(row.get("epochs") is not None for row in group):
-        cells.append(_spread([row.get("epochs") for row in group], "{:.4g}".format))
+        cells.append(spread([row.get("epochs") for row in group], "{:.4g}".format))
     else:
-        cells.append(_spread([row.get("iterations") for row in group], "{:.0f}".format))
-    return [*cells, _spread([row.get("seconds") for row in group], "{:.0f}".format), _state(group)]
+        cells.append(spread([row.get("iterations") for row in group], "{:.0f}".format))
+    return [*cells, spread([row.get("seconds") for row in group], "{:.0f}".format), _state(group)]
 
 
 def _one_seed(rows: Sequence[dict[str, Any]]) -> str:

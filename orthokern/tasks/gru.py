@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from orthokern import dispatch
 from orthokern import init as init_
+from orthokern._gru_parameters import CONSTRAINED_INPUTS
 from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
+from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.tasks.recurrent import DataOptions
@@ -29,8 +31,6 @@ from orthokern.training.options import named, option, switch
 
 MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
-THRESHOLDS = ("2-delta", "2")
-INPUTS = ("upper", "all", "none")
 
 _PROJECTED = Needs("constraint", ("projection",))
 
@@ -81,7 +81,7 @@ class GruOptions(DataOptions):
     )
     constrained_inputs: str = named(
         None,
-        INPUTS,
+        CONSTRAINED_INPUTS,
         "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
         needs=_PROJECTED,
         shown="upper",

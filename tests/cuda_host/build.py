@@ -108,3 +108,22 @@ def use(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return dispatch.leaf(op, "cuda") if backend == "cuda" else true_resolve(op, backend, **facts)
 
     monkeypatch.setattr(dispatch, "resolve", resolve)
+
+
+class OnSecondDevice:
+    """The harness for tensors that are all on cuda:1. `called`: the devices that each native function used; torch's
+    current device must stay what it was."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.called: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(arguments: dict[str, Any]) -> Any:
+            self.module.devices_used()
+            result = getattr(self.module, name)({**arguments, "device": 1})
+            assert self.module.current_device() == 0, name
+            self.called.setdefault(name, []).extend(self.module.devices_used())
+            return result
+
+        return call

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import CLUSTER, OPS, PATHS, RESIDENT, STEPS, check, plan, run
+from cuda_host import build
 from helpers import (
     GruProblem,
     scan_problem,
@@ -18,22 +19,8 @@ from orthokern.cuda import _call
 
 def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every native function works on the device of its tensors; torch's current device stays what it was."""
-    called: dict[str, list[int]] = {}
-
-    class There:
-        """The harness, with every tensor on cuda:1."""
-
-        def __getattr__(self, name: str) -> Any:
-            def call(arguments: dict[str, Any]) -> Any:
-                harness.devices_used()
-                result = getattr(harness, name)({**arguments, "device": 1})
-                assert harness.current_device() == 0, name
-                called.setdefault(name, []).extend(harness.devices_used())
-                return result
-
-            return call
-
-    monkeypatch.setattr(_call, "kernels", There())
+    there = build.OnSecondDevice(harness)
+    monkeypatch.setattr(_call, "kernels", there)
     for op in OPS:
         run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
         ragged = torch.tensor([1, 2, 5])
@@ -46,6 +33,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
     torch.ops.orthokern.activation_fwd(x, slope, "prelu", "cuda")
     torch.ops.orthokern.activation_bwd(x, x, slope, "prelu", "cuda")
     torch.ops.orthokern.cayley(torch.eye(4), torch.randn(4, 4), torch.tensor(0.1), "cuda")
+    called = there.called
     sized = called.pop("cayley_workspace")  # from sizes alone
     assert not sized and all(set(devices) == {1} for devices in called.values()), called
     assert set(called) >= {f"{op}{part}" for op in (*OPS, "gru_scan") for part in ("", "_plan")}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orthokern.diagnostics.comparison import check_settings, labels, setting_text, telling_settings
+from orthokern.diagnostics.comparison import are_named, check_settings, labels, setting_text, telling_settings
 from orthokern.diagnostics.plots._figures import (
     _BLUE,
     _COLOURS,
@@ -202,7 +202,7 @@ def compare_curves(
     percent = "accuracy" in quantity
     may_diverge = any(name in quantity for name in _LOSSES)
     top = _top([found[id(run)][1] for run in drawn]) if may_diverge else math.inf
-    named = all(run.label for run in drawn)
+    named = are_named(drawn)
     figure, axes = _panels(list(groups), title, sharey=True)
     levels: list[float] = []
     for axis, members in zip(axes, groups.values(), strict=True):
@@ -364,7 +364,7 @@ def compare_dynamics(
             axis.set_yscale("log")
         axis.set_xlabel("sequences seen")
         axis.locator_params(axis="x", nbins=4)  # numbers of six digits, side by side
-    if all(run.label for run in drawn):
+    if are_named(drawn):
         _legend_below(figure, legend_title)
     else:
         axes[0].legend(loc="best", fontsize=8)
