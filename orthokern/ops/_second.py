@@ -57,7 +57,15 @@ from orthokern._scan_contract import Map
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import total
 from orthokern.ops._engine import one_cotangent_at_a_time, save_tensors, saved_tensors
-from orthokern.reference._scan import product, running, started, transposed_product, weight_gradient, without_padding
+from orthokern.reference._scan import (
+    clip_message,
+    product,
+    running,
+    started,
+    transposed_product,
+    weight_gradient,
+    without_padding,
+)
 from orthokern.reference.activations import chain, sum_to_param
 
 
@@ -214,7 +222,7 @@ def _step_by_step(plan: Plan, forwards: bool, g: Tensor, r: Tensor | None, linea
         if mask is not None:
             out = _times(mask[t], out)
         elif plan.clip > 0:
-            out = out.clamp(-plan.clip, plan.clip)
+            out = clip_message(out, plan.clip)
         steps.append(without_padding(out, None if alive is None else alive[t]))
     return torch.stack(steps if forwards else steps[::-1])
 

@@ -57,6 +57,12 @@ def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
     return torch.where(alive.view(*alive.shape, *(1,) * (values.ndim - alive.ndim)), values, torch.zeros_like(values))
 
 
+def clip_message(message: Tensor, c: float) -> Tensor:
+    """The message, clipped to [-c, c]. A bound above the largest number of the dtype, which torch refuses, has no
+    effect."""
+    return message if c > torch.finfo(message.dtype).max else message.clamp(-c, c)
+
+
 class ClippedMessage(torch.autograd.Function):
     """The identity; its backward clips the gradient to [-c, c], see Note [Message clip]."""
 
@@ -72,7 +78,7 @@ class ClippedMessage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.clamp(-ctx.c, ctx.c), None
+        return clip_message(gradient, ctx.c), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
@@ -198,7 +204,7 @@ def scan_bwd(
                 assert act_param is not None
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
             if message_clip > 0:
-                delta = delta.clamp(-message_clip, message_clip)
+                delta = clip_message(delta, message_clip)
             carry = transposed_product(map_, delta)
             if cut_t is not None:
                 kept = started(carry, cut_t, None)

@@ -20,6 +20,7 @@ from helpers import (
 )
 from torch import Tensor
 
+from orthokern import functional
 from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES
 from orthokern.reference.activations import activation_fwd
@@ -197,6 +198,21 @@ def test_forward_has_second_derivatives(op: str, activation: str) -> None:
     for options in ({}, {"lengths": torch.tensor([1])}, {"message_clip": 5.0}):
         run = lambda *inputs, o=options: forward(*inputs, activation=activation, **o)[0]  # noqa: E731
         assert torch.autograd.gradgradcheck(run, leaf_tensors(problem))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message_clip"), [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e39)]
+)
+def test_a_message_clip_beyond_the_range_of_the_dtype_has_no_effect(dtype: torch.dtype, message_clip: float) -> None:
+    w = torch.linspace(-0.5, 0.5, 16).view(4, 4).to(dtype)
+    found = []
+    for options in ({}, {"message_clip": message_clip}):
+        x = torch.linspace(-1, 1, 24).view(3, 2, 4).to(dtype).requires_grad_()
+        loss = functional.dense_scan(x, w, backend="reference", **options).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    for plain, clipped in zip(*found, strict=True):
+        assert torch.equal(plain, clipped)
 
 
 @pytest.mark.parametrize("op", SCANS)
