@@ -77,9 +77,9 @@ def new(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(ids: Tensor) -> Tensor:
-    """Ids of any integer dtype as the bytes [n] that a kernel reads. Flat: a dimension of one may have any stride, with
-    which `view` refuses another dtype."""
-    return ids.contiguous().flatten().view(torch.uint8)
+    """Ids of any integer dtype as the bytes [n] that a kernel reads. A dimension of one may have any stride, also in a
+    contiguous tensor, with which `view` refuses another dtype."""
+    return ids.contiguous().as_strided((ids.numel(),), (1,)).view(torch.uint8)
 
 
 def empty_cache() -> None:

@@ -7,6 +7,9 @@ Note [Chunks of states]
     last to the first: it recomputes the states of the chunk, then computes the loss and the gradients of its readout
     and the backward of its scan, which starts from the adjoint of the following chunk. This costs one more forward.
     States and hits are bitwise the same; sums over time are accumulated in float64 chunk by chunk.
+
+    Gradients are proportional to that of the loss, so they are computed in the forward and multiplied in the backward.
+    With a message clip they are not proportional, and the backward computes them, for one more forward.
 """
 
 from __future__ import annotations
@@ -98,28 +101,47 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Note [Chunks of states]: (loss, hits), the gradients computed in the forward. For calls that need gradients
-    alone: inside, ``ctx.needs_input_grad`` of parameters is true under no_grad too."""
+    """Note [Chunks of states]: (loss, hits). For calls that need gradients alone: inside, ``ctx.needs_input_grad`` of
+    parameters is true under no_grad too."""
 
     @staticmethod
     def forward(
         ctx: Any, scan: ScanCall, steps: int, scale: float, target: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         run = _Chunks(scan, steps, scale, target, tensors)
-        loss, hits = run.backward()
+        ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
+        ctx.later = scan.message_clip > 0
+        loss, hits = run.forward() if ctx.later else run.backward()
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
-        ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors]
-        save_tensors(ctx, *run.grads)
-        ctx.op, ctx.norms = run.op, run.grad_norms
+        if ctx.later:
+            ctx.scan, ctx.steps, ctx.scale = scan, steps, scale
+            save_tensors(ctx, *tensors, target, scan.lengths, scan.resets)
+        else:
+            save_tensors(ctx, *run.grads)
+            ctx.op, ctx.norms = run.op, run.grad_norms
         return loss, hits
 
     @staticmethod
     @differentiable_once("the loss in chunks of states")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        grads = [None if grad is None or grad_loss is None else grad * grad_loss for grad in saved_tensors(ctx)]
-        if ctx.op and grad_loss is not None:
-            _taps.record(ctx.op, ctx.norms * grad_loss.abs())
+        if grad_loss is None:
+            return (None,) * (4 + len(ctx.wanted))
+        if ctx.later:
+            *tensors, target, lengths, resets = saved_tensors(ctx)
+            scan = dataclasses.replace(ctx.scan, lengths=lengths, resets=resets)
+            leaves = [
+                None if t is None else t.detach().requires_grad_(wanted)
+                for t, wanted in zip(tensors, ctx.wanted, strict=True)
+            ]
+            run = _Chunks(scan, ctx.steps, ctx.scale, target, tuple(leaves))
+            run.adjoint(grad_loss)
+            grads, op, norms = run.grads, run.op, run.grad_norms
+        else:
+            grads = [None if grad is None else grad * grad_loss for grad in saved_tensors(ctx)]
+            op, norms = ctx.op, ctx.norms * grad_loss.abs()
+        if op:
+            _taps.record(op, norms)
         return (None,) * 4 + tuple(g if wanted else None for g, wanted in zip(grads, ctx.wanted, strict=True))
 
 
@@ -205,6 +227,11 @@ class _Chunks:
 
     def backward(self) -> tuple[Tensor, Tensor]:
         """(loss, hits); sets ``grads``."""
+        self.adjoint()
+        return self._result()
+
+    def adjoint(self, of_loss: Tensor | None = None) -> None:
+        """Sets ``grads`` and ``grad_norms``; of_loss: the gradient of the loss [], 1 for None."""
         entering = self._entering()
         sums: list[Tensor | None] = [None] * len(self.parameters)
         grad_x = torch.zeros_like(self.x) if self.x.requires_grad else None
@@ -220,7 +247,7 @@ class _Chunks:
                 hs, scan = self._states(start, stop, piece, h, leaves)
                 loss = self._loss(start, stop, hs, scan, leaves)
                 asked = [leaf for leaf in (h, piece, *leaves) if leaf is not None and leaf.requires_grad]
-                grad_loss = torch.full_like(loss, self.scale)
+                grad_loss = torch.full_like(loss, self.scale) if of_loss is None else self.scale * of_loss.to(loss)
                 found = list(torch.autograd.grad([loss, hs[-1]], asked, [grad_loss, carry[index]], allow_unused=True))
             self._take_norms(taken, start, stop)
             carry = self._after(carry, index, found.pop(0))
@@ -233,7 +260,6 @@ class _Chunks:
         self.grads = [grad_x, carry]
         for total_grad, parameter in zip(sums, self.parameters, strict=True):
             self.grads.append(None if total_grad is None or parameter is None else total_grad.to(parameter.dtype))
-        return self._result()
 
     @torch.no_grad()
     def _entering(self) -> list[Tensor]:

@@ -138,18 +138,39 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
     loss = functional.linear_cross_entropy(
         hs, arguments["readout"], arguments["readout_bias"], arguments["target"].long()
     )
-    expected = torch.autograd.grad(loss, wanted)
+    factor = -2.5  # with a message clip, gradients are not proportional to that of the loss
+    expected = torch.autograd.grad(factor * loss, wanted)
     call = {**arguments, **options}
     found = functional.scan_cross_entropy(**call)
     assert torch.equal(found.loss, loss) and found.basis is None and activation in found.refused
-    for a, b in zip(torch.autograd.grad(found.loss, wanted), expected, strict=True):
+    for a, b in zip(torch.autograd.grad(factor * found.loss, wanted), expected, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(_scan_loss, "CHUNK", 4 * 3 * 8 * 8)
     chunked = functional.scan_cross_entropy(**call)
     assert torch.equal(chunked.hits, found.hits) and (chunked.loss - loss).abs() < 1e-14
-    for a, b in zip(torch.autograd.grad(chunked.loss, wanted), expected, strict=True):
+    for a, b in zip(torch.autograd.grad(factor * chunked.loss, wanted), expected, strict=True):
         assert (a - b).norm() <= 1e-13 * b.norm()
+
+
+def test_chunks_with_a_message_clip_notice_changed_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward reads the inputs again."""
+    wanted, arguments = problem(FEATURES, 8, 8, 19, 3, lengths=True)
+    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
+    for name in ("target", "lengths"):
+        loss = functional.scan_cross_entropy(**arguments, message_clip=0.1).loss
+        arguments[name].copy_(arguments[name].clone())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_one_id_of_any_strides(dtype: torch.dtype) -> None:
+    wanted, arguments = problem(IDS, 8, 8, 1, 1)
+    for name in ("x", "target"):
+        arguments[name] = arguments[name].to(dtype).repeat(1, 2)[:, ::2]
+        assert arguments[name].stride() == (2, 2)
+    compare(wanted, arguments, 1e-10, algorithm="modal")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -691,11 +712,13 @@ def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypat
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
-@pytest.mark.parametrize("activation", ["identity", "tanh"])
-def test_norms_of_a_scan_in_chunks(activation: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("activation", "message_clip"), [("identity", 0.0), ("tanh", 0.0), ("tanh", 1e-3)])
+def test_norms_of_a_scan_in_chunks(
+    activation: str, message_clip: float, lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tap hears one scan of all steps, not one of each chunk."""
     wanted, arguments = problem(IDS, 8, 8, 19, 3, lengths=lengths)
-    arguments["activation"] = activation
+    arguments |= {"activation": activation, "message_clip": message_clip}
     taken = {}
     for name, kept in (("whole", 10**9), ("chunks", 0)):
         monkeypatch.setattr(_scan_loss, "kept_states", lambda device, kept=kept: kept)
