@@ -35,7 +35,9 @@ Note [Derivatives of a scan]
     With a message clip, delta_t = clip(J_t ghat_t + r_t): its derivative has c_t = 1 where |delta_t| < clip. The
     forward's tangent knows nothing of the clip, which is a part of the backward alone. So the tangent of the gradient
     is that of the clipped one. Its reverse derivative is not: what it sends to h goes through the backward of the scan,
-    which clips. It cannot be told from the gradient of a loss, with which autograd adds it.
+    which clips. It cannot be told from the gradient of a loss, with which autograd adds it. With checkpoints, it goes
+    through a second scan, which recomputes the states, and is clipped there on its own: of a stack of layers, these
+    second derivatives differ from those without checkpoints.
 
     All rules are made of ``LinearScan`` and of torch's differentiable functions, so they can be derived again, to any
     order and in any mixture of the two modes. ``_second_native`` has a faster way for second derivatives on a CPU.
