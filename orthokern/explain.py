@@ -25,9 +25,25 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 from orthokern.ops._common import SCAN_FEATURES
 
-# Sizes of a call: batch, time, hidden units, rank, features or ids, classes. A SUPPORT table may limit some of them.
-LETTERS = ("B", "T", "N", "K", "D", "C")
 LOSS = "scan_cross_entropy"  # a function that selects one of several ops
+# Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
+LETTERS = {
+    "B": "sequences in the batch",
+    "T": "time steps",
+    "N": "hidden units",
+    "K": "rank of U and V (default N)",
+    "D": "",
+    "C": "classes of the readout",
+}
+DESCRIPTION = f"""\
+List the backends of this machine, and the reasons why others are missing. With --op, print which backend
+serves one call of that op, and why; for {LOSS} also the algorithm. Sizes that are not given
+are not checked against the limits of the backends."""
+EXAMPLES = f"""\
+examples:
+  python -m orthokern.explain                                          the backends of this machine
+  python -m orthokern.explain --op factored_scan --N 600 --device cuda
+  python -m orthokern.explain --op {LOSS} --N 128 --T 10000 --B 50 --C 9"""
 OF_LOSS = ("N", "T", "B", "C")  # sizes that its selection depends on
 LARGEST = 2048  # the largest N for which an example matrix is drawn
 
@@ -172,15 +188,14 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m orthokern.explain", description=__doc__.split("\n")[0])
-    parser.add_argument("--op", help=f"print which backend runs a call of this op, or the algorithm of {LOSS}")
-    for letter in LETTERS:
-        parser.add_argument(
-            f"--{letter}", type=integer(0), help=argparse.SUPPRESS if letter == "D" else "a size of the call"
-        )
+    parser = Parser(prog="python -m orthokern.explain", description=DESCRIPTION, epilog=EXAMPLES)
+    names = ", ".join((*ops.NAMES, LOSS))
+    parser.add_argument("--op", help=f"describe a call of this op, not the machine: {names}")
+    for letter, size in LETTERS.items():
+        parser.add_argument(f"--{letter}", type=integer(0), metavar="SIZE", help=size or argparse.SUPPRESS)
     parser.add_argument("--dtype", help="dtype of the tensors (default float32)")
     parser.add_argument("--device", help="device of the tensors (default cuda if there is a device, else cpu)")
-    parser.add_argument("--backend", help="backend argument of the call (default auto)")
+    parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
     parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
     parser.add_argument("--features", type=_names, help="optional arguments of the call: lengths,message_clip,resets")

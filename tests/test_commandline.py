@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import pytest
 import torch
 
-from orthokern import commandline
+from orthokern import commandline, tasks
 from orthokern.commandline import Parser, one_line, write
 from orthokern.errors import InputError
 from orthokern.tasks import copy, memory
@@ -459,3 +459,9 @@ def test_the_notes_of_a_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_machines_memory() -> None:
     assert 2**28 < (memory.machine_memory("cpu") or 0) < 2**50
+
+
+@pytest.mark.parametrize("task", tasks.names())
+def test_the_help_of_a_task_is_complete(task: str) -> None:
+    text = importlib.import_module(f"orthokern.tasks.{task}").COMMAND.parser().format_help()
+    assert "as in the other tasks" not in " ".join(text.split())

@@ -157,3 +157,9 @@ def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, small: list[str]) -> None:
     task = build([*small, "--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])])
     assert_steps_of_torch(task, plain)
+
+
+def test_the_help_is_that_of_a_feedforward_network() -> None:
+    text = " ".join(deep_mnist.COMMAND.parser().format_help().split())
+    assert "--batch N images per batch" in text
+    assert "U and V" not in text and "recurrent" not in text and "sequences per batch" not in text

@@ -340,6 +340,16 @@ def test_explain_refuses_what_means_nothing(
         orthokern.explain("cayley", M=3)
 
 
+def test_the_help_of_explain_names_ops_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    from orthokern.explain import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name in (*ops.NAMES, "scan_cross_entropy"))
+    assert "--N SIZE hidden units" in text and "--D" not in text
+
+
 def test_explain_of_a_loss() -> None:
     """The algorithm that the function itself takes, why, and the backend of its op."""
     sizes = {"N": 32, "T": 4000, "B": 20, "C": 9}

@@ -99,27 +99,30 @@ _ONLY_SIZES = ("cell", "input", "hidden", "layers", "bidirectional", "batch_firs
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.compare", description=DESCRIPTION.strip())
     what = parser.add_argument_group("model and inputs")
-    text = "a function that returns the model, see above"
+    text = "a function that returns the model, see above; without it, one module of the sizes below"
     what.add_argument("--module", metavar="PACKAGE.MODULE:FACTORY", type=str, help=text)
-    what.add_argument("--cell", type=one_of("cell", ("rnn", "gru")), help="rnn or gru (rnn)")
-    what.add_argument("--input", type=integer(1), metavar="D", help="features of the input (64)")
-    what.add_argument("--hidden", type=integer(1), metavar="N", help="hidden units (128)")
-    what.add_argument("--layers", type=integer(1, 1000), help="stacked layers (1)")
-    what.add_argument("--nonlinearity", type=one_of("nonlinearity", ("tanh", "relu")), help="tanh or relu (tanh)")
+    what.add_argument("--cell", type=one_of("cell", ("rnn", "gru")), help="rnn or gru (default rnn)")
+    what.add_argument("--input", type=integer(1), metavar="D", help="features of the input (default 64)")
+    what.add_argument("--hidden", type=integer(1), metavar="N", help="hidden units (default 128)")
+    what.add_argument("--layers", type=integer(1, 1000), metavar="N", help="stacked layers (default 1)")
+    what.add_argument(
+        "--nonlinearity", type=one_of("nonlinearity", ("tanh", "relu")), help="of an rnn: tanh or relu (default tanh)"
+    )
     what.add_argument("--bidirectional", action="store_true", help="both directions")
     what.add_argument("--batch-first", action="store_true", help="layout [B, T, D]")
     what.add_argument("--no-bias", action="store_true", help="no biases")
-    what.add_argument("--batch", type=integer(1), metavar="B", help="sequences (32)")
-    what.add_argument("--time", type=integer(1), metavar="T", help="time steps (200)")
+    what.add_argument("--batch", type=integer(1), metavar="B", help="sequences (default 32)")
+    what.add_argument("--time", type=integer(1), metavar="T", help="time steps (default 200)")
     how = parser.add_argument_group("execution")
     text = "float32 or float64 (default: dtype of the model)"
     how.add_argument("--dtype", type=one_of("dtype", ("float32", "float64")), help=text)
     how.add_argument("--device", type=device, help="cpu, cuda, cuda:0, ... (default: device of the model)")
     kind = one_of("backend", ("auto", *dispatch.BACKENDS))
-    how.add_argument("--backend", type=kind, help="backend of the orthokern modules (auto)")
-    how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (11)")
+    text = "backend of the orthokern modules (default ORTHOKERN_BACKEND, else auto)"
+    how.add_argument("--backend", type=kind, help=text)
+    how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (default 11)")
     how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: set by torch)")
-    how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (0)")
+    how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (default 0)")
     parser.needs = {name: ((Needs("module", (None,)),),) for name in _ONLY_SIZES}
     parser.needs["nonlinearity"] = ((Needs("module", (None,)), Needs("cell", ("rnn",))),)
     return parser

@@ -47,8 +47,16 @@ from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
 from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import EXPONENTIALS, OF_KERNELS, build_recurrence, last_output
-from orthokern.tasks.optimization import SCHEDULES
-from orthokern.tasks.recurrent import STARTS, DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
+from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
+from orthokern.tasks.recurrent import (
+    START_HELP,
+    STARTS,
+    DrawnOptions,
+    DrawnTask,
+    StartOptions,
+    start_normal,
+    start_recurrence,
+)
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, redeclared, switch
 
@@ -91,7 +99,7 @@ class AddingOptions(StartOptions, DrawnOptions):
         "auto",
         ("auto", "silent", *STARTS),
         "silent: gates that are zero without a mark, and units without input that remember; auto: silent for relu "
-        "and --init identity with --model factorized, rnn or exprnn, else torch; the others as in the other tasks",
+        f"and --init identity with --model factorized, rnn or exprnn, else torch. The others: {START_HELP}",
     )
     nonlinearity: str = "relu"
     init: str = "identity"
@@ -99,7 +107,7 @@ class AddingOptions(StartOptions, DrawnOptions):
         DrawnOptions,
         "lr",
         default=None,
-        help="learning rate; of the readout",
+        help="learning rate of the readout",
         shown=f"by T with the start silent, else {RATE:g}",
     )
     input_lr: float | None = redeclared(
@@ -114,7 +122,7 @@ class AddingOptions(StartOptions, DrawnOptions):
     schedule: str = named(
         "auto",
         ("auto", *SCHEDULES),
-        f"as in the other tasks; auto: with the start silent inverse with D = {DECAY:g}, else constant",
+        f"auto: with the start silent inverse with D = {DECAY:g}, else constant. The others: {SCHEDULE_HELP}",
     )
     lr_decay: float = redeclared(
         DrawnOptions, "lr_decay", default=None, shown=f"{DECAY:g} with the schedule auto and the start silent, else 0"

@@ -27,7 +27,7 @@ from orthokern.training import cli
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import defaults, named, option, switch
+from orthokern.training.options import defaults, named, option, redeclared, switch
 
 PIXELS, CLASSES = 784, 10
 STARTS = ("normal", "learned", "orthogonal", "glorot-uniform")
@@ -44,8 +44,8 @@ class DeepOptions(DigitsOptions, DescentOptions):
     init: str = named(
         "learned",
         STARTS,
-        "initial matrices: normal: from N(0, sigma); learned: the same, then made orthogonal by gradient "
-        "descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
+        "initial matrices: normal: with standard deviation --sigma; learned: the same, then made orthogonal by "
+        "gradient descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
     )
     sigma: float = option(
         0.001,
@@ -60,12 +60,19 @@ class DeepOptions(DigitsOptions, DescentOptions):
     penalty_norm: str = named(
         "squared", NORMS, "squared: as above; plain: the norm, not squared", needs=Needs("penalty", nothing=0.0)
     )
-    batch: int = 20
-    optimizer: str = "sgd"
-    lr: float = 0.01
+    batch: int = redeclared(DescentOptions, "batch", default=20, help="images per batch")
+    optimizer: str = redeclared(
+        DescentOptions, "optimizer", default="sgd", help="rmsprop, adam, sgd (with Nesterov momentum)"
+    )
+    lr: float = redeclared(DescentOptions, "lr", default=0.01, help="learning rate")
     momentum: float = 0.0
     checkpoint_every: int = 1000
-    diagnose_every: int = 250
+    diagnose_every: int = redeclared(
+        DescentOptions,
+        "diagnose_every",
+        default=250,
+        help="iterations between records of orthogonality and gradient norm by layer, 0 for none",
+    )
 
 
 DEFAULTS = defaults(DeepOptions)

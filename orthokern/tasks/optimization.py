@@ -35,6 +35,10 @@ SMALLEST_EPS = 1e-30  # below 1e-38 it is zero in float32, and a gradient of zer
 SKEW_RATE = 0.1  # times --lr: the first value in the searches of Kerg et al. 2019 and Lezcano-Casado 2019
 CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the iteration only
 SCHEDULES = ("constant", *CURVES, "plateau")
+SCHEDULE_HELP = (
+    "factor of all rates in iteration i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine:"
+    " to D at the last iteration; plateau: decrease if held-out evaluations do not improve"
+)
 
 _RMSPROP, _PLATEAU = Needs("optimizer", ("rmsprop",)), Needs("schedule", ("plateau",))
 _ADAM, _SGD = Needs("optimizer", ("adam",)), Needs("optimizer", ("sgd",))
@@ -64,8 +68,7 @@ class DescentOptions(RunOptions):
     schedule: str = named(
         "constant",
         SCHEDULES,
-        "factor of all rates in iteration i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine:"
-        " to D at the last iteration; plateau: decrease if held-out evaluations do not improve",
+        SCHEDULE_HELP,
     )
     lr_decay: float = option(
         0.0,

@@ -30,6 +30,11 @@ from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option, redeclared
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
+START_HELP = (
+    "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
+    "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
+    "readout in some tasks; an lstm or a gru always uses torch"
+)
 
 
 def data_option(files: str) -> Any:
@@ -55,15 +60,13 @@ class StartOptions(OptimizerOptions):
     start: str = named(
         "torch",
         STARTS,
-        "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
-        "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
-        "readout in some tasks; an lstm or a gru always uses torch",
+        START_HELP,
     )
     sigma: float | None = option(
         None,
         real(0.0, exclusive=True, none=True),
-        "rnn: draw all matrices from N(0, X) instead of --init and --start, biases 0; those with the value learned "
-        "are then made orthogonal; none",
+        "rnn: draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
+        "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
         needs=Needs("model", ("rnn",)),
     )
 
