@@ -18,7 +18,7 @@ class InputError(ValueError):
 
 
 class OutOfRange(InputError):
-    """A parameter is outside of the range for which its function can be computed. In training this is a divergence."""
+    """A parameter is outside of the range for which its function can be computed. The tasks report it as divergence."""
 
 
 class BackendUnavailable(RuntimeError):

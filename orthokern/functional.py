@@ -1,3 +1,4 @@
+# Longer than 600 lines: most of them are the docstrings of the public functions.
 """The public functions: all ops, with checks of their arguments.
 
 Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.
@@ -8,7 +9,6 @@ All functions have derivatives of any order, in reverse and forward mode and und
 ``cayley`` is differentiable with backend="reference" only; and the modal form, and ``scan_cross_entropy`` where it
 recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a RuntimeError that
 names the argument to change.
-Longer than 600 lines: most of them are the docstrings of the public functions.
 """
 
 from __future__ import annotations
@@ -522,7 +522,11 @@ def scan_cross_entropy(
             one included: save it for the same bits after a resume.
 
     Returns:
-        A ScanLoss. The loss is differentiable in x, matrix, readout, h0, weight, bias, readout_bias, act_param.
+        A named tuple ScanLoss:
+            - loss, 0-dim, differentiable in x, matrix, readout, h0, weight, bias, readout_bias, act_param, reset_state;
+            - hits, int64 [T], the number of sequences whose largest logit at the step is that of the target;
+            - basis, float64 [N, 2M], the eigenvectors for the next call; None if the modal form was not used;
+            - refused, the reason why the modal form was not used; "" if it was.
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it is not possible.

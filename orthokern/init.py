@@ -1,15 +1,14 @@
+# Longer than 600 lines: a third of them are docstrings.
 """Initialisations of the recurrent matrix, in place, all reproducible through `generator`.
 
-Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is the skew
-matrix A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in
-radians.
+Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is the skew-symmetric matrix
+A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in radians.
 
 Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
 not changed. Every function returns its tensor t, [..., N, K] or for square matrices [..., N, N], and raises InputError
 for a tensor that is not of this shape, not floating point, or not writable element by element.
-Longer than 600 lines: a third of them are docstrings.
 """
 
 from __future__ import annotations
@@ -246,10 +245,10 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
     """Fill t [..., N, K] with matrices that start at random and are then made orthogonal by `learned_orthogonal_`
     (Manchev and Spratling, "OINIT", section II-A).
 
-    The initial values are Glorot-uniform (their section III-A), or from N(0, std) (their sections III-B and III-C). The
-    descent runs in float64 until rounding stops it, about twenty steps beyond the 1e-6 of the paper, so that the result
-    is orthonormal up to the rounding of its dtype. Raises InputError for a std that is not finite or not above 0, and
-    if the descent does not converge; t is then unchanged.
+    The initial values are Glorot-uniform (their section III-A), or, if std is given, independent normals of standard
+    deviation std (their sections III-B and III-C). The descent runs in float64 until rounding stops it, about twenty
+    steps beyond the 1e-6 of the paper, so that the result is orthonormal up to the rounding of its dtype. Raises
+    InputError for a std that is not finite or not above 0, and if the descent does not converge; t is then unchanged.
 
     Example::
 
@@ -521,7 +520,7 @@ def initialize_(
         t: [..., N, K] float.
         name: one of INITS.
         generator: CPU generator, or None for torch's global one.
-        max_angle: for the names in ROTATIONS, their largest angle; None: the published one.
+        max_angle: for "henaff" and "cayley", their largest angle in radians; None: the published one, pi and pi/2.
 
     Returns:
         t.
@@ -617,8 +616,9 @@ def skew_generator_(
 
     henaff: s ~ U(-pi, 0), as expRNN's first release and nnRNN's draw it. torus: s ~ U(-pi, pi), uniform on the maximal
     torus of rotations, as geotorch and the later expRNN have it (there also under the name "henaff"); the eigenvalue
-    pairs exp(+-is) have one law for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` put through
-    the exponential, as expRNN and nnRNN do: angles in (-1, 0), where `cayley_` turns by u. identity: s = 0.
+    pairs exp(+-is) have the same distribution for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of
+    `cayley_` in the exponential, as in expRNN and nnRNN: angles in (-1, 0), where `cayley_` turns by u.
+    identity: s = 0.
 
     With max_angle, in (0, pi], s is in [-max_angle, 0] or, for torus, in [-max_angle, max_angle]; Note [The largest
     angle]. For cayley, u ~ U(0, 2 atan(max_angle)).

@@ -2,9 +2,9 @@
 
     parametrize.register_parametrization(layer, "weight", Exponential(layer.weight))
 
-Each class takes the tensor to constrain, for its shape, dtype and device. `right_inverse` computes the parameters of
-the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its weight as far as
-possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
+Each class takes the tensor to constrain, of which it reads the shape, dtype and device. `right_inverse` computes the
+parameters of the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its
+weight as far as possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
 
 Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
 not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not
@@ -108,21 +108,51 @@ def _exponential(name: str, x: Tensor) -> Tensor:
 
 
 class Exponential(_Trivialized):
-    """Orthogonal W = B exp(A) [N,N] by orthokern.functional.skew_exp (Lezcano-Casado and Martinez-Rubio 2019)."""
+    """Orthogonal W = B exp(A) [N,N] by orthokern.functional.skew_exp (Lezcano-Casado and Martinez-Rubio 2019).
+
+    A = L - L^T is skew-symmetric, L the strictly lower triangle of the parameter [N,N]; B, a buffer, is the orthogonal
+    matrix nearest to the weight at registration, and A is then 0.
+
+    Args:
+        weight: the tensor [N,N] to constrain, float32 or float64.
+
+    Example::
+
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> layer = torch.nn.Linear(8, 8)
+        >>> w = register_parametrization(layer, "weight", Exponential(layer.weight)).weight
+        >>> bool(((w.mT @ w - torch.eye(8)).abs() < 1e-5).all())
+        True
+    """
 
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
-        """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
+        """x [N,N] -> W [N,N]; of x only the strictly lower triangle is used."""
         return self.base @ _exponential("Exponential", x)
 
 
 class Cayley(_Trivialized):
     """Orthogonal W = B (I - A/2)^-1 (I + A/2) [N,N]: the Cayley map as torch and geotorch have it, with the derivative
-    of exp(A) at A = 0. Angles of pi are out of its reach from B."""
+    of exp(A) at A = 0.
+
+    A and B are those of Exponential. B^T W rotates by angles below pi: a W for which B^T W has the eigenvalue -1 is the
+    value of no A.
+
+    Args:
+        weight: the tensor [N,N] to constrain, float32 or float64.
+
+    Example::
+
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> layer = torch.nn.Linear(8, 8)
+        >>> w = register_parametrization(layer, "weight", Cayley(layer.weight)).weight
+        >>> bool(((w.mT @ w - torch.eye(8)).abs() < 1e-5).all())
+        True
+    """
 
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
-        """x [N,N] -> W [N,N]; the strictly lower triangle of x counts."""
+        """x [N,N] -> W [N,N]; of x only the strictly lower triangle is used."""
         lower = x.tril(-1)
         a = lower - lower.mT
         eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
@@ -131,10 +161,16 @@ class Cayley(_Trivialized):
 
 
 class Householder(nn.Module):
-    """Orthonormal columns W [N,K], K <= N, the first K of a product of K reflections, times signs; rows if K > N.
+    """W [N,K] with orthonormal columns for K <= N, or orthonormal rows for K > N.
+
+    The columns are the first K of a product of K reflections I - 2 v v^T / v^T v, each times a sign, 1 or -1.
 
     Compact WY form: with unit columns v_i of V, H_1 ... H_K = I - V T^-1 V^T, T = triu(V^T V, 1) + I/2 (Joffrain et al.
-    2006; Mhammedi et al. 2017 for networks). O(N K^2), and nothing of size N x N anywhere. The signs [K] are a buffer.
+    2006; Mhammedi et al. 2017 for networks). O(N K^2) operations; no matrix of size N x N is formed. The signs
+    [min(N, K)] are a buffer.
+
+    Args:
+        weight: the tensor [N,K] to constrain, float32 or float64.
 
     Example::
 
@@ -154,7 +190,8 @@ class Householder(nn.Module):
 
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
-        """x [N,K] -> W [N,K]; for K <= N the lower trapezoid of x counts, column by column, of any length above 0.
+        """x [N,K] -> W [N,K]. The reflection vectors are the columns of the lower trapezoid of x, or for K > N the rows
+        of its upper trapezoid, of any length above 0.
 
         Raises InputError for a column of zeros on a CPU; elsewhere W is NaN.
         """
@@ -242,7 +279,8 @@ class FactorizedSpectrum(nn.Module):
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the nearest matrix of this kind: the singular values are moved into the margin, the K largest kept."""
+        """(left, p, right) of the nearest matrix of this kind: the K largest singular values are kept, and moved into
+        the margin."""
         w = _fitting("FactorizedSpectrum", weight, self.shape)
         u, s, vh = torch.linalg.svd(w, full_matrices=False)
         u, s, v = u[:, : self.rank], s[: self.rank], vh[: self.rank].mT
@@ -260,14 +298,29 @@ class FactorizedSpectrum(nn.Module):
 class SchurForm(_Based):
     """W = P Theta P^T [N,N] as orthokern.nn.NonNormalRNN has it: eigenvalues gamma_i exp(+-i theta_i), free T below.
 
-    P = B exp(A); its base B is a buffer. Parameters: A's [N,N], gamma [ceil(N/2)], theta [floor(N/2)], T [N,N].
+    P = B exp(A), as in Exponential; its base B is a buffer. Parameters: that of A [N,N], gamma [ceil(N/2)],
+    theta [floor(N/2)] in radians, T [N,N].
 
-    `right_inverse` makes the form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
-    size. mask="legacy" represents all of these for an even N. mask="block" can only turn and scale within a 2 x 2
-    block: a block that does more is replaced by the nearest that does not. That changes nothing for what this class
-    makes, nor for rotations.
+    `right_inverse` computes this form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
+    size. mask="legacy" represents all of these matrices for an even N. With mask="block" a 2 x 2 block is a rotation
+    times a scalar: another block is replaced by the nearest one of this kind. Matrices that this class has computed,
+    and rotations, are represented up to rounding.
 
-    Raises InputError for a matrix without a full set of eigenvectors (or nearly so).
+    Args:
+        weight: the tensor [N,N] to constrain, float32 or float64.
+        mask: "block" or "legacy", as in orthokern.nn.NonNormalRNN.
+
+    Raises:
+        InputError: an unknown mask, an odd N for "legacy", or a matrix whose eigenvectors are linearly dependent or
+            nearly so.
+
+    Example::
+
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> layer = torch.nn.Linear(8, 8)
+        >>> _ = torch.nn.init.orthogonal_(layer.weight)
+        >>> register_parametrization(layer, "weight", SchurForm(layer.weight)).weight.shape
+        torch.Size([8, 8])
     """
 
     def __init__(self, weight: Tensor, mask: str = "block") -> None:

@@ -176,14 +176,21 @@ class OrthogonalPenalty:
         strength: lambda, at least 0.
         squared: False for lambda ||W W^T - I||_F, which is what the code released with the paper computes for recurrent
             networks, where the paper's text squares: the strengths of its Tables I and II are for this one. Its
-            gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not fade near an orthogonal matrix; it is taken as
-            zero at one.
+            gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
+            orthogonal W it is taken as zero.
         on: which matrices of a module are meant, one or several of LAYERS. "recurrent": W_hh [N, N] of every
             recurrence; "input": W_ih [N, D] of every recurrence; "feedforward": the weight [n, m] of every other layer
             that has one, but embeddings.
 
     Raises:
         InputError: a strength that is negative or not finite, unknown or no layers.
+
+    Example::
+
+        >>> penalty = OrthogonalPenalty(0.5)
+        >>> penalty(2 * torch.eye(3)).item()  # 0.5 times ||3 I||_F^2
+        13.5
+        >>> _ = penalty(torch.nn.Linear(8, 8))  # the weight of a layer
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class Errors:
 
     @property
     def agree(self) -> bool:
-        """False also for NaN."""
+        """Whether `orthokern` is at most `allowed`; False for NaN."""
         return self.orthokern <= self.allowed
 
 
@@ -72,6 +72,7 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
+        """Whether outputs and gradients agree."""
         return self.outputs.agree and (self.gradients is None or self.gradients.agree)
 
     def __str__(self) -> str:

@@ -28,12 +28,16 @@ TARGETS = ("sum", "mean")
 
 
 class AddingTask(Generator):
-    """Generator of the adding problem: inputs [T, B, 2] float32, value and indicator; targets [B] float32.
+    """Generator of the adding problem of Hochreiter and Schmidhuber 1997: add the two marked ones of T numbers.
+
+    A batch has inputs [T, B, 2] float32, a value in [0, 1) and an indicator, which is 1 at the marks and 0 elsewhere,
+    and targets [B] float32.
 
     Args:
         T: number of time steps, at least 2; at least 10 for positions "pascanu".
         target: "sum" or "mean" of the two marked numbers.
-        positions: "halves" or "pascanu", see the module's table.
+        positions: "halves": one mark in [0, T // 2), one in [T // 2, T), as in Arjovsky et al. 2015 and Vorontsov et
+            al. 2017; "pascanu": one in [0, T // 10), one in [T // 10, T // 2), as in Pascanu et al. 2013.
 
     Attributes:
         length: number of time steps of a sequence, T.

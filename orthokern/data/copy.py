@@ -23,7 +23,9 @@ LAYOUTS = ("arjovsky", "exprnn")
 
 
 class CopyTask(Generator):
-    """Generator of the copy task: tokens and targets [T + 2 K, B] of `dtype` each.
+    """Generator of the copy task of Hochreiter and Schmidhuber 1997: remember K symbols for T steps, then output them.
+
+    A batch has tokens and targets, [T + 2 K, B] of `dtype` each.
 
     Token ids: 0 is the blank, 1 ... `symbols` are the symbols, `symbols + 1` is the marker. Target classes: 0 is the
     blank, 1 ... `symbols` the symbols.
@@ -32,7 +34,9 @@ class CopyTask(Generator):
         T: number of steps over which the symbols are remembered, at least 1.
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
-        layout: "arjovsky" or "exprnn", see the module's picture.
+        layout: "arjovsky": K symbols, T - 1 blanks, the marker, K blanks: the first recalled symbol is due at the step
+            after the marker. "exprnn": K symbols, T blanks, the marker, K - 1 blanks: it is due at the step of the
+            marker.
         dtype: dtype of tokens and targets: torch.int64, or a smaller one that can represent symbols + 1. uint8 needs
             an eighth of the memory.
 

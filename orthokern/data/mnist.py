@@ -67,7 +67,9 @@ class Mnist:
 
 
 def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
-    """Reads and checks the four files.
+    """Reads and checks the four MNIST files, which may be compressed by gzip.
+
+    Their names are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
 
     Args:
         folder: folder of the files.

@@ -24,7 +24,10 @@ SYMBOLS = 100
 
 
 class RandomPermutationTask(OneHotGenerator):
-    """Generator of the random permutation problem: inputs [T, B, symbols] float32, one-hot; targets [B] int64, 0 or 1.
+    """Generator of the random permutation problem: name the first of T symbols.
+
+    A batch has inputs [T, B, symbols] float32, one-hot, and targets [B] int64. The first symbol, which is the target,
+    is 0 or 1; the others are drawn uniformly from 2 ... symbols - 1 (Pascanu et al. 2013).
 
     Args:
         T: number of time steps, at least 2.

@@ -29,12 +29,15 @@ _TENTHS = {2: ((1, 2), (5, 6)), 3: ((1, 2), (3, 4), (6, 7))}
 
 
 class TemporalOrderTask(OneHotGenerator):
-    """Generator of the temporal order problem: inputs [T, B, 6] float32, one-hot; targets [B] int64, in which the first
-    position is the highest bit, X is 0 and Y is 1.
+    """Generator of the temporal order problem: which of X and Y occurs at each of two or three places of a sequence.
+
+    A batch has inputs [T, B, 6] float32, one-hot, and targets [B] int64, in which the first place is the highest bit, X
+    is 0 and Y is 1. Symbols 0 to 3 are distractors, 4 is X and 5 is Y. The places are uniform in [0.1 T, 0.2 T) and
+    [0.5 T, 0.6 T), for 3 bits in [0.1 T, 0.2 T), [0.3 T, 0.4 T) and [0.6 T, 0.7 T) (Pascanu et al. 2013).
 
     Args:
         T: number of time steps, at least 10.
-        bits: 2 or 3, the number of positions.
+        bits: 2 or 3, the number of places.
 
     Attributes:
         length: number of time steps of a sequence, T.

@@ -45,7 +45,7 @@ class Words:
 
 
 def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
-    """Reads and checks the three files.
+    """Reads and checks ptb.train.txt, ptb.valid.txt and ptb.test.txt, which have one sentence per line.
 
     Args:
         folder: folder of the files.

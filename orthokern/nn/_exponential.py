@@ -4,10 +4,10 @@ Note [Dynamic trivialisation]
     A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and not a parameter. For a fixed
     B, any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal
     constraints", with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and
-    with |A| near pi there are directions in which P does not change. So after every K steps the chart is centred at the
-    current point (Lezcano-Casado 2019, "Trivializations for gradient-based optimization on manifolds"): B <- B exp(A),
-    A <- 0, which does not change P. K = 1 is Riemannian gradient descent. After every M such moves, B is projected back
-    to the orthogonal matrices.
+    with |A| near pi there are directions in which P does not change. So after every K steps the chart, the coordinates
+    A around a base B, is centred at the current point (Lezcano-Casado 2019, "Trivializations for gradient-based
+    optimization on manifolds"): B <- B exp(A), A <- 0, which does not change P. K = 1 is Riemannian gradient descent.
+    After every M such moves, B is projected back to the orthogonal matrices.
 
     The base moves directly after a step of an optimizer of A, by a hook that torch runs after the steps of all
     optimizers. Where an optimizer with these parameters runs another in its step, as a ZeroRedundancyOptimizer does to
@@ -200,7 +200,9 @@ class _Exponential(Recurrent):
         _modules[id(self)] = self
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
-        """Apply moves of the base to this optimizer's state before its first step. (Later this is automatic.)
+        """Apply `optimizer_state` to this optimizer at moves of the base that come before its first step.
+
+        The module finds an optimizer by itself when the optimizer takes a step.
 
         Raises InputError if the optimizer does not train this module's skew parameters.
         """
@@ -262,11 +264,12 @@ class _Exponential(Recurrent):
     @torch.no_grad()
     @_autocast.off()
     def rebase(self) -> None:
-        """Centre the chart at the current P of every recurrence: B <- B exp(A), A <- 0; P does not change.
+        """Move the base of every recurrence to the current P: B <- B exp(A), A <- 0. P does not change.
 
         Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of the
         optimizers of A is changed according to `optimizer_state`. Runs automatically after every `rebase_every`-th step
-        of an optimizer of A. Call it between a step and the next forward, since gradients are only valid in one chart.
+        of an optimizer of A. Call it between a step and the next forward: gradients of A belong to the base with which
+        they were computed.
         """
         for suffix in self._suffixes():
             whole(f"skew_{suffix}", self._tensor(f"skew_{suffix}"))

@@ -190,7 +190,7 @@ class Recurrent(nn.Module):
             the same device; dropout is off.
 
         Raises:
-            OutOfRange: the parameters are not finite, or too large for an exponential.
+            orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.
 
         Example::
 

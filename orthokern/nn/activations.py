@@ -26,7 +26,7 @@ def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator 
 
 class ModReLU(nn.Module):
     """modReLU for real numbers: sign(x) * relu(|x| + b) with a learned bias b (Arjovsky, Shah and Bengio 2016;
-    Lezcano and Martinez-Rubio 2019).
+    Lezcano-Casado and Martinez-Rubio 2019).
 
     sign(0) is 0, so 0 maps to 0. For b > 0 the function jumps at 0, for b < 0 it is 0 on [b, -b].
 

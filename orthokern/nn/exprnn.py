@@ -35,8 +35,8 @@ class ExpRNN(_Exponential):
             share skew_l0, base_l0 must be shared too, and again after a conversion that copies buffers.
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
-            moments to the new chart exactly and keeps second moments; "reset" deletes the state; "keep" keeps it, as
-            the released code does.
+            moments to gradients at the new base (Note [Optimizer state at a move] in the same file) and keeps second
+            moments; "reset" deletes the state; "keep" keeps it, as the released code does.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the

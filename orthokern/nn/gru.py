@@ -42,7 +42,7 @@ class GRU(TorchRecurrent):
 
     Without input and biases h = 0 is a fixed point of both variants, where the map's Jacobian is J = W_hn / 4 + I / 2
     (the paper's lemma 2; ``jacobian_at_zero``). With a largest singular value of W_hn below 2 its spectral radius is
-    below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` keeps it there.
+    below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` maintains this bound.
 
     Constructor, parameter names, layouts and outputs are those of torch.nn.GRU, whose state_dict can be loaded; variant
     "torch" then computes the same outputs and gradients. Two defaults differ: the variant, and no biases, as in the

@@ -306,9 +306,13 @@ def optimizer_for(
             - a dict `lr` without `spectrum_lr` or `skew_lr`, for a model that has spectra or generators;
             - bases or options that GeodesicSGD does not accept.
 
-    Example:
-        model = torch.nn.ModuleDict({"rnn": orthokern.nn.FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
-        optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
+    Example::
+
+        >>> from orthokern.nn import FactorizedRNN
+        >>> model = torch.nn.ModuleDict({"rnn": FactorizedRNN(10, 64), "readout": torch.nn.Linear(64, 10)})
+        >>> optimizer = optimizer_for(model, lr={"rnn": 1e-3, "readout": 1e-2}, spectrum_lr=1e-3, geodesic_lr=1e-5)
+        >>> [(group["role"], group["lr"]) for group in optimizer.param_groups]  # spectrum: 1e-3 / (2 * 0.1)
+        [('geodesic', 1e-05), ('rnn', 0.001), ('readout', 0.01), ('spectrum', 0.005)]
     """
     given: Any = euclidean
     if isinstance(given, type) and issubclass(given, torch.optim.LBFGS):

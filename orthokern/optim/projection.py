@@ -77,8 +77,9 @@ class SpectralNormProjection:
     """P_delta of Kanai et al. 2017 (eq. 11 to 15): after a step, large singular values are set to 2 - delta.
 
     For every constrained matrix W, the nearest matrix in Frobenius norm whose singular values are all at most 2 - delta
-    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. It is exact: a result is only
-    accepted with a proof that no singular value is above the threshold, see Note [Work].
+    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. With method "proof", the default
+    on a CPU, a result is only accepted with a proof that no singular value is above the threshold, see Note [Work].
+    Method "products", the default on other devices, has no proof; its errors are in Note [Clipping by products].
 
     Note [Work]
         Let W_0 be the matrix at its last check and b a proved bound of sigma_1(W_0). By lemma 6 (Weyl's inequality),

@@ -88,10 +88,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
     Args:
         path: the file, conventionally `checkpoint.pt`.
-        payload: see `checkpoint_bytes`.
+        payload: nested dicts, lists, tuples, numbers, strings, None and tensors only.
 
     Raises:
-        OSError: see `write_atomically`.
+        OSError: the disk is full, or the folder is missing or not writable. The old file is unchanged.
 
     Example::
 

@@ -67,10 +67,9 @@ def train(
     started: float | None = None,
     announce: Callable[[], None] | None = None,
 ) -> Outcome:
+    # Longer than 100 lines: most of them are this documentation and its example.
     """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
     SIGINT, SIGTERM or SIGHUP arrives.
-
-    Longer than 100 lines: most of them are this documentation and its example.
 
     Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
     `settings.checkpoint_every` iterations and at the end, best.pt with the first one after a new best evaluation, and

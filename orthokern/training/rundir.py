@@ -43,6 +43,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
+        """The records, one line of JSON per iteration."""
         return self.path / "metrics.jsonl"
 
     @property
