@@ -13,6 +13,7 @@ names begin with NAME.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,6 +33,7 @@ CASES = ROOT / "bench" / "first_hour_cases.py"
 PROBE = ROOT / "bench" / "probe.cu"
 SOURCES = (("csrc", "**/*"), ("orthokern", "**/*.py"), ("triton_kernels", "**/*.py"), ("bench", "probe.cu"))
 MEASURED_STEPS, BAR_STEPS = 2000, 10_000
+ENDING = 30  # seconds that a killed process has to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Job:
     missing: str = ""  # why it cannot run on this machine
     lines: bool = False  # the output is JSON lines; else only the exit status counts
     passes: tuple[int, ...] = (0,)
+    needs: str = ""  # the measurement without which this one has no meaning
+    makes: str = ""  # a file that a success leaves behind
 
 
 # ---- what there is to do ---------------------------------------------------------------------------------------------
@@ -119,13 +123,25 @@ def case_names() -> list[str]:
     return done.stdout.split()
 
 
+def parity_of(name: str, names: Sequence[str]) -> str:
+    """The case that checks the results of the kernels that a case measures: of the same size; empty if there is none.
+
+    Without it a time would be one of wrong results, or a kernel that waits for ever would take the hour, a time limit
+    for each of its cases.
+    """
+    kinds = [kind for kind in ("chunked", "3xtf32") if kind in name]
+    parity = "-".join(["parity", *kinds, name.rpartition("-")[2]])
+    return parity if name.startswith("times") and parity in names else ""
+
+
 def case_jobs(names: Sequence[str], dry: bool, folder: Path) -> list[Job]:
     """A process for each case; in a dry run one for all, which would spend its time on importing torch."""
     base = (sys.executable, str(CASES))
     if dry:
         command = (*base, "--dry-run", "--build", str(folder / "build"), *names)
         return [Job("cases", command, 1200, lines=True)] if names else []
-    return [Job(name, (*base, name), 240, lines=True) for name in names]
+    limits = {name: 120 if name.startswith("parity") else 240 for name in names}
+    return [Job(name, (*base, name), limits[name], lines=True, needs=parity_of(name, names)) for name in names]
 
 
 def probe_jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
@@ -162,19 +178,25 @@ def profile_jobs(dry: bool, folder: Path) -> list[Job]:
             tool, "--set", "full", "--kernel-name", f"regex:{kernel}", "--launch-count", "2", "--force-overwrite",
             "--export", str(folder / name), sys.executable, str(CASES), case,
         )  # fmt: skip
-        found.append(Job(name, command, 300, missing="" if Path(tool).exists() else "ncu not found"))
+        # without the permission to read counters, ncu runs the call, writes nothing and may still end with 0
+        made = str(folder / f"{name}.ncu-rep")
+        found.append(
+            Job(name, command, 300, missing="" if Path(tool).exists() else "ncu not found", needs=case, makes=made)
+        )
     return found
 
 
 def jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
     """Everything, in the order in which an hour that is cut short is of most use."""
     names = case_names()
-    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")  # a line for each test, also of a part
     build = (*(sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "-e"), str(ROOT))
     build_env = (("ORTHOKERN_CUDA", "1"), ("ORTHOKERN_CUDA_ARCHS", capability))
+    # a test that breaks its CUDA context or hangs ends its worker (tests/gpu/conftest.py), and another one goes on
+    restarts = ("--max-worker-restart", "50")
     tests = [
-        Job("tests-cuda", (*pytest, "-n", "0", "tests/gpu", "-k", "not triton"), 1200, passes=(0, 5)),
-        Job("tests-triton", (*pytest, "-n", "12", "tests/gpu", "-k", "triton"), 1200, passes=(0, 5)),
+        Job("tests-cuda", (*pytest, "-n", "1", *restarts, "tests/gpu", "-k", "not triton"), 1200, passes=(0, 5)),
+        Job("tests-triton", (*pytest, "-n", "12", *restarts, "tests/gpu", "-k", "triton"), 1200, passes=(0, 5)),
     ]
     if dry:
         tests = [dataclasses.replace(tests[0], command=(*pytest, "-n", "0", "tests/gpu", "--collect-only"))]
@@ -190,6 +212,17 @@ def jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
+def records_in(text: str) -> list[dict[str, Any]]:
+    """The lines of a log that are JSON objects. Libraries write into it too, and the last line may be cut off."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line) if line.startswith("{") else None
+            if isinstance(record, dict):
+                found.append(record)
+    return found
+
+
 def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
     """Run a job and give a record for each result. The log has all that it printed."""
     if job.missing:
@@ -198,6 +231,8 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
     start = time.monotonic()
     env = {**os.environ, **dict(job.env)}
     log = folder / f"{job.name}.log"
+    if job.makes:
+        Path(job.makes).unlink(missing_ok=True)
     with log.open("w") as output:
         # a group of its own, so that the limit also ends what it has started
         try:
@@ -207,17 +242,21 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
         except OSError as error:  # as the probe that could not be compiled
             yield {"name": job.name, "status": "failed", "error": str(error)}
             return
+        stuck = ""
         try:
             status = process.wait(limit)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                process.wait(ENDING)
+            except subprocess.TimeoutExpired:  # it waits inside the driver, which signals do not reach
+                stuck = " and does not end: the GPU may need a reset"
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             status = None
     seconds = round(time.monotonic() - start, 1)
     text = log.read_text(errors="replace")
-    records = [json.loads(line) for line in text.splitlines() if line.startswith("{")] if job.lines else []
+    records = records_in(text) if job.lines else []
     cases = [record for record in records if "case" in record]
     for record in cases:
         status_of = "failed" if "error" in record else "ok"
@@ -225,17 +264,21 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
         yield {"name": name, "status": status_of, "seconds": seconds, **record}
     timed_out = status is None
     if timed_out:
-        error = f"ran past {limit:.0f} s"
+        error = f"ran past {limit:.0f} s{stuck}"
     elif status not in job.passes:
         last = [line for line in text.splitlines() if line.strip()]
         error = f"exit status {status}: {last[-1] if last else 'no output'}"
+    elif job.makes and not Path(job.makes).exists():
+        error = f"{Path(job.makes).name} was not written: see {log.name}"
     elif cases:
         return
     else:
         done: dict[str, Any] = {"name": job.name, "status": "ok", "seconds": seconds}
         yield {**done, "result": records} if job.lines else done
         return
-    failed = {"name": job.name, "status": "failed", "seconds": seconds, "error": error}
+    failed: dict[str, Any] = {"name": job.name, "status": "failed", "seconds": seconds, "error": error}
+    if records and not cases:  # what it found before
+        failed["result"] = records
     yield {**failed, "timed_out": True} if timed_out else failed
 
 
@@ -385,6 +428,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left_seconds = deadline - time.monotonic()
         if left_seconds < 5:
             break
+        if records.get(job.needs, {}).get("status", "ok") != "ok":
+            store(folder, {"name": job.name, "status": "skipped", "error": f"{job.needs} has not succeeded"})
+            print(f"{'skipped':>13}  {job.name}  {job.needs} has not succeeded", flush=True)
+            continue
         names = set()
         for record in run(job, min(job.limit, left_seconds), folder):
             names.add(record["name"])

@@ -120,18 +120,24 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((found.detach().cpu().double() - exact).norm() / exact.norm())
 
 
-def parity(machine: Machine, N: int) -> dict[str, Any]:
-    """Both scans of N units against float64: states and gradients as near as plain torch is."""
+def parity(machine: Machine, N: int, T: int = 9, activation: str = "tanh", algorithm: str = "auto") -> dict[str, Any]:
+    """Both scans of N units against float64: states and gradients as near as plain torch is. The batch is that of the
+    times, so that the plan, and with it the kernels, are the same."""
     from helpers import assert_matches_reference, run_scan, scan_problem
 
     errors = {}
     for op in ("factored_scan", "dense_scan"):
-        problem = scan_problem(op, B=5, T=machine.steps(9), N=machine.units(N), inputs="tokens").to(torch.float32)
+        sizes = {"B": machine.batch, "T": machine.steps(T), "N": machine.units(N)}
+        problem = scan_problem(op, **sizes, activation=activation, inputs="tokens")
+        if activation == "identity":  # an isometry: the state neither grows nor fades
+            u, *others = problem.matrices
+            problem.matrices = (u, torch.ones_like(others[0]), others[1]) if others else (torch.linalg.qr(u)[0],)
+        problem = problem.to(torch.float32)
         exact = run_scan(problem.to(torch.float64), "reference")
         plain = run_scan(problem, "reference")
         there = problem.map(lambda t: t.to(machine.device))
         there.x = there.x.to(machine.device)
-        found = run_scan(there, "cuda")
+        found = run_scan(there, "cuda", algorithm=algorithm)
         for name in ("hs", *problem.grad_names()):
             if found[name].numel():
                 gradient = name.startswith("grad_")
@@ -162,6 +168,26 @@ def parity_view(machine: Machine) -> dict[str, Any]:
     machine.wait()
     assert torch.equal(found.cpu(), torch.ops.orthokern.activation_fwd(x.cpu().clone(), None, "oplu", "reference"))
     return {"value": 0.0, "unit": "relative error"}
+
+
+def parity_precision_in_clusters(machine: Machine, N: int) -> dict[str, Any]:
+    """Three TF32 products on the tensor cores of clusters, states and gradients against float64."""
+    from helpers import run_scan, scan_problem
+
+    from orthokern.cuda import _call
+
+    sizes = {"B": 8 if machine.dry else machine.batch, "T": machine.steps(9), "N": machine.units(N)}
+    problem = scan_problem("dense_scan", **sizes, inputs="tokens").to(torch.float32)
+    exact = run_scan(problem.to(torch.float64), "reference")
+    there = problem.map(lambda t: t.to(machine.device))
+    there.x = there.x.to(machine.device)
+    _call.overrides = {"path": 1, "tensor": 1}
+    found = run_scan(there, "cuda", precision="3xtf32")
+    names = [name for name in ("hs", *problem.grad_names()) if found[name].numel()]
+    errors = {name: relative(found[name], exact[name]) for name in names}
+    for name, error in errors.items():
+        assert error < 1e-5, f"{name} is off by {error}"
+    return {"value": errors["hs"], "unit": "relative error of the states", "errors": errors}
 
 
 def parity_precision(machine: Machine) -> dict[str, Any]:
@@ -279,6 +305,9 @@ def cases() -> dict[str, Case]:
     for N in PARITY_SIZES:
         found[f"parity-N{N}"] = functools.partial(parity, N=N)
     found |= {"parity-cayley": parity_cayley, "parity-view": parity_view, "parity-3xtf32": parity_precision}
+    linear = {"N": 128, "T": 400, "activation": "identity", "algorithm": "chunked"}
+    found["parity-chunked-N128"] = functools.partial(parity, **linear)
+    found["parity-3xtf32-N1000"] = functools.partial(parity_precision_in_clusters, N=1000)
 
     def time_of(name: str, op: str, N: int, activation: str = "tanh", inputs: str = "dense", **options: Any) -> None:
         found[f"times-{name}-N{N}"] = functools.partial(

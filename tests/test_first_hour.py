@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -208,3 +209,112 @@ def test_the_tolerance_of_the_benchmarks_is_that_of_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3.8e-05", "2e-05"]
+
+
+TORCH = """
+class cuda:
+    is_available = is_initialized = lambda: True
+    broken = False
+    def synchronize():
+        if cuda.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+TESTS = """
+import time, torch
+def test_first(): pass
+def test_breaks():
+    torch.cuda.broken = True
+    assert False
+def test_next(): assert not torch.cuda.broken
+def test_fails(): assert False
+def test_hangs(): time.sleep(60)
+def test_last(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_test_that_breaks_its_context_or_hangs_leaves_the_others(workers: int, tmp_path: Path) -> None:
+    """tests/gpu/conftest.py, on a torch that only pretends to have a device."""
+    pytest.importorskip("xdist")
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    conftest = (ROOT / "tests" / "gpu" / "conftest.py").read_text()
+    assert "LIMIT = 300 " in conftest
+    (folder / "conftest.py").write_text(conftest.replace("LIMIT = 300 ", "LIMIT = 2 "))
+    (folder / "test_some.py").write_text(TESTS)
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    options = ("-v", "-p", "no:cacheprovider", "-n", str(workers), "--max-worker-restart", "50", "tests/gpu")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, env={**environment, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if not workers:
+        assert done.returncode == 1 and "test_breaks has broken the CUDA context (CUDA error: an illegal" in done.stdout
+        return
+    said = [line for line in done.stdout.splitlines() if "[gw" in line or " crashed while running " in line]
+    for name in ("first", "next", "last"):
+        assert any("PASSED" in line and f"test_{name}" in line for line in said), done.stdout
+    assert any("FAILED" in line and "test_fails" in line for line in said), done.stdout
+    for name in ("breaks", "hangs"):
+        assert any("crashed while running" in line and f"test_{name}" in line for line in said), done.stdout
+    assert "Timeout (0:00:02)!" in done.stderr and "in test_hangs" in done.stderr
+
+
+def test_what_has_not_been_checked_is_not_measured(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    names = ["parity-N128", "parity-chunked-N128", "times-tanh-N128", "times-identity-chunked-N128", "times-dense-N64"]
+    needs = [script.parity_of(name, names) for name in names]
+    assert needs == ["", "", "parity-N128", "parity-chunked-N128", ""]
+    works, line = tmp_path / "works", json.dumps({"case": "parity-N128", "result": {"value": 0.0, "errors": {}}})
+    code = f"import pathlib; assert pathlib.Path({str(works)!r}).exists(); print({line!r})"
+    plan = [
+        script.Job("parity-N128", (sys.executable, "-c", code), 60, lines=True),
+        script.Job("times-N128", (sys.executable, "-c", ""), 60, needs="parity-N128"),
+        script.Job("profile-N128", (sys.executable, "-c", ""), 60, needs="times-N128"),
+    ]
+    monkeypatch.setattr(script, "gpu_name", lambda: "NVIDIA X1, 9.0")
+    monkeypatch.setattr(script, "jobs", lambda *_: plan)
+    assert script.main(["--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().out
+    assert "- times-N128: skipped: parity-N128 has not succeeded" in told
+    assert "- profile-N128: skipped: times-N128 has not succeeded" in told
+    works.touch()
+    assert script.main(["--out", str(tmp_path / "out")]) == 0
+    assert {record["status"] for record in script.load(tmp_path / "out").values()} == {"ok"}
+
+
+def test_every_time_of_a_size_has_a_case_that_checks_its_results(script: Any) -> None:
+    names = script.case_names()
+    for name in names:
+        assert bool(script.parity_of(name, names)) == name.startswith("times"), name
+
+
+def test_a_profile_that_was_not_written(script: Any, tmp_path: Path) -> None:
+    """ncu without the permission to read counters ends with 0."""
+    made = tmp_path / "profile.ncu-rep"
+    made.write_text("of an earlier call")
+    (record,) = script.run(script.Job("profile", (sys.executable, "-c", ""), 60, makes=str(made)), 20, tmp_path)
+    assert record["status"] == "failed" and record["error"] == "profile.ncu-rep was not written: see profile.log"
+    write = f"import pathlib; pathlib.Path({str(made)!r}).touch()"
+    (record,) = script.run(script.Job("profile", (sys.executable, "-c", write), 60, makes=str(made)), 20, tmp_path)
+    assert record["status"] == "ok"
+
+
+def test_what_a_probe_found_before_it_failed(script: Any, tmp_path: Path) -> None:
+    found = {"name": "grid barrier", "size": "", "value": 1.0, "unit": "clocks"}
+    code = f"print('{{no JSON'); print({json.dumps(found)!r}); print('[1]'); exit(1)"
+    (record,) = script.run(script.Job("probe", (sys.executable, "-c", code), 60, lines=True), 20, tmp_path)
+    assert record["status"] == "failed" and record["result"] == [found]
+    assert "| grid barrier |  | 1 clocks |" in "\n".join(script.probe_rows({"probe": record}, False))
+
+
+def test_a_process_that_cannot_be_ended(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that waits inside the driver."""
+    monkeypatch.setattr(script, "ENDING", 0.1)
+    monkeypatch.setattr(script.os, "killpg", lambda *_: None)
+    sleep = (sys.executable, "-c", "import time; time.sleep(5)")
+    (record,) = script.run(script.Job("stuck", sleep, 60), 0.5, tmp_path)
+    assert record["error"] == "ran past 0 s and does not end: the GPU may need a reset"
