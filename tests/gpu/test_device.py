@@ -666,6 +666,49 @@ def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
         assert precision == "3xtf32" or error() > bound / 1000
 
 
+# Clusters of every group of sequences, with chunks of the map in registers, in shared memory, and read from L2.
+CLUSTERS: list[tuple[int, dict[str, int]]] = [(300, {"cluster": 8, "group": group}) for group in (1, 2, 4, 8)]
+CLUSTERS += [(300, {"cluster": 8, "group": 4, "shared_chunks": 0}), (600, {"cluster": 16, "group": 8})]
+
+
+def need_clusters(op: str) -> None:
+    need(op, "cuda", N=600, K=600)
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("no clusters of 16 blocks on this device")
+
+
+@pytest.mark.parametrize(("N", "overrides"), CLUSTERS, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_clusters_of_every_group(op: str, N: int, overrides: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    need_clusters(op)
+    monkeypatch.setattr(_call, "overrides", {"path": 1, **overrides})
+    problem = scan_problem(op, B=21, T=9, N=N, inputs="tokens")
+    check(problem, torch.float32, "cuda")
+    check(problem, torch.float32, "cuda", lengths=some_lengths(21, 9, "any"), message_clip=0.3)
+
+
+@pytest.mark.parametrize("shared_chunks", [0, 8])
+@pytest.mark.parametrize("N", [300, 600])
+@pytest.mark.parametrize("op", OPS)
+def test_precisions_of_clusters(op: str, N: int, shared_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As precise as asked, and on tensor cores, which are less precise than the FMA units."""
+    need_clusters(op)
+    problem = scan_problem(op, B=21, T=3, N=N, inputs="features")
+    exact, there = run_scan(problem, "reference"), on(problem.to(torch.float32), "cuda")
+
+    def errors(precision: str, tensor: int) -> dict[str, float]:
+        monkeypatch.setattr(_call, "overrides", {"path": 1, "tensor": tensor, "shared_chunks": shared_chunks})
+        found = run_scan(there, "cuda", precision=precision)
+        names = [name for name in ("hs", *problem.grad_names()) if found[name].numel()]
+        return {name: float((found[name].cpu() - exact[name]).abs().max() / exact[name].abs().max()) for name in names}
+
+    ieee = errors("ieee", 0)["hs"]
+    for precision, bound in {"3xtf32": 1e-5, "tf32": 1e-2, "bf16": 1e-1}.items():
+        found = errors(precision, 1)
+        assert max(found.values()) < bound, (precision, found)
+        assert precision == "3xtf32" or found["hs"] > 20 * ieee
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_error_after_ten_thousand_steps(op: str, backend: str) -> None:
     """Linear and near-orthogonal, the hardest case for rounding: no more than twice plain torch in float32."""
