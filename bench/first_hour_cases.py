@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -181,8 +182,8 @@ def parity_precision_in_clusters(machine: Machine, N: int) -> dict[str, Any]:
     exact = run_scan(problem.to(torch.float64), "reference")
     there = problem.map(lambda t: t.to(machine.device))
     there.x = there.x.to(machine.device)
-    _call.overrides = {"path": 1, "tensor": 1}
-    found = run_scan(there, "cuda", precision="3xtf32")
+    with mock.patch.object(_call, "overrides", {"path": 1, "tensor": 1}):
+        found = run_scan(there, "cuda", precision="3xtf32")
     names = [name for name in ("hs", *problem.grad_names()) if found[name].numel()]
     errors = {name: relative(found[name], exact[name]) for name in names}
     for name, error in errors.items():
@@ -203,11 +204,11 @@ def parity_precision(machine: Machine) -> dict[str, Any]:
     exact = run_scan(problem.to(torch.float64), "reference")["hs"]
     there = problem.map(lambda t: t.to(machine.device))
     there.x = there.x.to(machine.device)
-    _call.overrides = {"path": 2}
-    errors = {
-        name: relative(run_scan(there, "cuda", precision=name, algorithm="sequential")["hs"], exact)
-        for name in ("ieee", "3xtf32", "tf32")
-    }
+    with mock.patch.object(_call, "overrides", {"path": 2}):
+        errors = {
+            name: relative(run_scan(there, "cuda", precision=name, algorithm="sequential")["hs"], exact)
+            for name in ("ieee", "3xtf32", "tf32")
+        }
     errors["torch"] = relative(run_scan(problem, "reference")["hs"], exact)
     assert errors["3xtf32"] < 10 * errors["torch"] + 1e-6, f"3xtf32 is off by {errors['3xtf32']}"
     return {"value": errors["3xtf32"], "unit": "relative error of the states", "errors": errors}

@@ -76,7 +76,8 @@ def row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS: tl.conste
     o_end = o_last
     steps = CHUNK
     if LENGTHS:
-        b_length = tl.load(p_lengths + o_b, mask=m_row, other=0) - FIRST
+        # at least 0 before FIRST is subtracted: the smallest int64 would become a large length
+        b_length = tl.maximum(tl.load(p_lengths + o_b, mask=m_row, other=0), 0) - FIRST
         o_end = tl.minimum(o_last, tl.minimum(tl.maximum(b_length, 0), T).to(tl.int32))
         steps = tl.max(tl.maximum(o_end - o_start, 0), axis=0)
     return o_last, o_end, steps

@@ -59,7 +59,8 @@ def living(p_lengths, o_b, m_n, FIRST, T, LENGTHS: tl.constexpr):
     """The number of steps of each lane from step FIRST on, at most T: int64 [BLOCK]."""
     b_end = tl.zeros_like(o_b).to(tl.int64) + T
     if LENGTHS:
-        b_end = tl.minimum(b_end, tl.load(p_lengths + o_b, mask=m_n, other=0) - FIRST)
+        # at least 0 before FIRST is subtracted: the smallest int64 would become a large length
+        b_end = tl.minimum(b_end, tl.maximum(tl.load(p_lengths + o_b, mask=m_n, other=0), 0) - FIRST)
     return b_end
 
 
