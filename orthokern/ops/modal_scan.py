@@ -18,7 +18,7 @@ from orthokern._scan_contract import ModalInputs
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route
-from orthokern.ops._checks import ID_DTYPES
+from orthokern.ops._checks import ID_DTYPES, at_least_one, positive
 from orthokern.ops._common import check_lengths, check_range, contiguous, filled, given, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -125,7 +125,9 @@ def _leaf(inputs: ModalInputs, backend: str | None, T: int) -> tuple[Any, ModalI
 
 
 def check_inputs(inputs: ModalInputs, T: int) -> None:
-    """Check lengths, token ids and pairs, with which kernels index."""
+    """Check sizes, lengths, token ids and pairs, with which kernels index."""
+    at_least_one("z0", inputs.z0, "[B, 2M]")
+    positive("T", T)
     check_lengths(inputs.lengths, T)
     pairs = inputs.pairs
     if pairs is not None and pairs.numel() and not pairs.is_cuda:

@@ -235,6 +235,18 @@ def test_opcheck(backend: str, tokens: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("T, B, message", [(0, 2, "T is 0: "), (3, 0, "every size of \\[B, 2M\\] must be at least 1")])
+def test_an_empty_call_is_refused(backend: str, T: int, B: int, message: str) -> None:
+    """The kernels have no task to add up gradients in."""
+    re = torch.rand(2, dtype=torch.float64)
+    x, z0 = torch.zeros(T, B, 4, dtype=torch.float64), torch.zeros(B, 4, dtype=torch.float64)
+    with pytest.raises(InputError, match=message):
+        NAMESPACE.modal_scan_fwd(x, re, re, z0, None, backend)
+    with pytest.raises(InputError, match=message):
+        NAMESPACE.modal_scan_bwd(x, x, None, re, re, z0, backend=backend)
+
+
 def test_under_compile() -> None:
     problem = Problem(3, 6, 2)
     table = problem.table.clone().requires_grad_()
