@@ -159,3 +159,11 @@ def signals_not_ignored() -> Iterator[None]:
     yield
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="session")
+def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the Penn Treebank with 120 short sentences to train on."""
+    from runs import write_words
+
+    return write_words(tmp_path_factory.mktemp("ptb"), 120, 25)

@@ -1,17 +1,74 @@
-"""Run folders in tests: their records without timing, comparisons of two runs, and a small text to train on."""
+"""The tasks in tests: their command lines, comparisons of two runs, and a small text to train on."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from orthokern.training import read_metrics
+from orthokern.training import load_checkpoint, read_metrics
+from orthokern.training.cli import TaskCommand
 from orthokern.training.metrics import TIMING_FIELDS
+from orthokern.training.options import defaults
+
+
+def command(task: str) -> TaskCommand[Any]:
+    """The command line of a task."""
+    found: TaskCommand[Any] = importlib.import_module(f"orthokern.tasks.{task}").COMMAND
+    return found
+
+
+def run(task: str, *options: object) -> int:
+    """The exit code of a task's command line."""
+    return command(task).main([str(option) for option in options])
+
+
+def settings_of(task: str, options: Sequence[str], **changes: Any) -> Any:
+    """The complete settings of a command line, with some changed."""
+    its = command(task)
+    given = its.parser().parse(list(options))
+    return its.complete({**defaults(its.options), **its.presets.get(given.get("preset", ""), {}), **given, **changes})
+
+
+def build(task: str, options: Sequence[str], **changes: Any) -> Any:
+    """A task as its command line builds it, with the parameters of seed 0."""
+    settings = settings_of(task, options, **changes)
+    torch.manual_seed(0)
+    return command(task).build(settings)
+
+
+def assert_refused(capsys: pytest.CaptureFixture[str], message: str, task: str, *options: object) -> None:
+    """A command line ends with exit code 2 and one line of error that holds the message."""
+    capsys.readouterr()
+    assert run(task, *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+
+
+def assert_resumes(task: str, options: Sequence[object], folder: Path, *ends: int) -> Path:
+    """Parts of a run that end at these iterations have the records and the states of a run without a stop. A part also
+    evaluates at its end. The folder of the run without a stop is returned."""
+    whole, parts = folder / "whole", folder / "parts"
+    assert run(task, *options, "--out", whole, "--iterations", ends[-1]) == 0
+    for end in ends:
+        where = ["--resume", parts] if parts.exists() else [*options, "--out", parts]
+        assert run(task, *where, "--iterations", end) == 0
+    assert len(records(whole)) == ends[-1]
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        if ours["iteration"] in ends:
+            ours = {name: value for name, value in ours.items() if name in theirs}
+        assert ours == theirs
+    resumed, expected = (load_checkpoint(each / "checkpoint.pt") for each in (parts, whole))
+    for part in ("model", "optimizer", "scheduler", "plateau", "average", "task_state", "rng"):
+        assert same(resumed[part], expected[part]), part
+    return whole
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

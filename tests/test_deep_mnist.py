@@ -10,26 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from runs import assert_steps_of_torch, records
+from runs import assert_resumes, assert_steps_of_torch, build, records, run
 
 from orthokern.tasks import deep_mnist
 from orthokern.training.distributed import Shard
 
 
-def run(*options: object) -> int:
-    return deep_mnist.main([str(option) for option in options])
-
-
 @pytest.fixture
 def small(mnist: Path) -> list[str]:
     return f"--data {mnist} --validation 60 --hidden 16 --threads 1 --no-plots --diagnose-every 5".split()
-
-
-def build(options: list[str]) -> deep_mnist.DeepMnist:
-    given = deep_mnist.COMMAND.parser().parse(options)
-    preset = deep_mnist.PRESETS.get(given.get("preset", ""), {})
-    torch.manual_seed(0)
-    return deep_mnist.DeepMnist(deep_mnist.complete({**deep_mnist.DEFAULTS, **preset, **given}))
 
 
 def distance(w: torch.Tensor) -> float:
@@ -46,7 +35,7 @@ def test_only_orthogonal_matrices_learn(
     orthogonal. A penalty of 1 at a rate of 0.05 does that in some hundred iterations."""
     penalty = ["--penalty", "1"] if preset == "open" else []
     options = [*small, "--preset", preset, *penalty, "--lr", "0.05", "--epochs", "40"]
-    assert run(*options, "--out", tmp_path / "run") == 0
+    assert run("deep_mnist", *options, "--out", tmp_path / "run") == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["test"]["accuracy"] > 0.8) == learns
     seen = [r["grad_norm_by_layer"] for r in records(tmp_path / "run") if "grad_norm_by_layer" in r]
@@ -62,7 +51,7 @@ def test_only_orthogonal_matrices_learn(
 
 def test_starts(small: list[str]) -> None:
     for name, orthogonal in (("normal", False), ("learned", True), ("orthogonal", True), ("glorot-uniform", False)):
-        task = build([*small, "--init", name, "--sigma", "0.02", "--layers", "3"])
+        task = build("deep_mnist", [*small, "--init", name, "--sigma", "0.02", "--layers", "3"])
         weights = task.model.weights()
         assert [tuple(w.shape) for w in weights] == [(16, 784), (16, 16), (16, 16), (10, 16)]
         assert all((distance(w) < 1e-6) == orthogonal for w in weights), name
@@ -71,7 +60,7 @@ def test_starts(small: list[str]) -> None:
             assert float(weights[0].detach().std()) == pytest.approx(0.02, rel=0.05)
     # the presets are those of the paper
     for preset, start in (("ff", "normal"), ("open", "normal"), ("oinit", "learned")):
-        settings = build([*small, "--hidden", "100", "--preset", preset]).settings
+        settings = build("deep_mnist", [*small, "--hidden", "100", "--preset", preset]).settings
         assert (settings.init, settings.sigma, settings.layers) == (start, 0.001, 10)
         assert (settings.optimizer, settings.momentum, settings.lr) == ("sgd", 0, 0.01)
         assert settings.penalty == (0.01 if preset == "open" else 0)
@@ -79,7 +68,8 @@ def test_starts(small: list[str]) -> None:
 
 def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:
     for norm in ("squared", "plain"):
-        task = build([*small, "--init", "normal", "--layers", "2", "--penalty", "0.5", "--penalty-norm", norm])
+        options = ["--init", "normal", "--layers", "2", "--penalty", "0.5", "--penalty-norm", norm]
+        task = build("deep_mnist", [*small, *options])
         batch = task.next_batch()
         added = task.loss(batch)[0] - task.model(*batch)[0]
         parts = [distance(w) if norm == "squared" else math.sqrt(distance(w)) for w in task.model.weights()]
@@ -87,33 +77,25 @@ def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:
 
 
 def test_pixels_are_standardised_by_the_training_images_alone(small: list[str]) -> None:
-    task = build(small)
+    task = build("deep_mnist", small)
     pixels = torch.cat([task._batch(task.train_set, slice(0, 200))[0]])
     assert len(task.train_set[1]) == 200 and len(task.validation_set[1]) == 60
     torch.testing.assert_close(pixels.mean(0), torch.zeros(784), rtol=0, atol=1e-5)
     torch.testing.assert_close(pixels.std(0, correction=0), torch.ones(784), rtol=1e-4, atol=0)
-    plain = build([*small, "--no-standardize"])
+    plain = build("deep_mnist", [*small, "--no-standardize"])
     images = plain.validation_set[0]
     torch.testing.assert_close(plain._batch(plain.validation_set, slice(None))[0], images.float() / 255.0)
 
 
 def test_resume_is_exact(small: list[str], tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*small, "--penalty", "0.1", "--momentum", "0.5"]
-    assert run(*options, "--iterations", 25, "--out", whole) == 0
-    assert run(*options, "--iterations", 13, "--out", parts) == 0  # in the middle of an epoch of ten
-    assert run("--resume", parts, "--iterations", 25) == 0
-    skipped = {"held_out_loss", "held_out_accuracy"}  # the first part is also evaluated at its end
-    ours, theirs = ([{k: v for k, v in r.items() if k not in skipped} for r in records(f)] for f in (parts, whole))
-    assert ours == theirs and len(theirs) == 25
-    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True)["model"] for f in (parts, whole))
-    assert all(torch.equal(final[name], value) for name, value in expected.items())
+    assert_resumes("deep_mnist", options, tmp_path, 13, 25)  # 13: in the middle of an epoch of ten
 
 
 def test_processes_share_a_batch(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(rank: int, world: int) -> torch.Tensor:
         monkeypatch.setattr(deep_mnist, "current_shard", lambda: Shard(rank, world))
-        task = build([*small, "--penalty", "0.1"])
+        task = build("deep_mnist", [*small, "--penalty", "0.1"])
         return task.loss(task.next_batch())[0].detach()
 
     torch.testing.assert_close((loss(0, 2) + loss(1, 2)) / 2, loss(0, 1), rtol=1e-5, atol=1e-6)
@@ -121,29 +103,9 @@ def test_processes_share_a_batch(small: list[str], monkeypatch: pytest.MonkeyPat
 
 def test_plots(small: list[str], tmp_path: Path) -> None:
     options = [option for option in small if option != "--no-plots"]
-    assert run(*options, "--iterations", 12, "--out", tmp_path / "run") == 0
+    assert run("deep_mnist", *options, "--iterations", 12, "--out", tmp_path / "run") == 0
     for name in ("learning.png", "layers.png"):
         assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, message in (
-        ([], "--data is needed: the folder with the four MNIST files"),
-        (["--data", tmp_path], "train-images"),
-        ([*small, "--init", "learnt"], "did you mean 'learned'"),
-        ([*small, "--sigma", "0"], "'0' is not a number above 0"),
-        ([*small, "--penalty", "-1"], "'-1' is not a number of at least 0"),
-        ([*small, "--preset", "opne"], "did you mean 'open'"),
-        ([*small, "--batch", "201"], "--batch 201: there are 200 training images"),
-        ([*small, "--layers", "0"], "'0' is not an integer of at least 1"),
-        ([*small, "--backend", "cpu"], "unknown option --backend"),
-        ([*small, "--schedule", "inverse"], "--schedule inverse with --lr-decay 0: the rates never decrease"),
-        ([*small, "--epochs", "1", "--iterations", "1"], "give one of the two"),
-    ):
-        assert run(*options, "--out", tmp_path / "out") == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -155,8 +117,8 @@ def test_bad_input(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, small: list[str]) -> None:
-    task = build([*small, "--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])])
-    assert_steps_of_torch(task, plain)
+    options = ["--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])]
+    assert_steps_of_torch(build("deep_mnist", [*small, *options]), plain)
 
 
 def test_the_help_is_that_of_a_feedforward_network() -> None:

@@ -22,6 +22,9 @@ from typing import IO, Any
 import pytest
 import torch
 from matplotlib.image import imread
+from runs import command as command_of
+from runs import run as run_task
+from runs import settings_of
 
 from orthokern.diagnostics import plots
 from orthokern.errors import InputError
@@ -31,31 +34,10 @@ from orthokern.reproduce.report import _labels, _name, markdown
 from orthokern.reproduce.runner import is_done
 from orthokern.reproduce.search import Search, report_searches
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, over_seeds, planned
-from orthokern.tasks import (
-    adding,
-    char_lm,
-    copy,
-    deep_mnist,
-    music,
-    pixel_mnist,
-    random_permutation,
-    temporal_order,
-    word_lm,
-)
+from orthokern.tasks import word_lm
 from orthokern.training import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {
-    "copy": copy,
-    "adding": adding,
-    "pixel_mnist": pixel_mnist,
-    "char_lm": char_lm,
-    "music": music,
-    "word_lm": word_lm,
-    "deep_mnist": deep_mnist,
-    "temporal_order": temporal_order,
-    "random_permutation": random_permutation,
-}
 ALL = (*vorontsov.EXPERIMENTS, *oinit.EXPERIMENTS, *nnrnn.EXPERIMENTS, *kanai.EXPERIMENTS, *constraint.EXPERIMENTS)
 ACCURACY = Measure("accuracy (%)", "best_accuracy", scale=100.0)
 LOSS = Measure("loss", "best_loss", digits=3, higher_is_better=False)
@@ -188,7 +170,7 @@ def test_a_quick_table_tells_what_it_runs(name: str, tmp_path: Path) -> None:
         for words, settings in zip(commands, wanted, strict=True):
             options = [word for word in words if word.startswith("--")]
             assert len(options) == len(set(options)), words
-            given = MODULES[experiment.runs[0].task].COMMAND.parser().parse(words[3:])  # type: ignore[attr-defined]
+            given = command_of(experiment.runs[0].task).parser().parse(words[3:])
             assert given.items() <= settings.items()
 
 
@@ -560,30 +542,28 @@ def test_the_cost_of_the_constraint(
     assert "no such folder" in capsys.readouterr().err
 
 
-def settings_of(task: str, options: tuple[str, ...], more: dict[str, Any]) -> Any:
-    """The complete settings that a command line stands for."""
-    module = MODULES[task]
-    parser = module.COMMAND.parser()
-    given: dict[str, Any] = parser.parse(list(options))
-    preset = module.COMMAND.presets.get(given.get("preset", ""), {})
-    settings = module.complete({**module.DEFAULTS, **preset, **given, **more})
-    parser.check_all_play(given, settings)
-    return settings
-
-
 @pytest.mark.parametrize("experiment", ALL, ids=lambda e: e.name)
 def test_command_lines_are_accepted(experiment: Experiment) -> None:
-    """Every run's options parse, go together, and name the settings that legend and panel tell."""
+    """Every run's options parse, go together, and name the settings that legend and panel tell; no two rows of a panel
+    of a figure have the same legend."""
     assert len({run.name for run in experiment.runs}) == len(experiment.runs)
     titles = {measure.title for measure in experiment.measures}
-    for run in experiment.runs:
-        for options in (run.options, (*run.options, *run.quick)):
-            settings = settings_of(run.task, options, {"data": "x"} if experiment.data else {})
-            for name in (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else [])):
-                assert hasattr(settings, name)
-            for label in run.labels.values():
-                assert not label.startswith("--") or hasattr(settings, label.removeprefix("--").replace("-", "_"))
-        assert set(run.published) <= titles
+    names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
+    for extra in (False, True):
+        told = set()
+        for run in experiment.runs:
+            options = (*run.options, *(run.quick if extra else ()))
+            settings = settings_of(run.task, options, **({"data": "x"} if experiment.data else {}))
+            parser = command_of(run.task).parser()
+            parser.check_all_play(parser.parse(list(options)), settings)
+            labels = _labels(run, vars(settings))
+            cells = (labels[heading] for heading in experiment.named_by)
+            told.add((*(getattr(settings, name) for name in names), *cells))
+            assert set(run.published) <= titles
+        rows = {run.group or run.name for run in experiment.runs}
+        named = experiment.figure and (experiment.legend or experiment.named_by)
+        shortened = extra and experiment.panel == "T"  # to the same T
+        assert len(told) == len(rows) or not named or shortened
 
 
 def test_runs_that_two_experiments_share_are_the_same() -> None:
@@ -604,15 +584,11 @@ def test_searches_ask_for_what_the_paper_says() -> None:
     assert sum(search.published is not None for search in oinit.SEARCHES) == len(oinit.TABLE1) == 12
     for search in oinit.SEARCHES:
         run = search.run(120)
-        settings = settings_of(run.task, (*run.options, *run.quick), {})
+        settings = settings_of(run.task, (*run.options, *run.quick))
         assert settings.hidden == 40 and settings.T == 120
-        settings = settings_of(run.task, run.options, {})
+        settings = settings_of(run.task, run.options)
         assert (settings.hidden, settings.batch, settings.iterations) == (100, 20, 100_000)
-        assert (settings.eval_every, settings.eval_sequences, settings.short_evaluations) == (
-            100,
-            10_000,
-            True,
-        )
+        assert (settings.eval_every, settings.eval_sequences, settings.short_evaluations) == (100, 10_000, True)
         if run.task == "adding":
             assert (settings.goal, settings.right) == (0, 100)
             assert (settings.target, settings.positions) == ("mean", "pascanu")
@@ -640,7 +616,7 @@ class RunHere:
         assert command[:2] == [sys.executable, "-m"] and stderr == subprocess.STDOUT
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            self.code = MODULES[command[2].removeprefix("orthokern.tasks.")].main(command[3:])
+            self.code = run_task(command[2].removeprefix("orthokern.tasks."), *command[3:])
         stdout.write(text.getvalue().encode())
 
     def poll(self) -> int:
@@ -781,7 +757,7 @@ def test_a_search_goes_on(tmp_path: Path) -> None:
     for search, iterations in zip(oinit.SEARCHES, ("10", "3"), strict=True):
         run = search.run(10)
         where = ["--iterations", iterations, "--threads", "1", "--out", str(folder / run.name)]
-        assert random_permutation.main([*run.options, *where]) == 0
+        assert run_task("random_permutation", *run.options, *where) == 0
     (folder / "hard-T10" / "result.json").unlink()
     assert reproduce("oinit-table1", "--report", "--out", tmp_path) == 0
     easy, hard = json.loads((folder / "oinit-table1.json").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The figures of the nnRNN report: command lines that the tasks accept, a quick run, the table of Fisher memory."""
+"""The figures of the nnRNN report: what the ablations change, a quick run, the table of Fisher memory."""
 
 from __future__ import annotations
 
@@ -7,47 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import settings_of
 
 from orthokern.diagnostics import plots
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import nnrnn
-from orthokern.reproduce.report import _labels
-from orthokern.reproduce.spec import Experiment, Run
-from orthokern.tasks import adding, char_lm, copy, pixel_mnist
-
-MODULES = {"copy": copy, "adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
-
-
-def settings_of(run: Run, options: tuple[str, ...]) -> Any:
-    module = MODULES[run.task]
-    given: dict[str, Any] = module.COMMAND.parser().parse(list(options))
-    preset = module.COMMAND.presets[given["preset"]] if "preset" in given else {}
-    data = {"data": "somewhere"} if "data" in module.DEFAULTS else {}
-    settings = module.complete({**module.DEFAULTS, **preset, **given, **data})
-    return settings
-
-
-@pytest.mark.parametrize("experiment", nnrnn.EXPERIMENTS, ids=lambda e: e.name)
-def test_command_lines_are_accepted(experiment: Experiment) -> None:
-    """Every run's options parse, go together, and name the settings that legend and panel tell; no two runs of a panel
-    have the same legend."""
-    assert len({run.name for run in experiment.runs}) == len(experiment.runs)
-    titles = {measure.title for measure in experiment.measures}
-    for extra in (False, True):
-        told = set()
-        for run in experiment.runs:
-            settings = settings_of(run, (*run.options, *(run.quick if extra else ())))
-            names = (*(experiment.legend or ()), *([experiment.panel] if experiment.panel else []))
-            labels = _labels(run, vars(settings))
-            cells = (labels[heading] for heading in experiment.named_by)
-            told.add((*(getattr(settings, name) for name in names), *cells))
-            assert set(run.published) <= titles
-        assert len(told) == len(experiment.runs)
 
 
 def test_an_ablation_changes_one_thing() -> None:
     (ablations,) = (experiment for experiment in nnrnn.EXPERIMENTS if experiment.name == "nnrnn-ablations")
-    base, *others = (vars(settings_of(run, run.options)) for run in ablations.runs)
+    base, *others = (vars(settings_of(run.task, run.options)) for run in ablations.runs)
     changed = [{key: other[key] for key in other if other[key] != base[key]} for other in others]
     assert changed == [
         {"modulus_norm": "l1"},
@@ -59,19 +28,8 @@ def test_an_ablation_changes_one_thing() -> None:
 
 
 def test_a_figure_of_two_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "nnrnn-copy",
-        "--quick",
-        "--only",
-        "nnrnn",
-        "--iterations",
-        "4",
-        "--threads",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    assert command.main(options) == 0
+    options = "nnrnn-copy --quick --only nnrnn --iterations 4 --threads 1 --out".split()
+    assert command.main([*options, str(tmp_path)]) == 0
     folder = tmp_path / "quick"
     rows = json.loads((folder / "nnrnn-copy.json").read_text())["rows"]
     assert [row["state"] for row in rows] == ["not run", "not run", "not run", "done"]

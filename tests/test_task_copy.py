@@ -208,22 +208,6 @@ def test_what_a_million_steps_need(options: dict[str, Any], fits: bool, monkeypa
         copy.CopyExperiment(settings)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nonlinearity", "tanh"], "algorithm is 'modal': the activation is 'tanh'"),
-        (["--message-clip", "1"], "algorithm is 'modal': message_clip is 1"),
-        (["--model", "lstm"], "--algorithm"),
-    ],
-)
-def test_modes_that_cannot_serve(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*SMALL, "--algorithm", "modal", *options, "--out", tmp_path / "run") == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
-
-
 # ---- resuming ------------------------------------------------------------------------------------
 
 
@@ -411,49 +395,6 @@ def test_resume_refuses_an_edited_configuration(
 
 
 # ---- refusals ------------------------------------------------------------------------------------
-
-BAD = {
-    "--T 0": "--T: '0' is not an integer of at least 1",
-    "--T ten": "--T: 'ten' is not an integer of at least 1",
-    "--hidden 0": "--hidden: '0' is not an integer of at least 1",
-    "--batch -3": "--batch: '-3' is not an integer of at least 1",
-    "--batch": "--batch: expected one argument",
-    "--margin -0.1": "--margin: '-0.1' is not a number of at least 0 or none",
-    "--margin wide": "--margin: 'wide' is not a number of at least 0 or none",
-    "--lr nan": "--lr: 'nan' is not a number of at least 0",
-    "--goal 0": "--goal: '0' is not a number above 0 and at most 100",
-    "--clip 0": "--clip: '0' is not a number above 0 or none",
-    "--seed -1": "--seed: '-1' is not an integer of at least 0",
-    "--nonlinearity tahn": "--nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?",
-    "--init ortogonal": "--init: unknown init 'ortogonal': did you mean 'orthogonal'?",
-    "--layout exprn": "--layout: unknown layout 'exprn': did you mean 'exprnn'?",
-    "--input one-hot": "--input: unknown input 'one-hot': did you mean 'onehot'?",
-    "--apply factor": "--apply: unknown apply 'factor': did you mean 'factored'?",
-    "--preset papr": "--preset: unknown preset 'papr': did you mean 'paper'?",
-    "--backend gpu": "--backend: unknown backend 'gpu'",
-    "--device gpu": "--device: 'gpu' is not a device",
-    "--device meta": "--device: 'meta': this project runs on cpu and cuda devices",
-    "--hiden 64": "unknown option --hiden: did you mean --hidden?",
-    "--hid 64": "unknown option --hid: did you mean --hidden?",
-    "10000": "unknown argument 10000; see --help",
-    "--rank 20 --hidden 16": "--rank 20: at most --hidden, which is 16",
-    "--nonlinearity oplu --hidden 15": "--hidden 15: --nonlinearity oplu works on pairs, give an even number",
-    "--init glorot": "--init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2",
-    "--init henaff --rank 3": "init 'henaff' needs rank = hidden_size",
-    "--backend triton --hidden 16": "backend 'triton' cannot serve factored_scan",
-}
-
-
-@pytest.mark.parametrize("arguments", BAD, ids=lambda text: text.replace(" ", "_"))
-def test_bad_arguments(
-    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run("--T", 5, *arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert BAD[arguments] in error
-    assert list(tmp_path.iterdir()) == []  # no run folder for a run that never was
 
 
 def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

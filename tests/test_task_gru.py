@@ -7,21 +7,19 @@ import json
 import math
 import random
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runs import assert_steps_of_torch, records
+from runs import assert_refused, assert_resumes, assert_steps_of_torch, build, records, run
 from torch import nn
 
 from orthokern.data.music import NOTES
-from orthokern.tasks import gru, music, word_lm
+from orthokern.tasks import gru, word_lm
 from orthokern.training.distributed import Shard
 
-TASKS: dict[str, ModuleType] = {"music": music, "word_lm": word_lm}
-BUILD = {"music": music.MusicTask, "word_lm": word_lm.WordLm}
+TASKS = ("music", "word_lm")
 
 
 @pytest.fixture(scope="session")
@@ -63,21 +61,9 @@ def small(rolls: Path, words: Path) -> dict[str, list[str]]:
     return {"music": ["--data", str(rolls), *common], "word_lm": ["--data", str(words), *common]}
 
 
-def run(task: str, *options: object) -> int:
-    code: int = TASKS[task].main([str(option) for option in options])
-    return code
-
-
 def result(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
-
-
-def build(task: str, options: list[str], *more: str) -> gru.GruTask:
-    module = TASKS[task]
-    given = module.COMMAND.parser().parse([*options, *more])
-    torch.manual_seed(0)
-    return BUILD[task](module.complete({**module.DEFAULTS, **given}))
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -144,8 +130,8 @@ def test_words_are_measured_as_streams(small: dict[str, list[str]]) -> None:
 def test_the_state_goes_on(name: str, small: dict[str, list[str]]) -> None:
     """Windows of seven steps with their carried states see what one window of all steps sees, and the loss is the sum
     over a window's steps, the mean over the batch."""
-    short = build(name, small[name], "--dropout", "0")
-    long = build(name, small[name], "--dropout", "0", "--window", "28")
+    short = build(name, [*small[name], "--dropout", "0"])
+    long = build(name, [*small[name], "--dropout", "0", "--window", "28"])
     long.model.load_state_dict(short.model.state_dict())
     if name == "music":  # rows begin new pieces at other times
         short.windows.rolls = long.windows.rolls = task_rolls([200] * 9)
@@ -209,11 +195,7 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
     assert settings["constraint"] == "none" and settings["delta"] is None
     after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
     # what the task is built from: the same seed, the same parameters
-    from orthokern.training.checkpoint import seed_all
-
-    seed_all(0)
-    given = music.COMMAND.parser().parse([*small["music"], "--clip", "1e-3"])
-    before = music.MusicTask(music.complete({**music.DEFAULTS, **given})).model.state_dict()
+    before = build("music", [*small["music"], "--clip", "1e-3"]).model.state_dict()
     moved = math.sqrt(sum(float((after[name] - before[name]).double().square().sum()) for name in before))
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
 
@@ -249,13 +231,13 @@ def test_initial_weights(words: Path, rolls: Path) -> None:
 
 def test_a_window_longer_than_the_text(small: dict[str, list[str]]) -> None:
     """The time per step in the records is that of the steps of the text."""
-    task = build("word_lm", small["word_lm"], "--window", str(2**53))
+    task = build("word_lm", [*small["word_lm"], "--window", str(2**53)])
     inputs, *_ = task.next_batch()
     assert task.time_steps == len(inputs) == len(task.streams) - 1 and task.iterations_per_epoch == 1
 
 
 def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
-    task = build("word_lm", small["word_lm"], "--decay-after", "2", "--decay", "1.1")
+    task = build("word_lm", [*small["word_lm"], "--decay-after", "2", "--decay", "1.1"])
     per = task.iterations_per_epoch
     rates = [task._rate(iteration) for iteration in range(4 * per)]
     assert rates[: 2 * per] == [1.0] * (2 * per)
@@ -267,7 +249,7 @@ def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
 
 def test_the_rate_of_music(small: dict[str, list[str]]) -> None:
     """Divided after `patience` epochs without improvement, over below the floor, as the loop does it."""
-    task = build("music", small["music"], "--patience", "2", "--decay", "2", "--lr", "0.1", "--lr-floor", "0.03")
+    task = build("music", [*small["music"], "--patience", "2", "--decay", "2", "--lr", "0.1", "--lr-floor", "0.03"])
     task.initial_loss = 100.0
     ends, rates = [], []
     for loss in (9, 8, 8, 8, 8, 7, 7.5, 7.5, 7):
@@ -314,23 +296,10 @@ def test_no_success(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.
 @pytest.mark.parametrize("name", TASKS)
 def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     """State, dropout, order of the pieces, rates and projection: stopped twice, the same bits."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*small[name], "--delta", "1.4", "--lr", "0.1"]
     options += ["--patience", "1"] if name == "music" else ["--decay-after", "1"]
     length = 2 * build(name, options).iterations_per_epoch + 9
-    assert run(name, *options, "--out", whole, "--iterations", length) == 0
-    assert run(name, *options, "--out", parts, "--iterations", 5) == 0
-    assert run(name, "--resume", parts, "--iterations", length - 6) == 0
-    assert run(name, "--resume", parts, "--iterations", length) == 0
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
-        if ours["iteration"] in (5, length - 6):  # evaluated because the part ended there
-            ours = {key: value for key, value in ours.items() if not key.startswith("held_out")}
-            theirs = {key: value for key, value in theirs.items() if not key.startswith("held_out")}
-        assert ours == theirs
-    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (whole, parts)]
-    for key, value in ends[0]["model"].items():
-        assert torch.equal(value, ends[1]["model"][key])
-    assert torch.equal(ends[0]["task_state"]["state"], ends[1]["task_state"]["state"])
+    assert_resumes(name, options, tmp_path, 5, length - 6, length)
 
 
 def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
@@ -377,29 +346,28 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         (["--optimizer", "adam", "--momentum", "0.9"], "--momentum: for --optimizer sgd; here --optimizer is adam"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
     ):
-        assert run(name, *small[name], *options, "--out", tmp_path / "out") == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+        assert_refused(capsys, message, name, *small[name], *options, "--out", tmp_path / "out")
     if name == "music":  # word_lm's readout has a backend whatever its recurrence is
-        assert run(name, *small[name], "--model", "torch-gru", "--backend", "cpu", "--out", tmp_path / "out") == 2
-        assert "--backend: for --model gru; here --model is torch-gru" in capsys.readouterr().err
+        message = "--backend: for --model gru; here --model is torch-gru"
+        options = ["--model", "torch-gru", "--backend", "cpu"]
+        assert_refused(capsys, message, name, *small[name], *options, "--out", tmp_path / "out")
         assert not (tmp_path / "out").exists()
-    assert run(name) == 2
-    assert "--data is needed" in capsys.readouterr().err
+    assert_refused(capsys, "--data is needed", name)
 
 
 def test_bad_data(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("word_lm", *small["word_lm"], "--vocabulary", "11", "--out", tmp_path / "out") == 2
-    assert "has 12 distinct words, <eos> included; accepted: at most 11" in capsys.readouterr().err
-    assert run("music", *small["music"], "--collection", "jsb", "--out", tmp_path / "out") == 2
-    assert "missing data file JSB_Chorales.mat (nor jsb_chorales.npz)" in capsys.readouterr().err
+    message = "has 12 distinct words, <eos> included; accepted: at most 11"
+    assert_refused(capsys, message, "word_lm", *small["word_lm"], "--vocabulary", "11", "--out", tmp_path / "out")
+    message = "missing data file JSB_Chorales.mat (nor jsb_chorales.npz)"
+    assert_refused(capsys, message, "music", *small["music"], "--collection", "jsb", "--out", tmp_path / "out")
 
 
 def test_a_rate_below_its_floor(
     tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("music", *small["music"], "--lr", "1e-3", "--lr-floor", "0.01", "--out", tmp_path / "out") == 2
-    assert capsys.readouterr().err == "error: --lr 0.001: below --lr-floor, 0.01, at which training ends\n"
+    options = ["--lr", "1e-3", "--lr-floor", "0.01", "--out", tmp_path / "out"]
+    message = "error: --lr 0.001: below --lr-floor, 0.01, at which training ends\n"
+    assert_refused(capsys, message, "music", *small["music"], *options)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -420,5 +388,4 @@ def test_one_process_only(name: str, small: dict[str, list[str]], monkeypatch: p
 def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, rolls: Path) -> None:
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     given = {"data": str(rolls), "hidden": 6, "clip": 5.0, "optimizer": name, "lr": 0.1, **momentum}
-    task = music.MusicTask(music.complete({**music.DEFAULTS, **given, "device": "cpu"}))
-    assert_steps_of_torch(task, plain)
+    assert_steps_of_torch(build("music", [], device="cpu", **given), plain)

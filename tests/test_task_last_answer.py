@@ -5,37 +5,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from runs import records
+from runs import assert_resumes, build, records, run
 
 from orthokern.nn import GRU, RNN, FactorizedRNN, PeepholeLSTM
-from orthokern.tasks import last_answer, random_permutation, recurrent, temporal_order
+from orthokern.tasks import last_answer, recurrent
 from orthokern.training.distributed import Shard
 
-TASKS: dict[str, ModuleType] = {"temporal_order": temporal_order, "random_permutation": random_permutation}
-EXPERIMENTS: dict[str, Any] = {
-    "temporal_order": temporal_order.TemporalOrder,
-    "random_permutation": random_permutation.RandomPermutation,
-}
+TASKS = ("temporal_order", "random_permutation")
 SMALL = (
     "--T 10 --hidden 16 --iterations 30 --eval-every 10 --eval-sequences 60 --batch 20 --threads 1 --no-plots".split()
 )
 
 
-def run(task: str, *options: object) -> int:
-    code: int = TASKS[task].main([str(option) for option in options])
-    return code
-
-
-def build(task: str, *options: str) -> Any:
-    given = TASKS[task].COMMAND.parser().parse(list(options))
-    preset = last_answer.PRESETS.get(given.get("preset", ""), {})
-    torch.manual_seed(0)
-    return EXPERIMENTS[task](TASKS[task].complete({**TASKS[task].DEFAULTS, **preset, **given}))
+def distance(w: torch.Tensor) -> float:
+    """||W W^T - I||_F^2 of the smaller Gram matrix."""
+    wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
+    return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +47,7 @@ def test_solved(task: str, options: str, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_an_evaluation_counts_every_sequence_once() -> None:
     """Whatever the rest that the last batch of an evaluation leaves: on the same draws, by hand."""
-    task = build("temporal_order", *SMALL, "--eval-sequences", "610")
+    task = build("temporal_order", [*SMALL, "--eval-sequences", "610"])
     with torch.no_grad():
         found = task.evaluate(7)
         generator = torch.Generator().manual_seed(recurrent.stream_seed(0, "held-out 7"))
@@ -84,7 +73,7 @@ def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         (10, 99, 1000),
     ):
         options = [*SMALL, "--eval-sequences", "1000", "--goal", str(goal), "--short-evaluations"]
-        task = build("random_permutation", *options)
+        task = build("random_permutation", options)
         sizes: list[int] = []
 
         def answer(inputs: torch.Tensor, targets: torch.Tensor, sizes: list[int] = sizes, wrong: int = wrong) -> Any:
@@ -99,14 +88,10 @@ def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         assert task.goal_reached(found) == (wrong <= 1000 * (1 - goal / 100) + 1e-9)
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", TASKS)
 def test_presets_start_as_the_paper_says(task: str) -> None:
-    def distance(w: torch.Tensor) -> float:
-        wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
-        return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
-
     for preset in last_answer.PRESETS:
-        experiment = build(task, "--T", "20", "--preset", preset)
+        experiment = build(task, ["--T", "20", "--preset", preset])
         weights = [experiment.rnn.weight_ih_l0, experiment.rnn.weight_hh_l0, experiment.readout.weight]
         for w in weights:
             assert (distance(w) < 1e-6) == (preset == "oinit")
@@ -120,22 +105,16 @@ def test_presets_start_as_the_paper_says(task: str) -> None:
         assert added.item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", TASKS)
 def test_resume_is_exact(task: str, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(task, *SMALL, "--out", whole) == 0
-    assert run(task, *SMALL, "--out", parts, "--iterations", 10) == 0
-    assert run(task, "--resume", parts, "--iterations", 30) == 0
-    assert records(parts) == records(whole) and len(records(whole)) == 30
-    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True)["model"] for f in (parts, whole))
-    assert all(torch.equal(final[name], value) for name, value in expected.items())
+    assert_resumes(task, SMALL, tmp_path, 10, 30)
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", TASKS)
 def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(rank: int, world: int) -> torch.Tensor:
         monkeypatch.setattr(recurrent, "current_shard", lambda: Shard(rank, world))
-        experiment = build(task, *SMALL)
+        experiment = build(task, SMALL)
         total: torch.Tensor = experiment.loss(experiment.next_batch())[0].detach()
         return total
 
@@ -153,7 +132,7 @@ def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_the_network_is_the_one_that_was_asked_for(model: str, kind: type[torch.nn.Module]) -> None:
-    assert type(build("temporal_order", *SMALL, "--model", model).rnn) is kind
+    assert type(build("temporal_order", [*SMALL, "--model", model]).rnn) is kind
 
 
 @pytest.mark.parametrize("options", ["--model lstm", "--model rnn --init learned --start learned", "--start small"])
@@ -162,32 +141,12 @@ def test_networks(options: str, tmp_path: Path) -> None:
         assert run(task, *SMALL, *options.split(), "--iterations", 2, "--out", tmp_path / task) == 0
 
 
-def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    for task, options, message in (
-        ("temporal_order", ["--bits", "4"], "--bits: '4' is not an integer of at most 3"),
-        ("temporal_order", ["--T", "9"], "'9' is not an integer of at least 10"),
-        ("random_permutation", ["--goal", "101"], "at most 100"),
-        ("random_permutation", ["--start", "learnt"], "did you mean 'learned'"),
-        ("random_permutation", ["--preset", "opne"], "did you mean 'open'"),
-        ("random_permutation", ["--init", "glorot-uniform"], "give --margin none"),
-        ("random_permutation", ["--sigma", "0.1"], "--sigma 0.1: for --model rnn, not factorized"),
-        ("temporal_order", ["--sigma", "0"], "'0' is not a number above 0 or none"),
-    ):
-        assert run(task, *options) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
-
-
 def test_normal_starts() -> None:
     """--sigma draws every matrix, and --init and --start say which of them are then made orthogonal."""
 
-    def distance(w: torch.Tensor) -> float:
-        wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
-        return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
-
     for init, start in (("orthogonal", "torch"), ("learned", "learned"), ("learned", "glorot")):
         options = ["--T", "10", "--model", "rnn", "--sigma", "0.01", "--init", init, "--start", start]
-        task = build("random_permutation", *options)
+        task = build("random_permutation", options)
         for w, how in ((task.rnn.weight_hh_l0, init), (task.rnn.weight_ih_l0, start), (task.readout.weight, start)):
             assert (distance(w) < 1e-6) == (how == "learned")
             if how != "learned":

@@ -9,63 +9,24 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from runs import records, write_words
+from runs import assert_resumes, build, run, settings_of
 from torch import Tensor
 
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
 from orthokern.data.ptb_stream import STREAM_ALPHABET
-from orthokern.tasks import adding, char_lm, copy, pixel_mnist, recurrent
+from orthokern.tasks import char_lm, recurrent
 from orthokern.training.distributed import Shard
 
-TASKS: dict[str, ModuleType] = {"adding": adding, "copy": copy, "pixel_mnist": pixel_mnist, "char_lm": char_lm}
 SMALL = {
     "adding": "--T 10 --eval-every 10 --eval-sequences 60 --batch 20 --hidden 8 --iterations 12".split(),
     "copy": "--T 5 --batch 20 --hidden 8 --iterations 12".split(),
 }
 QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
-
-
-@pytest.fixture(scope="module")
-def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("ptb"), 150, 30)
-
-
-def run(task: str, *options: object) -> int:
-    code: int = TASKS[task].main([str(option) for option in options])
-    return code
-
-
-def settings_of(task: str, options: list[str]) -> Any:
-    module = TASKS[task]
-    given = module.COMMAND.parser().parse(options)
-    preset = module.COMMAND.presets.get(given.get("preset", ""), {})
-    settings = module.complete({**module.DEFAULTS, **preset, **given})
-    return settings
-
-
-def same_checkpoints(ours: Path, theirs: Path) -> None:
-    final, expected = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (ours, theirs))
-    for part in ("model", "task_state", "optimizer"):
-        _assert_equal(final[part], expected[part], part)
-
-
-def _assert_equal(ours: Any, theirs: Any, where: str) -> None:
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in theirs:
-            _assert_equal(ours[key], theirs[key], f"{where}.{key}")
-    elif isinstance(theirs, list):
-        assert len(ours) == len(theirs), where
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            _assert_equal(a, b, f"{where}[{i}]")
-    else:
-        assert torch.equal(ours, theirs) if isinstance(theirs, Tensor) else ours == theirs, where
 
 
 # ---- the models ------------------------------------------------------------------------------------------------------
@@ -90,13 +51,7 @@ def test_the_copy_task_is_learned(model: str, tmp_path: Path) -> None:
 )
 def test_resume_is_exact(options: str, tmp_path: Path) -> None:
     given = [*SMALL["copy"], *options.split(), *QUIET, "--nonlinearity", "modrelu", "--goal", "100"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run("copy", *given, "--out", whole) == 0
-    assert run("copy", *given, "--out", parts, "--iterations", 5) == 0
-    assert run("copy", "--resume", parts, "--iterations", 12) == 0
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
-        assert {k: v for k, v in ours.items() if k in theirs} == theirs
-    same_checkpoints(parts, whole)
+    whole = assert_resumes("copy", given, tmp_path, 5, 12)
     moved = torch.load(whole / "checkpoint.pt", weights_only=True)["model"]["rnn._extra_state"]
     assert (moved["rebases"] > 0) == ("--rebase-every" in options)
 
@@ -105,7 +60,7 @@ def test_rates_and_penalties() -> None:
     """Each kind of parameter at its rate; the loss exceeds the batch's by what the penalties' definitions say."""
     options = "--model nnrnn --lr 0.1 --input-lr 0.2 --modulus-penalty 0.3 --triangle-decay 0.5".split()
     for norm, skew in (("l2", []), ("l1", ["--skew-lr", "0.07"])):
-        task = adding.Adding(settings_of("adding", [*SMALL["adding"], *options, *skew, "--modulus-norm", norm]))
+        task = build("adding", [*SMALL["adding"], *options, *skew, "--modulus-norm", norm])
         rates = {group["role"]: group["lr"] for group in task.optimizer.param_groups}
         expected = {"readout": 0.1, "input": 0.2, "rotation": 0.2, "skew": 0.07 if skew else 0.01}
         assert rates == pytest.approx(expected)
@@ -134,7 +89,7 @@ def test_the_mask_decides_whether_moduli_are_gamma(tmp_path: Path) -> None:
         options = (
             f"--model nnrnn --schur-mask {mask} --modulus-penalty 1e4 --lr 3e-2 --optimizer sgd --momentum 0".split()
         )
-        task = adding.Adding(settings_of("adding", [*SMALL["adding"], *options]))
+        task = build("adding", [*SMALL["adding"], *options])
         with torch.no_grad():
             task.rnn.get_parameter("triangle_l0").normal_().mul_(0.3)
         found = task.diagnose()
@@ -201,7 +156,7 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
     losses, evaluations = {}, {}
     for bptt in (7, 10_000):
         torch.manual_seed(0)
-        task = char_lm.CharStream(settings_of("char_lm", [*options, "--bptt", str(bptt)]))
+        task = build("char_lm", [*options, "--bptt", str(bptt)])
         total, count = 0.0, 0
         with torch.no_grad():
             for piece in range(task.pieces):
@@ -225,67 +180,18 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
     """Bit for bit, the carried state too: the part ends in the middle of an epoch."""
     given = f"--data {ptb} --bptt 20 --batch 8 --hidden 24 --model {model} --lr 1e-2 --schedule constant".split()
     given += [] if model in ("lstm", "gru") else ["--nonlinearity", "modrelu"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run("char_lm", *given, *QUIET, "--iterations", 60, "--out", whole) == 0
-    assert run("char_lm", *given, *QUIET, "--iterations", 25, "--out", parts) == 0
-    state = torch.load(parts / "checkpoint.pt", weights_only=True)["task_state"]
+    whole = assert_resumes("char_lm", [*given, *QUIET], tmp_path, 25, 60)
+    state = torch.load(whole / "checkpoint.pt", weights_only=True)["task_state"]
     assert state["position"] > 0 and len(state["carried"]) == (2 if model == "lstm" else 1)
     assert all(bool(tensor.any()) for tensor in state["carried"])
-    assert run("char_lm", "--resume", parts, "--iterations", 60) == 0
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
-        assert {k: v for k, v in ours.items() if k in theirs} == theirs
-    same_checkpoints(parts, whole)
     assert json.loads((whole / "result.json").read_text())["test"]["bpc"] < 3.5  # of 5.6 for 50 characters alike
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("adding", "--T 10 --model nnrnn --schur-mask legacy --hidden 7", "--hidden 7: --schur-mask legacy works on"),
-        ("adding", "--T 10 --model exprnn --rebase-every 0", "--rebase-every: '0' is not an integer of at least 1"),
-        ("adding", "--T 10 --model exprnn --project-every 0", "--project-every: '0' is not an integer of at least 1"),
-        ("adding", "--T 10 --model exprnn --project-every 5", "with --rebase-every; here --rebase-every is none"),
-        ("adding", "--T 10 --model exprnn --rebase-state keep", "with --rebase-every; here --rebase-every is none"),
-        ("adding", "--T 10 --rebase-every 5", "--rebase-every: for --model exprnn or nnrnn; here"),
-        ("adding", "--T 10 --model rnn --skew-lr 1e-4", "--skew-lr: for --model exprnn or nnrnn; here"),
-        ("adding", "--T 10 --model exprnn --schur-mask legacy", "--schur-mask: for --model nnrnn; here"),
-        ("adding", "--T 10 --model exprnn --modulus-penalty 1", "--modulus-penalty 1: for --model nnrnn, not exprnn"),
-        ("adding", "--T 10 --model lstm --triangle-decay 1", "--triangle-decay 1: for --model nnrnn, not lstm"),
-        ("adding", "--T 10 --model nnrnn --no-triangle --triangle-decay 1", "--triangle-decay 1 with --no-triangle"),
-        ("adding", "--T 10 --model rnn --no-triangle", "--no-triangle: for --model nnrnn; here --model is rnn"),
-        ("adding", "--T 10 --model rnn --init torus", "--init torus: not for --model rnn; accepted: orthogonal"),
-        ("adding", "--T 10 --model exprnn --init glorot", "--init glorot: not for --model exprnn; accepted: henaff"),
-        ("adding", "--T 10 --model exprnn --init legacy", "--init legacy: not for --model exprnn; accepted: henaff"),
-        (
-            "adding",
-            "--T 10 --model exprnn --soft-orthogonality 1",
-            "--soft-orthogonality 1: for --model factorized or rnn",
-        ),
-        ("adding", "--T 10 --model nnrnn --margin 1 --spectrum-prior 1", "--spectrum-prior 1: for --model factorized"),
-        ("adding", "--T 10 --model exprn", "did you mean 'exprnn'"),
-        ("char_lm", "--data {ptb} --bptt 10 --length 40", "--length: for runs without --bptt; here --bptt is 10"),
-        ("char_lm", "--data {ptb} --bptt 0", "--bptt: '0' is not an integer of at least 1"),
-        ("char_lm", "--data {ptb} --bptt 5 --batch 3000", "--batch 3000: accepted: at most 1238"),
-    ],
-)
-def test_bad_input(
-    task: str, options: str, message: str, tmp_path: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    defaults = ["--init", "orthogonal"] if task == "adding" and "--init" not in options else []
-    assert run(task, *options.format(ptb=ptb).split(), *defaults, "--out", tmp_path / "run") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (recurrent, char_lm):
         monkeypatch.setattr(module, "current_shard", lambda: Shard(0, 2))
     with pytest.raises(InputError, match="--bptt in 2 processes"):
-        char_lm.CharStream(settings_of("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"]))
+        build("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"])
 
 
 def test_a_generator_that_leaves_its_range_is_a_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

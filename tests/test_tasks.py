@@ -10,28 +10,16 @@ import math
 import shutil
 import struct
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from runs import records, write_words
+from runs import assert_resumes, build, records, run, settings_of
 
-from orthokern.tasks import adding, char_lm, copy, network, optimization, pixel_mnist, recurrent
+from orthokern.tasks import adding, char_lm, network, optimization, pixel_mnist, recurrent
 from orthokern.training.distributed import Shard
 
-TASKS: dict[str, ModuleType] = {"adding": adding, "pixel_mnist": pixel_mnist, "char_lm": char_lm, "copy": copy}
-EXPERIMENTS = {
-    "adding": adding.Adding,
-    "pixel_mnist": pixel_mnist.PixelMnist,
-    "char_lm": char_lm.CharLm,
-    "copy": copy.CopyExperiment,
-}
-
-
-@pytest.fixture(scope="session")
-def ptb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("ptb"), 120, 25)
+TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
 
 
 @pytest.fixture
@@ -40,25 +28,10 @@ def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
     common = "--iterations 30 --hidden 16 --diagnose-every 5 --threads 1 --no-plots".split()
     return {
         "adding": [*"--T 10 --eval-every 10 --eval-sequences 60 --batch 20".split(), *common],
-        "pixel_mnist": [
-            *f"--data {mnist} --pool 4 --validation 60 --batch 20".split(),
-            *common,
-        ],
+        "pixel_mnist": [*f"--data {mnist} --pool 4 --validation 60 --batch 20".split(), *common],
         "char_lm": [*f"--data {ptb} --length 40 --batch 25".split(), *common],
         "copy": [*"--T 5 --batch 20".split(), *common],
     }
-
-
-def run(task: str, *options: object) -> int:
-    code: int = TASKS[task].main([str(option) for option in options])
-    return code
-
-
-def settings_of(task: str, options: list[str], **changes: Any) -> Any:
-    """The complete settings that a command line stands for."""
-    given = TASKS[task].COMMAND.parser().parse(options)
-    settings = TASKS[task].complete({**TASKS[task].DEFAULTS, **given, **changes})
-    return settings
 
 
 # ---- learning ------------------------------------------------------------------------------------
@@ -78,7 +51,7 @@ def test_adding_starts_silent(model: str) -> None:
     """Without marks every state is zero; a marked number stays, and so do the units that it is kept in."""
     options = f"--model {model} --T 50 --hidden 24 --batch 6 --threads 1".split()
     torch.manual_seed(0)
-    task = adding.Adding(settings_of("adding", options))
+    task = build("adding", options)
     numbers = torch.rand(50, 6)
     silent = task.rnn(torch.stack([numbers, torch.zeros(50, 6)], -1))[0]
     assert torch.equal(silent, torch.zeros_like(silent))
@@ -156,9 +129,9 @@ def test_adding_counts_right_answers(tmp_path: Path) -> None:
     seen = records(tmp_path / "run")
     assert all(r["held_out_accuracy"] < 0.99 for r in seen[:-1] if "held_out_accuracy" in r)
     # without a bound on the error itself an evaluation may be short
-    task = adding.Adding(settings_of("adding", [*options[2:], *more, "--goal", "0"]))
+    task = build("adding", [*options[2:], *more, "--goal", "0"])
     assert task.settled(494, 500) and not task.settled(495, 500)
-    task = adding.Adding(settings_of("adding", [*options[2:], *more, "--goal", "0.1"]))
+    task = build("adding", [*options[2:], *more, "--goal", "0.1"])
     assert not task.settled(0, 500)
 
 
@@ -167,7 +140,7 @@ def test_rotations_at_the_start(small: dict[str, list[str]]) -> None:
 
     def largest_angle(*options: str, **preset: Any) -> float:
         options = (*small["pixel_mnist"], "--hidden", "60", *options)
-        task = pixel_mnist.PixelMnist(settings_of("pixel_mnist", list(options), **preset))
+        task = build("pixel_mnist", list(options), **preset)
         return float(torch.linalg.eigvals(task.rnn.recurrent_matrix().detach()).angle().abs().max())
 
     assert 0.4 < largest_angle() < 0.4701 and 0.4 < largest_angle("--model", "exprnn") < 0.4701
@@ -178,7 +151,7 @@ def test_rotations_at_the_start(small: dict[str, list[str]]) -> None:
 
 
 def test_pixels_standardised(small: dict[str, list[str]]) -> None:
-    task = pixel_mnist.PixelMnist(settings_of("pixel_mnist", [*small["pixel_mnist"], "--standardize"]))
+    task = build("pixel_mnist", [*small["pixel_mnist"], "--standardize"])
     pixels, _ = task._batch(task.train_set, slice(None))
     torch.testing.assert_close(pixels.mean(1), torch.zeros(49, 1), rtol=0, atol=1e-5)
     torch.testing.assert_close(pixels.std(1, correction=0), torch.ones(49, 1), rtol=1e-4, atol=0)
@@ -186,10 +159,7 @@ def test_pixels_standardised(small: dict[str, list[str]]) -> None:
 
 def test_input_dropout(small: dict[str, list[str]]) -> None:
     """A mask of training pixels, determined by the seed and the position in the data; evaluations see whole images."""
-    task, plain = (
-        pixel_mnist.PixelMnist(settings_of("pixel_mnist", [*small["pixel_mnist"], "--input-dropout", share]))
-        for share in ("0.25", "0")
-    )
+    task, plain = (build("pixel_mnist", [*small["pixel_mnist"], "--input-dropout", share]) for share in ("0.25", "0"))
     batches, whole = [task.next_batch() for _ in range(2)], [plain.next_batch() for _ in range(2)]
     masks = []
     for (pixels, labels), (full, same) in zip(batches, whole, strict=True):
@@ -246,7 +216,7 @@ def test_the_test_takes_the_best_parameters(tmp_path: Path, small: dict[str, lis
     folder = tmp_path / "run"
     assert run("pixel_mnist", *small["pixel_mnist"], "--out", folder) == 0
     best, last = (torch.load(folder / f"{name}.pt", weights_only=True)["model"] for name in ("best", "checkpoint"))
-    task = pixel_mnist.PixelMnist(settings_of("pixel_mnist", small["pixel_mnist"]))
+    task = build("pixel_mnist", small["pixel_mnist"])
     task.model.load_state_dict(best)
     with torch.no_grad():
         expected = task.test()
@@ -262,24 +232,9 @@ def test_the_test_takes_the_best_parameters(tmp_path: Path, small: dict[str, lis
 
 @pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm"])
 def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
     # a cosine ends where the iterations do, so parts of other lengths have other rates
     options = [*small[task], "--schedule", "constant", *(["--goal", "0"] if task == "adding" else [])]
-    assert run(task, *options, "--out", whole) == 0
-    assert len(records(whole)) == 30
-    assert run(task, *options, "--out", parts, "--iterations", 7) == 0
-    assert len(records(parts)) == 7
-    assert run(task, "--resume", parts, "--iterations", 12) == 0
-    assert run(task, "--resume", parts, "--iterations", 30) == 0
-    # where a part ended there is an evaluation that the whole run doesn't have
-    ends = {7, 12}
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
-        if ours["iteration"] in ends:
-            ours = {k: v for k, v in ours.items() if k in theirs}
-        assert ours == theirs
-    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (parts, whole))
-    for name, value in expected["model"].items():
-        assert torch.equal(final["model"][name], value), name
+    assert_resumes(task, options, tmp_path, 7, 12, 30)
 
 
 @pytest.mark.parametrize("model", ["factorized", "rnn", "exprnn", "nnrnn"])
@@ -287,7 +242,7 @@ def test_precision_is_a_setting_of_the_run(
     model: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*small["pixel_mnist"], "--model", model, "--precision", "bf16"]
-    assert pixel_mnist.PixelMnist(settings_of("pixel_mnist", options)).rnn.precision == "bf16"
+    assert build("pixel_mnist", options).rnn.precision == "bf16"
     assert settings_of("pixel_mnist", options[:-2]).precision == "ieee"
     assert run("pixel_mnist", *options, "--iterations", 2, "--out", tmp_path) == 0
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["precision"] == "bf16"
@@ -334,7 +289,7 @@ def test_a_goal_ends_the_run(tmp_path: Path, small: dict[str, list[str]]) -> Non
 # ---- several processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", TASKS)
 def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes' losses and gradients average to those of one with the joint batch, up to rounding."""
     options = [*small[task], "--batch", "24"] if task == "char_lm" else small[task]
@@ -342,8 +297,7 @@ def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeyp
     def loss_and_gradients(rank: int, world: int) -> list[torch.Tensor]:
         for module in (recurrent, char_lm):
             monkeypatch.setattr(module, "current_shard", lambda: Shard(rank, world))
-        torch.manual_seed(0)
-        experiment = EXPERIMENTS[task](settings_of(task, options))
+        experiment = build(task, options)
         experiment.next_batch()
         loss, _ = experiment.loss(experiment.next_batch())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -357,8 +311,7 @@ def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeyp
 
 def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[str, list[str]]) -> None:
     """The mean of the losses and of the accuracies of an iteration's batches counts every target the same."""
-    torch.manual_seed(0)
-    task = EXPERIMENTS["char_lm"](settings_of("char_lm", [*small["char_lm"], "--batch", "3"]))
+    task = build("char_lm", [*small["char_lm"], "--batch", "3"])
     batches = list(task.next_batches(4))
     counts = [len(targets) for _, targets, _ in batches]
     assert len(set(counts)) > 1
@@ -376,7 +329,7 @@ def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[s
 # ---- networks, optimizers, penalties -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("model", network.MODELS)
 def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     options = [*small[task], "--model", model, "--iterations", 2, "--clip", 1, "--weight-decay", "1e-4"]
@@ -484,19 +437,9 @@ def test_resume_within_a_plateau_is_exact(
     no_better(monkeypatch, 9, 4, 9, 5, 9, 5, 9, 5, 1, 5, 9, 3)
     options = [*small["adding"], *"--eval-every 2 --diagnose-every 1 --goal 0 --schedule plateau --patience 3".split()]
     options += ["--lr", "1e-3"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run("adding", *options, "--out", whole, "--iterations", 12) == 0
-    for end in (5, 7, 9, 12):
-        where = ["--out", parts] if end == 5 else ["--resume", parts]
-        assert run("adding", *(options if end == 5 else []), *where, "--iterations", end) == 0
-    rates = [r["lr"] for r in records(whole)]
-    assert rates == [1e-3] * 8 + [5e-4] * 4
-    for ours, theirs in zip(records(parts), records(whole), strict=True):
-        assert {k: v for k, v in ours.items() if k in theirs} == theirs
-    ends = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (parts, whole)]
-    assert ends[0]["plateau"] == ends[1]["plateau"] and ends[0]["plateau"]["best"] == -3
-    for name, value in ends[1]["model"].items():
-        assert torch.equal(ends[0]["model"][name], value), name
+    whole = assert_resumes("adding", options, tmp_path, 5, 7, 9, 12)
+    assert [r["lr"] for r in records(whole)] == [1e-3] * 8 + [5e-4] * 4
+    assert torch.load(whole / "checkpoint.pt", weights_only=True)["plateau"]["best"] == -3
 
 
 def test_the_released_code_halves_its_rates(ptb: Path) -> None:
@@ -513,7 +456,7 @@ def test_the_released_code_halves_its_rates(ptb: Path) -> None:
 def test_rates_by_role(small: dict[str, list[str]]) -> None:
     """The spectrum's rate is divided by 2 m, as the paper has it; the input has its own."""
     options = "--lr 0.1 --input-lr 0.2 --spectrum-lr 0.3 --geodesic-lr 0.4 --margin 0.5".split()
-    task = adding.Adding(settings_of("adding", [*small["adding"], *options]))
+    task = build("adding", [*small["adding"], *options])
     rates = {group["role"]: group["lr"] for group in task.optimizer.param_groups}
     assert rates == pytest.approx({"readout": 0.1, "input": 0.2, "spectrum": 0.3, "geodesic": 0.4})
     held = sum(len(group["params"]) for group in task.optimizer.param_groups)
@@ -521,137 +464,6 @@ def test_rates_by_role(small: dict[str, list[str]]) -> None:
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        ("pixel_mnist", "", "--data is needed: the folder with the four MNIST files"),
-        ("pixel_mnist", "--data nowhere", "nowhere"),
-        ("pixel_mnist", "--data {mnist} --validation 260", "260"),
-        ("pixel_mnist", "--data {mnist} --validation 200 --batch 61", "--batch 61: there are 60 training images"),
-        ("pixel_mnist", "--data {mnist} --pool 3", "--pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14"),
-        ("char_lm", "", "--data is needed: the folder with the Penn Treebank's text files"),
-        ("char_lm", "--data {mnist}", "ptb.train.txt"),
-        ("char_lm", "--data {ptb} --length 4", "no sentence of at most"),
-        ("char_lm", "--data {ptb} --epochs 2 --iterations 3", "--epochs 2 and --iterations 3: give one of the two"),
-        ("adding", "--T 1", "'1' is not an integer of at least 2"),
-        ("adding", "--T 5 --positions pascanu", "T must be at least 10 for positions 'pascanu'"),
-        ("adding", "--T 10 --model lstm --learned-h0", "--learned-h0: for --model factorized or rnn or"),
-        ("adding", "--T 10 --model rnn --spectrum-prior 1", "--spectrum-prior 1: for --model factorized, not rnn"),
-        ("adding", "--T 10 --init glorot", "--init glorot with --margin 0.1"),
-        (
-            "adding",
-            "--start silent --model lstm",
-            "--start silent: for --nonlinearity relu, --model factorized or rnn or",
-        ),
-        ("adding", "--start silent --nonlinearity tanh", "not tanh, factorized and 128"),
-        ("adding", "--T 10 --schedule sine", "unknown schedule 'sine'"),
-        ("adding", f"--seed {2**63}", f"'{2**63}' is not an integer of at most {2**63 - 1}"),
-        ("adding", "--optimizer adam --beta1 1.0", "beta1: '1.0' is not a number of at least 0 and below 1"),
-        ("adding", "--optimizer adam --beta2 1", "beta2: '1' is not a number of at least 0 and below 1"),
-        ("adding", "--alpha 1.0", "alpha: '1.0' is not a number of at least 0 and below 1"),
-        ("adding", "--eps 0", "eps: '0' is not a number of at least 1e-30"),
-        ("copy", "--T 1000000000000000", "out of memory on cpu"),
-        ("adding", "--T 10 --model gru --learned-h0", "--learned-h0: for --model factorized or rnn or"),
-        ("adding", "--model lstm --rank 3", "--rank: for --model factorized; here --model is lstm"),
-        ("adding", "--model rnn --margin 0.5", "--margin: for --model factorized; here --model is rnn"),
-        ("adding", "--model rnn --geodesic-lr 1", "--geodesic-lr: for --model factorized; here --model is rnn"),
-        ("adding", "--model lstm --nonlinearity relu", "--nonlinearity: for --model factorized or rnn or exprnn or"),
-        ("adding", "--slope 0.1", "--slope: for --nonlinearity leaky_relu or prelu with --model"),
-        ("adding", "--spectrum-map tanh --margin none", "with --margin; here --margin is none"),
-        ("adding", "--optimizer sgd --geodesic sgd --alpha 0.5", "--alpha: for --optimizer rmsprop, or --geodesic"),
-        ("adding", "--optimizer sgd --model rnn --eps 0.1", "--eps: for --optimizer rmsprop or adam, or --geodesic"),
-        ("adding", "--schedule constant --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
-        ("adding", "--schedule plateau --lr-decay 3", "--lr-decay: for --schedule inverse or exponential or cosine;"),
-        ("adding", "--patience 3", "--patience: for --schedule plateau; here --schedule is inverse"),
-        ("adding", "--plateau-factor 0.1", "--plateau-factor: for --schedule plateau; here --schedule is inverse"),
-        ("adding", "--schedule plateau --plateau-factor 1", "'1' is not a number above 0 and below 1"),
-        ("copy", "--schedule plateau --patience 0", "patience: '0' is not an integer of at least 1"),
-        ("copy", "--schedule plateau --eval-every 0", "--schedule plateau with --eval-every 0: without evaluations"),
-        (
-            "adding",
-            "--schedule inverse",
-            "--schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay",
-        ),
-        ("char_lm", "--data {ptb} --schedule exponential", "--schedule exponential with --lr-decay 0: the rates never"),
-        (
-            "copy",
-            "--schedule cosine --lr-decay 1.5",
-            "--lr-decay 1.5: with cosine it is the final factor of the rates; accepted",
-        ),
-        (
-            "adding",
-            "--model lstm --backend cpu",
-            "--backend: for --model factorized or rnn or gru or exprnn or nnrnn; here",
-        ),
-        (
-            "adding",
-            "--last-step-gradient",
-            "--last-step-gradient: the task adding has no separate loss of its last time step",
-        ),
-        (
-            "char_lm",
-            "--data {ptb} --batch 60 --accumulate 3",
-            "--accumulate 3: accepted: at most 2, the batches of an epoch",
-        ),
-        ("adding", "--lr 1e39", "--lr: '1e39' is beyond 1e+30"),
-        ("adding", "--slope=-1e300 --nonlinearity prelu", "--slope: '-1e300' is beyond 1e+30"),
-        ("adding", f"--threads {2**31}", f"--threads: '{2**31}' is not an integer of at most 1024"),
-        ("copy", f"--process-timeout {2**53}", "is not an integer of at most 31536000"),
-        ("adding", "--beta1 0.5", "--beta1: for --optimizer adam; here --optimizer is rmsprop"),
-        ("adding", "--momentum 0.5", "--momentum: for --optimizer sgd; here --optimizer is rmsprop"),
-        ("adding", "--forget-bias 2", "--forget-bias: for --model lstm or peephole-lstm; here --model is factorized"),
-        (
-            "adding",
-            "--model exprnn --init cayley --rebase-state transport",
-            "with --rebase-every; here --rebase-every is",
-        ),
-        ("adding", "--modulus-norm l1 --model nnrnn --init cayley", "--modulus-penalty; here --modulus-penalty is 0"),
-        ("adding", "--no-triangle", "--no-triangle: for --model nnrnn"),
-        ("adding", "--soft-orthogonality-norm plain", "--soft-orthogonality; here --soft-orthogonality is 0"),
-        ("adding", "--short-evaluations", "--short-evaluations: for --right with --goal 0; here --right is none"),
-        ("adding", "--last-step-gradient --diagnose-every 0", "for --diagnose-every; here --diagnose-every is 0"),
-        ("copy", "--input onehot --marker 3", "--marker: for --input scalar; here --input is onehot"),
-        ("copy", "--model lstm --forget-bias 2", "unknown option --forget-bias"),
-        ("char_lm", "--data {ptb} --bptt 9 --length 5", "--length: for runs without --bptt; here --bptt is 9"),
-        ("pixel_mnist", "--data {mnist} --permutation-seed 1", "--permutation-seed: for --permuted; here --permuted"),
-        (
-            "adding",
-            "--margin 0 --spectrum-lr 0.1",
-            "--spectrum-lr: for --model factorized with --margin; here --margin is 0",
-        ),
-        ("adding", "--margin 0 --spectrum-map tanh", "--spectrum-map: for --model factorized with --margin; here"),
-        ("adding", "--margin 0 --spectrum-prior 1", "--spectrum-prior: for --model factorized with --margin; here"),
-        ("copy", "--margin 1e-300", "divided by the margin of 1e-300 it overflows; accepted: a margin of 0, or"),
-        ("adding", "--model rnn --start silent --sigma 0.1", "--sigma 0.1 with --start silent: each sets all weights"),
-        ("char_lm", "--data {ptb} --model lstm --start glorot", "--start: for --model factorized or rnn or"),
-        ("char_lm", "--data {ptb} --batch 121", "--batch 121: there are 120 training sentences"),
-        ("char_lm", "--data {ptb} --bptt 5 --batch 100000", "--batch 100000: accepted: at most "),
-        (
-            "char_lm",
-            "--data {short} --bptt 5 --batch 2",
-            "the validation text has 6 characters; with --bptt it is read",
-        ),
-        (
-            "pixel_mnist",
-            f"--data {{mnist}} --validation 60 --batch 20 --epochs {2**53}",
-            f"accepted: at most {2**53 // 10}, of 10 iterations each",
-        ),
-        ("adding", f"--batch {2**53}", "GiB: lower --T (1000) or --batch (9007199254740992)"),
-    ],
-)
-def test_bad_input(
-    task: str, options: str, message: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, short = tmp_path / "run", tmp_path / "short"
-    short.mkdir()
-    for part in ("train", "valid", "test"):
-        (short / f"ptb.{part}.txt").write_text(" a b c \n")
-    assert run(task, *options.format(mnist=mnist, ptb=ptb, short=short).split(), "--out", out) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
-    assert not out.exists()
 
 
 def test_a_data_folder_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import records, same
+from runs import assert_resumes, records, run
 from torch import nn
 
 from orthokern.nn import FactorizedRNN
@@ -20,10 +20,6 @@ def options(mnist: Path) -> list[str]:
     """A pixel run of 30 iterations, with an evaluation after every tenth."""
     data = f"--data {mnist} --pool 4 --validation 60 --batch 20"
     return f"{data} --iterations 30 --hidden 16 --diagnose-every 5 --threads 1 --no-plots --schedule constant".split()
-
-
-def run(*given: object) -> int:
-    return pixel_mnist.main([str(one) for one in given])
 
 
 def test_weights() -> None:
@@ -74,7 +70,7 @@ def test_parameters_return_after_an_error() -> None:
 @pytest.mark.parametrize("model", ["factorized", "exprnn"])
 def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
-    assert run(*options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
+    assert run("pixel_mnist", *options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
     last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("checkpoint", "best"))
     settings = pixel_mnist.complete({**pixel_mnist.DEFAULTS, **pixel_mnist.COMMAND.parser().parse([*options])})
     settings.model, settings.average = model, 0.95
@@ -98,21 +94,14 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
 
 
 def test_a_decay_of_zero_changes_nothing(tmp_path: Path, options: list[str]) -> None:
-    assert run(*options, "--model", "exprnn", "--out", tmp_path / "plain") == 0
-    assert run(*options, "--model", "exprnn", "--average", "0", "--out", tmp_path / "averaged") == 0
+    assert run("pixel_mnist", *options, "--model", "exprnn", "--out", tmp_path / "plain") == 0
+    assert run("pixel_mnist", *options, "--model", "exprnn", "--average", "0", "--out", tmp_path / "averaged") == 0
     assert records(tmp_path / "plain") == records(tmp_path / "averaged")
 
 
 @pytest.mark.parametrize("model", ["factorized", "exprnn", "nnrnn", "lstm"])
 def test_resume_is_exact(model: str, tmp_path: Path, options: list[str]) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(*options, "--model", model, "--average", "0.9", "--out", whole) == 0
-    assert run(*options, "--model", model, "--average", "0.9", "--out", parts, "--iterations", 17) == 0
-    assert run("--resume", parts, "--iterations", 30) == 0
-    for ours, theirs in zip(records(parts), records(whole), strict=True):  # 17 ended with an evaluation
-        assert {name: value for name, value in ours.items() if name in theirs} == theirs
-    final, expected = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (parts, whole))
-    assert same(final["model"], expected["model"]) and same(final["average"], expected["average"])
+    assert_resumes("pixel_mnist", [*options, "--model", model, "--average", "0.9"], tmp_path, 17, 30)
 
 
 def test_feedforward_networks(tmp_path: Path, mnist: Path) -> None:
@@ -123,13 +112,13 @@ def test_feedforward_networks(tmp_path: Path, mnist: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     moved = ["--model", "exprnn", "--rebase-every", "5"]
-    assert run(*options, *moved, "--average", "0.9", "--out", tmp_path / "run") == 2
+    assert run("pixel_mnist", *options, *moved, "--average", "0.9", "--out", tmp_path / "run") == 2
     assert "--average with --rebase-every" in capsys.readouterr().err
-    assert run(*options, "--average", "1", "--out", tmp_path / "run") == 2
+    assert run("pixel_mnist", *options, "--average", "1", "--out", tmp_path / "run") == 2
     assert "'1' is not a number of at least 0 and below 1 or none" in capsys.readouterr().err
-    assert run(*options, "--average", "0.9", "--iterations", "3", "--out", tmp_path / "run") == 0
+    assert run("pixel_mnist", *options, "--average", "0.9", "--iterations", "3", "--out", tmp_path / "run") == 0
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     state["average"]["values"][0] = state["average"]["values"][0][:1]
     torch.save(state, tmp_path / "run" / "checkpoint.pt")
-    assert run("--resume", tmp_path / "run", "--iterations", "5") == 2
+    assert run("pixel_mnist", "--resume", tmp_path / "run", "--iterations", "5") == 2
     assert "average.values.0" in capsys.readouterr().err

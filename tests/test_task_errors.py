@@ -1,0 +1,162 @@
+"""Command lines of the tasks that are refused: one line of error, and no run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import assert_refused
+
+# task | options | what the error says
+REFUSED = """\
+copy | --T 1000000000000000 | out of memory on cpu
+copy | --schedule plateau --patience 0 | patience: '0' is not an integer of at least 1
+copy | --schedule plateau --eval-every 0 | --schedule plateau with --eval-every 0: without evaluations
+copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the final factor of the rates; accepted
+copy | --process-timeout 9007199254740992 | is not an integer of at most 31536000
+copy | --input onehot --marker 3 | --marker: for --input scalar; here --input is onehot
+copy | --model lstm --forget-bias 2 | unknown option --forget-bias
+copy | --margin 1e-300 | divided by the margin of 1e-300 it overflows; accepted: a margin of 0, or
+copy | --T 0 | --T: '0' is not an integer of at least 1
+copy | --T ten | --T: 'ten' is not an integer of at least 1
+copy | --T 5 --hidden 0 | --hidden: '0' is not an integer of at least 1
+copy | --T 5 --batch -3 | --batch: '-3' is not an integer of at least 1
+copy | --T 5 --batch | --batch: expected one argument
+copy | --T 5 --margin -0.1 | --margin: '-0.1' is not a number of at least 0 or none
+copy | --T 5 --margin wide | --margin: 'wide' is not a number of at least 0 or none
+copy | --T 5 --lr nan | --lr: 'nan' is not a number of at least 0
+copy | --T 5 --goal 0 | --goal: '0' is not a number above 0 and at most 100
+copy | --T 5 --clip 0 | --clip: '0' is not a number above 0 or none
+copy | --T 5 --seed -1 | --seed: '-1' is not an integer of at least 0
+copy | --T 5 --nonlinearity tahn | --nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?
+copy | --T 5 --init ortogonal | --init: unknown init 'ortogonal': did you mean 'orthogonal'?
+copy | --T 5 --layout exprn | --layout: unknown layout 'exprn': did you mean 'exprnn'?
+copy | --T 5 --input one-hot | --input: unknown input 'one-hot': did you mean 'onehot'?
+copy | --T 5 --apply factor | --apply: unknown apply 'factor': did you mean 'factored'?
+copy | --T 5 --preset papr | --preset: unknown preset 'papr': did you mean 'paper'?
+copy | --T 5 --backend gpu | --backend: unknown backend 'gpu'
+copy | --T 5 --device gpu | --device: 'gpu' is not a device
+copy | --T 5 --device meta | --device: 'meta': this project runs on cpu and cuda devices
+copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
+copy | --T 5 --hid 64 | unknown option --hid: did you mean --hidden?
+copy | --T 5 10000 | unknown argument 10000; see --help
+copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
+copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
+copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
+copy | --T 5 --init henaff --rank 3 | init 'henaff' needs rank = hidden_size
+copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
+copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
+copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': message_clip is 1
+copy | --T 5 --algorithm modal --model lstm | --algorithm
+adding | --T 1 | '1' is not an integer of at least 2
+adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
+adding | --T 10 --model lstm --learned-h0 | --learned-h0: for --model factorized or rnn or
+adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
+adding | --T 10 --init glorot | --init glorot with --margin 0.1
+adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
+adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
+adding | --T 10 --schedule sine | unknown schedule 'sine'
+adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer of at most 9223372036854775807
+adding | --optimizer adam --beta1 1.0 | beta1: '1.0' is not a number of at least 0 and below 1
+adding | --optimizer adam --beta2 1 | beta2: '1' is not a number of at least 0 and below 1
+adding | --alpha 1.0 | alpha: '1.0' is not a number of at least 0 and below 1
+adding | --eps 0 | eps: '0' is not a number of at least 1e-30
+adding | --model lstm --rank 3 | --rank: for --model factorized; here --model is lstm
+adding | --model rnn --margin 0.5 | --margin: for --model factorized; here --model is rnn
+adding | --model rnn --geodesic-lr 1 | --geodesic-lr: for --model factorized; here --model is rnn
+adding | --model lstm --nonlinearity relu | --nonlinearity: for --model factorized or rnn or exprnn or
+adding | --slope 0.1 | --slope: for --nonlinearity leaky_relu or prelu with --model
+adding | --spectrum-map tanh --margin none | with --margin; here --margin is none
+adding | --optimizer sgd --geodesic sgd --alpha 0.5 | --alpha: for --optimizer rmsprop, or --geodesic
+adding | --optimizer sgd --model rnn --eps 0.1 | --eps: for --optimizer rmsprop or adam, or --geodesic
+adding | --schedule constant --lr-decay 3 | --lr-decay: for --schedule inverse or exponential or cosine;
+adding | --schedule plateau --lr-decay 3 | --lr-decay: for --schedule inverse or exponential or cosine;
+adding | --patience 3 | --patience: for --schedule plateau; here --schedule is inverse
+adding | --plateau-factor 0.1 | --plateau-factor: for --schedule plateau; here --schedule is inverse
+adding | --schedule plateau --plateau-factor 1 | '1' is not a number above 0 and below 1
+adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
+adding | --model lstm --backend cpu | --backend: for --model factorized or rnn or gru or exprnn or nnrnn; here
+adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
+adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
+adding | --slope=-1e300 --nonlinearity prelu | --slope: '-1e300' is beyond 1e+30
+adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at most 1024
+adding | --beta1 0.5 | --beta1: for --optimizer adam; here --optimizer is rmsprop
+adding | --momentum 0.5 | --momentum: for --optimizer sgd; here --optimizer is rmsprop
+adding | --forget-bias 2 | --forget-bias: for --model lstm or peephole-lstm; here --model is factorized
+adding | --model exprnn --init cayley --rebase-state transport | with --rebase-every; here --rebase-every is
+adding | --modulus-norm l1 --model nnrnn --init cayley | --modulus-penalty; here --modulus-penalty is 0
+adding | --no-triangle | --no-triangle: for --model nnrnn
+adding | --soft-orthogonality-norm plain | --soft-orthogonality; here --soft-orthogonality is 0
+adding | --short-evaluations | --short-evaluations: for --right with --goal 0; here --right is none
+adding | --last-step-gradient --diagnose-every 0 | for --diagnose-every; here --diagnose-every is 0
+adding | --margin 0 --spectrum-lr 0.1 | --spectrum-lr: for --model factorized with --margin; here --margin is 0
+adding | --margin 0 --spectrum-map tanh | --spectrum-map: for --model factorized with --margin; here
+adding | --margin 0 --spectrum-prior 1 | --spectrum-prior: for --model factorized with --margin; here
+adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
+adding | --batch 9007199254740992 | GiB: lower --T (1000) or --batch (9007199254740992)
+adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
+adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
+adding | --T 10 --model exprnn --project-every 0 | --project-every: '0' is not an integer of at least 1
+adding | --T 10 --model exprnn --project-every 5 | with --rebase-every; here --rebase-every is none
+adding | --T 10 --rebase-every 5 | --rebase-every: for --model exprnn or nnrnn; here
+adding | --T 10 --model rnn --skew-lr 1e-4 | --skew-lr: for --model exprnn or nnrnn; here
+adding | --T 10 --model exprnn --schur-mask legacy | --schur-mask: for --model nnrnn; here
+adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
+adding | --T 10 --model lstm --triangle-decay 1 | --triangle-decay 1: for --model nnrnn, not lstm
+adding | --T 10 --model nnrnn --no-triangle --triangle-decay 1 | --triangle-decay 1 with --no-triangle
+adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
+adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
+adding | --T 10 --model exprnn --init legacy | --init legacy: not for --model exprnn; accepted: henaff
+adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
+adding | --T 10 --model nnrnn --margin 1 --spectrum-prior 1 | --spectrum-prior 1: for --model factorized
+adding | --T 10 --model exprn | did you mean 'exprnn'
+pixel_mnist |  | --data is needed: the folder with the four MNIST files
+pixel_mnist | --data nowhere | nowhere
+pixel_mnist | --data {mnist} --validation 260 | 260
+pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
+pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
+pixel_mnist | --data {mnist} --permutation-seed 1 | --permutation-seed: for --permuted; here --permuted
+pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | at most 900719925474099, of 10
+char_lm |  | --data is needed: the folder with the Penn Treebank's text files
+char_lm | --data {mnist} | ptb.train.txt
+char_lm | --data {ptb} --length 4 | no sentence of at most
+char_lm | --data {ptb} --epochs 2 --iterations 3 | --epochs 2 and --iterations 3: give one of the two
+char_lm | --data {ptb} --schedule exponential | --schedule exponential with --lr-decay 0: the rates never
+char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at most 2, the batches of an epoch
+char_lm | --data {ptb} --bptt 9 --length 5 | --length: for runs without --bptt; here --bptt is 9
+char_lm | --data {ptb} --model lstm --start glorot | --start: for --model factorized or rnn or
+char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
+char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
+char_lm | --data {ptb} --bptt 0 | --bptt: '0' is not an integer of at least 1
+char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
+temporal_order | --bits 4 | --bits: '4' is not an integer of at most 3
+temporal_order | --T 9 | '9' is not an integer of at least 10
+temporal_order | --sigma 0 | '0' is not a number above 0 or none
+random_permutation | --goal 101 | at most 100
+random_permutation | --start learnt | did you mean 'learned'
+random_permutation | --preset opne | did you mean 'open'
+random_permutation | --init glorot-uniform | give --margin none
+random_permutation | --sigma 0.1 | --sigma 0.1: for --model rnn, not factorized
+deep_mnist |  | --data is needed: the folder with the four MNIST files
+deep_mnist | --data {short} | train-images
+deep_mnist | --data {mnist} --validation 60 --init learnt | did you mean 'learned'
+deep_mnist | --data {mnist} --validation 60 --sigma 0 | '0' is not a number above 0
+deep_mnist | --data {mnist} --validation 60 --penalty -1 | '-1' is not a number of at least 0
+deep_mnist | --data {mnist} --validation 60 --batch 201 | --batch 201: there are 200 training images
+deep_mnist | --data {mnist} --validation 60 --layers 0 | '0' is not an integer of at least 1
+deep_mnist | --data {mnist} --validation 60 --backend cpu | unknown option --backend
+deep_mnist | --data {mnist} --validation 60 --schedule inverse | --schedule inverse with --lr-decay 0: the rates never
+deep_mnist | --data {mnist} --validation 60 --epochs 1 --iterations 1 | give one of the two
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.splitlines())
+def test_refused(row: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task, options, message = row.split(" | ")
+    short = tmp_path / "short"
+    short.mkdir()
+    for part in ("train", "valid", "test"):
+        (short / f"ptb.{part}.txt").write_text(" a b c \n")
+    given = options.format(mnist=mnist, ptb=ptb, short=short).split()
+    assert_refused(capsys, message, task, *given, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
