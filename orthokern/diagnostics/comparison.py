@@ -29,15 +29,15 @@ _NO_RESULTS = ("held_out_sequences", "held_out_reached", "held_out_success", "he
 _ABSENT = "–"
 
 
-def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> list[str]:
+def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
     """Names of the settings that don't have the same value in all runs.
 
     Args:
         runs: the runs to compare.
-        technical: also return seed, device, backend and similar settings, at the end.
 
     Returns:
-        Names in the order of the first run that has them. A setting that is missing in some run counts as different.
+        Names in the order of the first run that has them, with seed, device, backend and similar settings at the end.
+        A setting that is missing in some run counts as different.
 
     Example::
 
@@ -49,7 +49,7 @@ def differing_settings(runs: Sequence[RunRecord], *, technical: bool = True) -> 
     names = dict.fromkeys(name for run in runs for name in run.settings)
     ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
     values = {name: {setting_text(run, name) for run in runs} for name in ordered}
-    return [name for name in ordered if len(values[name]) > 1 and (technical or name not in _TECHNICAL)]
+    return [name for name in ordered if len(values[name]) > 1]
 
 
 def caption(text: str) -> str:
