@@ -25,7 +25,7 @@ from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import finished_elsewhere, report
 from orthokern.reproduce.runner import BudgetSpent, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
-from orthokern.reproduce.study import output_folder
+from orthokern.reproduce.study import data_folder, output_folder
 
 EXIT_FAILED, EXIT_BUDGET = 3, 4
 
@@ -121,12 +121,7 @@ def _plan(experiment: Experiment, given: Settings) -> Plan:
     if experiment.data is None and "data" in given:
         raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
     if experiment.data is not None:
-        root = given.get("data", Path("data"))
-        data = root / experiment.data if (root / experiment.data).is_dir() else root
-        if not given.get("report") and not data.is_dir():
-            raise InputError(
-                f"--data {root}: no such folder; it must hold {experiment.data}/ (see docs/experiments.md, Data)"
-            )
+        data = data_folder(given, experiment.data, read=not given.get("report"))
     return Plan.of(given, output_folder(given), data, longer)
 
 

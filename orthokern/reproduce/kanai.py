@@ -18,7 +18,7 @@ from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
 from orthokern.reproduce.page import paragraph, table, written
 from orthokern.reproduce.spec import Experiment, Measure, Run, over_seeds
-from orthokern.reproduce.study import Study, conditions
+from orthokern.reproduce.study import Study, conditions, data_folder
 from orthokern.tasks import word_lm
 from orthokern.training.checkpoint import load_checkpoint, seed_all
 from orthokern.training.schema import check_model
@@ -191,10 +191,7 @@ def _timed(into: list[float], work: Callable[[], Any]) -> Any:
 def _language_model(given: Settings) -> word_lm.WordLm:
     """The task of Table 1 without its own projection, which would be part of the optimizer step and could not be timed
     separately."""
-    root = given.get("data", Path("data"))
-    data = root / "ptb" if (root / "ptb").is_dir() else root
-    if not data.is_dir():
-        raise InputError(f"--data {root}: no such folder; it must hold ptb/ (see docs/experiments.md, Data)")
+    data = data_folder(given, "ptb")
     hidden = int(WORDS_QUICK[WORDS_QUICK.index("--hidden") + 1])  # of the run that `_begin` may load
     scale = {"hidden": hidden, "window": 10} if given.get("quick", False) else {}
     settings = word_lm.complete({**word_lm.DEFAULTS, "data": str(data), "device": "cpu", "constraint": "none", **scale})

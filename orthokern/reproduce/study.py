@@ -55,6 +55,19 @@ def output_folder(given: Settings) -> Path:
     return out / ("quick" if given.get("quick") else "full")
 
 
+def data_folder(given: Settings, name: str, *, read: bool = True) -> Path:
+    """The folder `name` in that of --data, or else that of --data itself.
+
+    Raises:
+        InputError: there is no such folder, and `read` is set.
+    """
+    root: Path = given.get("data", Path("data"))
+    found = root / name if (root / name).is_dir() else root
+    if read and not found.is_dir():
+        raise InputError(f"--data {root}: no such folder; it must hold {name}/ (see docs/experiments.md, Data)")
+    return found
+
+
 def conditions() -> str:
     """One line with versions, machine and date."""
     threads = torch.get_num_threads()
