@@ -20,7 +20,7 @@ from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
 from orthokern.tasks.memory import Part, check, model_parts
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training import cli
@@ -226,7 +226,7 @@ class DeepMnist(DigitsTask):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Train a deep feedforward network of tanh units to classify MNIST digits.
 
 If all weights are drawn from N(0, --sigma), signal and gradient vanish over ten layers, and the network
@@ -234,11 +234,7 @@ only predicts the most frequent digit. There are two remedies: matrices that are
 orthogonal before training (--init learned: gradient descent on ||W W^T - I||^2), or a penalty that
 makes them orthogonal during training (--init normal --penalty X).
 
---data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
-are held out and select the best parameters. The test images are evaluated once, at the end, with
-the best parameters.
-"""
+{DATA}"""
 
 EXAMPLES = """\
 examples:

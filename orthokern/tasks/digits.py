@@ -15,6 +15,14 @@ from orthokern.tasks.recurrent import DataOptions, count_epochs, data_option, di
 from orthokern.training import Task
 from orthokern.training.options import option
 
+# the end of the description of a task's command line
+DATA = """\
+--data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
+t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
+are held out and select the best parameters. The test images are evaluated once, at the end, with
+the best parameters.
+"""
+
 
 @dataclass(kw_only=True)
 class DigitsOptions(DataOptions):

@@ -18,7 +18,7 @@ from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks import recurrent
-from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, stream_seed
@@ -185,14 +185,10 @@ class PixelMnist(DigitsTask, RecurrentTask):
 
 # ---- command line ----------------------------------------------------------------------------------------------------
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Train a recurrent network to classify MNIST digits that it reads one pixel at a time.
 
---data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
-are held out and select the best parameters. The test images are evaluated once, at the end, with
-the best parameters.
-"""
+{DATA}"""
 
 EXAMPLES = """\
 examples:
