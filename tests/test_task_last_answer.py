@@ -12,7 +12,7 @@ import torch
 from runs import assert_resumes, build, records, run
 
 from orthokern.nn import GRU, RNN, FactorizedRNN, PeepholeLSTM
-from orthokern.tasks import last_answer, recurrent
+from orthokern.tasks import epochs, last_answer, recurrent
 from orthokern.training.distributed import Shard
 
 TASKS = ("temporal_order", "random_permutation")
@@ -50,7 +50,7 @@ def test_an_evaluation_counts_every_sequence_once() -> None:
     task = build("temporal_order", [*SMALL, "--eval-sequences", "610"])
     with torch.no_grad():
         found = task.evaluate(7)
-        generator = torch.Generator().manual_seed(recurrent.stream_seed(0, "held-out 7"))
+        generator = torch.Generator().manual_seed(epochs.stream_seed(0, "held-out 7"))
         parts = [task.drawn.batch(250, generator) for _ in range(3)]
         inputs = torch.cat([x for x, _ in parts], 1)[:, :610]
         targets = torch.cat([y for _, y in parts])[:610]

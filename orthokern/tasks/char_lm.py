@@ -27,20 +27,11 @@ from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
 from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import LSTMS, OF_OTHERS, build_recurrence
 from orthokern.tasks.optimization import penalty
-from orthokern.tasks.recurrent import (
-    DataOptions,
-    RecurrentTask,
-    StartOptions,
-    count_epochs,
-    data_option,
-    digest,
-    start_recurrence,
-    stream_seed,
-    training_rows,
-)
+from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import defaults, option, redeclared, switch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orthokern.commandline import integer, real
 from orthokern.errors import InputError
-from orthokern.tasks.recurrent import DataOptions, count_epochs, data_option, digest, epoch_order
+from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, epoch_order
 from orthokern.training import Task
 from orthokern.training.options import option
 

@@ -21,9 +21,9 @@ from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
+from orthokern.tasks.epochs import DataOptions
 from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import OPTIMIZERS
-from orthokern.tasks.recurrent import DataOptions
 from orthokern.training import Task
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options

@@ -28,10 +28,10 @@ from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
+from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.tasks.recurrent import count_epochs, data_option, digest, stream_seed
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, redeclared
 

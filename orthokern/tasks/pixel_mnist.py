@@ -19,9 +19,10 @@ from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
+from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.recurrent import RecurrentTask, StartOptions, stream_seed
+from orthokern.tasks.recurrent import RecurrentTask, StartOptions
 from orthokern.training import cli
 from orthokern.training.options import defaults, option, switch
 

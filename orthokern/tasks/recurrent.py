@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,19 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern._files import LARGEST_INTEGER
-from orthokern.commandline import Needs, Settings, file_name, integer, real
-from orthokern.data import stream_rows
+from orthokern.commandline import Needs, Settings, integer, real
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
+from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.network import GATED, check_backend, check_network
 from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
 from orthokern.training import Task
 from orthokern.training.averaging import Average
-from orthokern.training.cli import RunOptions
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import named, option, redeclared
@@ -35,21 +31,6 @@ START_HELP = (
     "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
     "readout in some tasks; an lstm or a gru always uses torch"
 )
-
-
-def data_option(files: str) -> Any:
-    """A field for the folder of a task's data; files: what is in it."""
-    return option("", file_name, f"folder with {files} (required)", "DIR", shown="")
-
-
-@dataclass(kw_only=True)
-class DataOptions(RunOptions):
-    """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
-
-    GROUP = "the task"
-    HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
-    data: str = data_option("the task's files")
-    epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
 
 
 @dataclass(kw_only=True)
@@ -83,56 +64,6 @@ class DrawnOptions(OptimizerOptions):
     iterations: int = redeclared(
         OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
     )
-
-
-def stream_seed(seed: int, stream: str) -> int:
-    """A seed for one of the random streams of a run: a function of the seed of the run and the name of the stream, the
-    same on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {stream}".encode()).digest()[:7], "big")
-
-
-def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """The order of the examples in an epoch, int64 [count]. It depends on the seed and the epoch only, so that the
-    iteration alone determines the position of a run in its data."""
-    generator = torch.Generator().manual_seed(stream_seed(seed, f"epoch {epoch}"))
-    return torch.randperm(count, generator=generator)
-
-
-def digest(*data: Tensor) -> int:
-    """A checksum of training data, for `Task.data_digest`."""
-    found = 0
-    for part in data:
-        found = zlib.crc32(part.detach().cpu().contiguous().numpy().data, found)
-    return found
-
-
-def training_rows(tokens: Tensor, batch: int) -> Tensor:
-    """`stream_rows` of a training text in --batch rows.
-
-    Raises:
-        InputError: a row has no input with a target.
-    """
-    most = len(tokens) // 2
-    if batch > most:
-        raise InputError(f"--batch {batch}: accepted: at most {most}: a row needs 2 of {len(tokens)} training tokens")
-    return stream_rows(tokens, batch)
-
-
-def count_epochs(settings: DataOptions, batches: int) -> int:
-    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations.
-
-    Raises:
-        InputError: an iteration uses more batches than an epoch has, or there are too many epochs.
-    """
-    if settings.accumulate > batches:
-        raise InputError(f"--accumulate {settings.accumulate}: accepted: at most {batches}, the batches of an epoch")
-    per_epoch: int = batches // settings.accumulate
-    if settings.epochs is not None:
-        settings.iterations = settings.epochs * per_epoch
-        if settings.iterations > LARGEST_INTEGER:  # which --iterations, as the run records it, does not take
-            most = LARGEST_INTEGER // per_epoch
-            raise InputError(f"--epochs {settings.epochs}: accepted: at most {most}, of {per_epoch} iterations each")
-    return per_epoch
 
 
 @torch.no_grad()

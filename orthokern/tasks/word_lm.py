@@ -25,9 +25,9 @@ from orthokern.commandline import Settings, integer, real
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
+from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.memory import check_gru
-from orthokern.tasks.recurrent import count_epochs, data_option, digest, training_rows
 from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
