@@ -50,7 +50,6 @@ LONG_TESTS = {
     "tests/test_projection.py": "the spectral projection",
     "tests/test_reproduce.py": "the reproductions of experiments",
     "tests/test_small_calls.py": "calls of a few steps",
-    "tests/test_tasks.py": "the tasks",
     "tests/test_training.py": "the training loop",
     "tests/triton_leaf/interpreted.py": "the Triton kernels in the interpreter",
 }
