@@ -117,6 +117,21 @@ def test_a_compiled_training_step_of_stacked_modules() -> None:
         torch.testing.assert_close(found, one)
 
 
+def test_the_base_of_stacked_modules_does_not_move() -> None:
+    models = each(R, lambda: nn.ExpRNN(D, N, rebase_every=1))
+    parameters, buffers = stack_module_state(models)
+    start, skew = buffers["base_l0"].clone(), parameters["skew_l0"].detach().clone()
+    optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
+    x = torch.randn(T, B, D)
+    for _ in range(2):
+        optimizer.zero_grad()
+        states = vmap(lambda p, b: functional_call(models[0], (p, b), (x,))[0])(parameters, buffers)
+        states[:, -1, :, 0].sum().backward()
+        optimizer.step()
+    assert torch.equal(buffers["base_l0"], start)
+    assert not torch.equal(parameters["skew_l0"], skew) and parameters["skew_l0"].abs().max() > 0
+
+
 def test_stacked_bases_take_one_geodesic_step() -> None:
     """What trains R models: one optimizer, whose groups hold the stacked parameters."""
     models = each(R, lambda: nn.FactorizedRNN(D, N))
