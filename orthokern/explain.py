@@ -95,6 +95,8 @@ def explain(
                 raise InputError(f"{letter} must be an integer, 0 or more, got {size!r}")
         if "N" in sizes:
             sizes.setdefault("K", sizes["N"])
+            if op in ("factored_scan", "cayley") and sizes["K"] > sizes["N"]:
+                raise InputError(f"{op}: N={sizes['N']}, K={sizes['K']}; accepted: K of at most N")
         if algorithm not in check.ALGORITHMS:
             raise unknown_name("algorithm", algorithm, check.ALGORITHMS)
         known = SCAN_FEATURES if op == LOSS else dispatch.feature_names()
@@ -198,7 +200,7 @@ def _parser() -> Parser:
     parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
     parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
-    parser.add_argument("--features", type=_names, help="optional arguments of the call: lengths,message_clip,resets")
+    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,replicas,resets")
     return parser
 
 

@@ -321,6 +321,7 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--N", "600"], "--N describes a call: give --op too, one of factored_scan, dense_scan"),
         (["--device", "cpu"], "--device describes a call: give --op too"),
         (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
+        (["--op", "factored_scan", "--N", "8", "--K", "9"], "factored_scan: N=8, K=9; accepted: K of at most N"),
         (["--op", "cayley", "--N", "many"], "--N: 'many' is not an integer of at least 0"),
         (["--op", "scan_cross_entrpy"], "unknown op 'scan_cross_entrpy': did you mean 'scan_cross_entropy'?"),
         (["--opp", "cayley"], "unknown option --opp: did you mean --op?"),

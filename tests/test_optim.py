@@ -414,6 +414,8 @@ REFUSED = [
     (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (lambda: optimizer_for(FactorizedRNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
+    (lambda: optimizer_for(RNN(2, 3), euclidean="adam"), "euclidean is 'adam'; accepted: an optimizer class"),  # type: ignore[arg-type]
+    (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic is None; accepted: an optimizer class"),  # type: ignore[arg-type]
     (lambda: CombinedOptimizer({}), "parts is empty"),
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
 ]
@@ -603,6 +605,17 @@ def test_combined_state_dict_continues_bit_for_bit() -> None:
         make(FactorizedRNN(3, 4)).load_state_dict(saved["optimizer"])
     with pytest.raises(InputError):
         make(three).load_state_dict({})
+
+
+def test_a_one_cycle_schedule_keeps_the_ratios_of_the_rates() -> None:
+    optimizer = optimizer_for(FactorizedRNN(2, 3, margin=0.1), lr=1e-3, geodesic_lr=1e-5)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=9, cycle_momentum=False)
+    for _ in range(5):
+        factors = [group["lr"] / rate for group, rate in zip(optimizer.param_groups, rates, strict=True)]
+        assert factors == pytest.approx([factors[0]] * 3)
+        optimizer.step()
+        schedule.step()
 
 
 def test_combined_behaves_as_an_optimizer() -> None:

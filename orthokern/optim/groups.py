@@ -99,7 +99,8 @@ class CombinedOptimizer(Optimizer):
 
     `param_groups` and `state` are new containers at each reading, so that `optimizer.param_groups[1:] = []` and
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
-    torch's OneCycleLR needs cycle_momentum=False, since the geodesic part has no momentum.
+    torch's OneCycleLR and CyclicLR need cycle_momentum=False, since the geodesic part has no momentum. They replace the
+    rates of all groups: give them one rate per group, `max_lr=[group["lr"] for group in optimizer.param_groups]`.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -300,7 +301,7 @@ def optimizer_for(
         InputError: one of these:
             - a rate that is not a finite number of at least 0, or overflows when it is divided by the margin of a
               spectrum;
-            - `euclidean` is LBFGS;
+            - `euclidean` is LBFGS, or `euclidean` or `geodesic` cannot be called;
             - a model without parameters;
             - a dict `lr` that lacks a child or has an unknown one;
             - a dict `lr` without `spectrum_lr` or `skew_lr`, for a model that has spectra or generators;
@@ -315,6 +316,9 @@ def optimizer_for(
         [('geodesic', 1e-05), ('rnn', 0.001), ('readout', 0.01), ('spectrum', 0.005)]
     """
     given: Any = euclidean
+    for option, kind in (("euclidean", given), ("geodesic", geodesic)):
+        if not callable(kind):
+            raise InputError(f"{option} is {kind!r}; accepted: an optimizer class, or a function that makes one")
     if isinstance(given, type) and issubclass(given, torch.optim.LBFGS):
         raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
     split = _named_split(model)
