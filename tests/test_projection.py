@@ -154,6 +154,11 @@ def test_bounded_after_thousands_of_steps(kind: str) -> None:
         walk(kind, spread(n), 300)
 
 
+def test_attached_to_optimizers_only() -> None:
+    with pytest.raises(InputError, match=r"optimizer must be a torch\.optim\.Optimizer, got int"):
+        SpectralNormProjection(GRU(3, 4)).attach(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
 def test_attached_to_any_optimizer(optimizer: Any) -> None:
     """Training that grows the weights: every constrained block is kept, the others are left alone."""
