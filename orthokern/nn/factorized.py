@@ -168,7 +168,9 @@ class FactorizedRNN(Recurrent):
         """Singular values |s| [K] of W (without the gain), detached, in the order of the columns of U and V (not
         sorted), so that each can be followed through training.
 
-        s itself (see `spectrum`) can be negative only for margin > 1 or None.
+        s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
+        as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
+        parameters does not keep them so.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
