@@ -364,7 +364,7 @@ def test_explain_of_a_loss() -> None:
     assert lines[1].startswith("modal_cross_entropy (float32 on cpu, N=32, C=9): backend 'auto' takes ")
     lines = told(T=2, K=5)
     assert (
-        "takes sequential (not modal: it would cost" in lines[0]
+        "takes sequential (not modal: the modal form would cost" in lines[0]
         and "factored_scan (float32 on cpu, N=32, K=5)" in lines[1]
     )
     assert "not modal: the activation is 'tanh'" in told(activation="tanh")[0]

@@ -141,10 +141,10 @@ def why_not_now(call: Call) -> str | None:
         return "the norms of every step are being recorded"
     size = input_bytes(call)
     if size > kept_states(call.device):
-        return f"its inputs in modal coordinates would take {size / 2**30:.3g} GiB"
+        return f"the inputs in modal coordinates would take {size / 2**30:.3g} GiB"
     modal, sequential = multiply_adds(call)
     if modal >= sequential:
-        return f"it would cost {modal / sequential:.2g} times as much"
+        return f"the modal form would cost {modal / sequential:.2g} times as much"
     return None
 
 

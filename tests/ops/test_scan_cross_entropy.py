@@ -787,7 +787,7 @@ def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pyte
     assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
     monkeypatch.setattr(_modal, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
     name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
-    assert name == "sequential" and why == "its inputs in modal coordinates would take 0.0191 GiB"
+    assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
     assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
 
 
