@@ -132,12 +132,18 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.mT, right)
 
 
+@torch.no_grad()
 def norms_of_steps(values: Tensor) -> Tensor:
     """Frobenius norms [T], in float64 (on MPS, which has none, in float32), of values [T, ...].
 
     Squares of float32 leave its range below 1e-19 and above 1e19, where gradients through many steps vanish or explode.
     """
     exact = torch.float32 if values.device.type == "mps" else torch.float64
+    norms = values.new_empty(len(values), dtype=exact)
+    # Converted a part at a time into one tensor: a new one for each part would leave holes of its size in the heap.
+    rows = max(1, (1 << 18) // max(1, values[:1].numel()))
+    wide = values.new_empty((min(rows, len(values)), *values.shape[1:]), dtype=exact)
     dims = tuple(range(1, values.ndim))
-    rows = max(1, (1 << 20) // max(1, values[:1].numel()))  # torch converts all of what it is given
-    return torch.cat([torch.linalg.vector_norm(part, dim=dims, dtype=exact) for part in values.split(rows)])
+    for part, found in zip(values.split(rows), norms.split(rows), strict=True):
+        torch.linalg.vector_norm(wide[: len(part)].copy_(part), dim=dims, out=found)
+    return norms

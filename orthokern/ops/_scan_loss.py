@@ -78,10 +78,13 @@ class ScanCall(ScanOptions):
 @torch.no_grad()
 def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """Whether the largest logit is that of the target: bool, the shape of target [...]; rows [..., N]."""
-    flat, found = rows.detach().flatten(0, -2), []
-    for part in flat.split(max(1, LOGITS // len(readout))):
-        found.append(torch.nn.functional.linear(part, readout, bias).argmax(-1))
-    return torch.cat(found).view(target.shape) == target
+    flat = rows.detach().flatten(0, -2)
+    # One tensor for all parts: results that are kept between parts would leave holes of a part's size in the heap.
+    classes = flat.new_empty(len(flat), dtype=torch.int64)
+    step = max(1, LOGITS // len(readout))
+    for part, found in zip(flat.split(step), classes.split(step), strict=True):
+        found.copy_(torch.nn.functional.linear(part, readout, bias).argmax(-1))
+    return classes.view(target.shape) == target
 
 
 def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str | None) -> tuple[Tensor, Tensor]:
