@@ -20,7 +20,7 @@ from torch import Tensor
 
 from orthokern._modal_chunks import run_cross_entropy
 from orthokern._scan_contract import ModalInputs, ModalLoss, Readout
-from orthokern.triton_kernels.modal_scan import KERNELS, living
+from orthokern.triton_kernels.modal_scan import KERNELS
 
 TILE = 1024  # elements of logits
 MAX_BLOCK_C = 1024
@@ -58,7 +58,9 @@ def modal_cross_entropy_fwd_kernel(
 ):
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_r = o_r // B < T
-    m_live = m_r & (o_r // B < living(p_lengths, o_r % B, m_r, FIRST, T, LENGTHS))
+    m_live = m_r
+    if LENGTHS:
+        m_live = m_r & (o_r // B + FIRST < tl.load(p_lengths + o_r % B, mask=m_r, other=0))
     b_target = tl.load(p_target + o_r, mask=m_live, other=0).to(tl.int64)
     b_wrong = tl.where((b_target >= 0) & (b_target < C), 0.0, float("nan"))
     b_top = tl.full([BLOCK_R], float("-inf"), dtype=p_logits.dtype.element_ty)

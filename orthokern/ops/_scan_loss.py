@@ -80,7 +80,7 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
     """Whether the largest logit is that of the target: bool, the shape of target [...]; rows [..., N]."""
     flat = rows.detach().flatten(0, -2)
     # One tensor for all parts: results that are kept between parts would leave holes of a part's size in the heap.
-    classes = flat.new_empty(len(flat), dtype=torch.int64)
+    classes = flat.new_empty(flat.shape[:1], dtype=torch.int64)  # len() would be a constant of an exported program
     step = max(1, LOGITS // len(readout))
     for part, found in zip(flat.split(step), classes.split(step), strict=True):
         found.copy_(torch.nn.functional.linear(part, readout, bias).argmax(-1))
