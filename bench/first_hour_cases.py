@@ -28,7 +28,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-BATCH, STEPS, FEATURES, TOKENS = 50, 2000, 10, 10
+BATCH, STEPS, FEATURES, TOKENS = 50, 10_000, 10, 10
 PARITY_SIZES = (64, 128, 160, 250, 500, 1000, 1100)
 
 
@@ -222,24 +222,28 @@ def scan_call(machine: Machine, op: str, N: int, activation: str, inputs: str, *
     from orthokern import functional
 
     N, T, B = machine.units(N), machine.steps(STEPS), machine.batch
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(machine.device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=machine.device)
 
     u, v = (torch.linalg.qr(normal(N, N))[0] for _ in range(2))
-    s = torch.ones(N) if activation == "identity" else 0.95 + 0.1 * torch.rand(N, generator=generator)
+    s = torch.ones(N, device=machine.device)
+    if activation != "identity":
+        s.uniform_(0.95, 1.05, generator=generator)
     matrices = {"factored_scan": (u, s, v), "dense_scan": ((u * s) @ v.mT,), "composed": (u, s, v)}[op]
-    parameters = [t.to(machine.device).requires_grad_() for t in matrices]
-    h0, cotangent = normal(B, N).to(machine.device), normal(T, B, N).to(machine.device)
+    parameters = [t.requires_grad_() for t in matrices]
+    h0, cotangent = normal(B, N), normal(T, B, N)
     more: dict[str, Any] = {"activation": activation, "backend": "cuda", **options}
     if inputs == "dense":
-        x = (0.1 * normal(T, B, N)).to(machine.device).requires_grad_()
+        x = (0.1 * normal(T, B, N)).requires_grad_()
         wanted = [x, *parameters]
     else:
         D = TOKENS if inputs == "tokens" else FEATURES
-        x = torch.randint(0, D, (T, B), generator=generator) if inputs == "tokens" else normal(T, B, D)
-        x, weight = x.to(machine.device), (0.1 * normal(N, D)).to(machine.device).requires_grad_()
+        x = normal(T, B, D)
+        if inputs == "tokens":
+            x = torch.randint(0, D, (T, B), generator=generator, device=machine.device)
+        weight = (0.1 * normal(N, D)).requires_grad_()
         more["weight"] = weight
         wanted = [weight, *parameters]
 

@@ -182,12 +182,12 @@ def test_verdicts_and_report(script: Any, tmp_path: Path) -> None:
     ratio = script.BARS["times-cudnn-N128"]
     assert [script.verdict(v, ratio) for v in (9.0, 2.0, 1.9, float("nan"))] == ["goal", "bar", "MISSED", "MISSED"]
     assert set(script.BARS) <= set(script.case_names())
-    script.store(tmp_path, {"name": "times-tanh-N128", "status": "ok", "result": {"value": 2.9, "unit": "ms"}})
+    script.store(tmp_path, {"name": "times-tanh-N128", "status": "ok", "result": {"value": 14.5, "unit": "ms"}})
     script.store(tmp_path, {"name": "probe-build", "status": "failed", "error": "exit status 1: no"})
     slow = {"name": "exchange", "size": "8 blocks, 8 KiB, st.async", "value": 3000.0, "unit": "clocks"}
     script.store(tmp_path, {"name": "probe", "status": "ok", "result": [slow]})
     text = script.report(tmp_path, "NVIDIA X1", False, ["times-tanh-N128", "sgemm"])
-    assert "| tanh-N128 | 2.9 ms | 14.5 | 12 | 7.5 | MISSED |" in text
+    assert "| tanh-N128 | 14.5 ms | 12 | 7.5 | MISSED |" in text
     assert "- probe-build: failed: exit status 1: no" in text and "NOT SO: two exchanges" in text
     assert "## Not run\n\nsgemm\n" in text
 

@@ -56,20 +56,20 @@ struct VectorPipe {
     mbarrier_wait(barrier(version), (kCopies == 1 ? version : version >> 1) & 1);
     if (threadIdx.x == 0) arm(version);
   }
-  // Send the finished rows to every block: v[j] is row (lane kHeld / kCopies of the lane) + j of this warp's eight of
-  // every sequence, four rows at a time.
+  // Send the finished rows (LaneRows) to every block, four at a time.
   __device__ __forceinline__ void send(const float (&v)[Traits::kHeld], int version, int size) const {
-    constexpr int kHeld = Traits::kHeld, kSame = Traits::kCopies;
-    constexpr int kQuadLanes = 4 * kSame / kHeld;  // lanes that hold 4 rows, and share the blocks to send them to
-    const int lane = threadIdx.x % 32, quad = lane / kQuadLanes;  // of the 2 * kGroup of this warp
+    constexpr int kHeld = Traits::kHeld;
+    constexpr int kSharing = 16 / Traits::kGroup;  // lanes that hold 4 rows, and share the blocks to send them to
+    const int lane = threadIdx.x % 32, half = lane % 2, sequence = lane / 2 / kSharing;
     float row[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) row[j] = __shfl_sync(kAllLanes, v[j % kHeld], (4 * quad + j) * kSame / kHeld);
-    const int local = static_cast<int>(threadIdx.x) / 32 * 8 + 4 * (quad % 2);
+    for (int j = 0; j < 4; j++)
+      row[j] = __shfl_sync(kAllLanes, v[j % kHeld], LaneRows<Traits>::lane_of(sequence, half, j));
+    const int local = static_cast<int>(threadIdx.x) / 32 * 8 + 4 * half;
     if (local >= end - begin) return;
-    float* const to = place(version) + quad / 2 * pitch + begin + local;
+    float* const to = place(version) + sequence * pitch + begin + local;
     Mbarrier* const of_version = barrier(version);
-    for (int peer = lane % kQuadLanes; peer < size; peer += kQuadLanes)
+    for (int peer = lane / 2 % kSharing; peer < size; peer += kSharing)
       st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]),
                cluster_address(of_version, peer));
   }
@@ -91,18 +91,21 @@ struct ClusterThread {
   StatePipe state;
   YPipe y;
   float* partial;
-  // What this lane ends: rows held, held + 1, ... of its warp's eight, of sequence g.
-  int held, g;
+  const LaneRows<Traits> held;  // what this lane ends
+  const int g;                  // its sequence
   Sequence where;
   int rows[kHeld];
   bool unit[kHeld];
   float parameter[kHeld], scale[kHeld];
   RunningSum total[kHeld];
-  // Inputs, fetched as soon as those of the step before are used: a step (a microsecond and more) ahead. A token id yet
-  // another one.
-  float input[kHeld], gate[kHeld];
-  bool cut;  // of that step
-  int64_t id, first_token, token_stride;
+  // Inputs of a step, and of the next one, which are fetched while the blocks exchange a vector. Elsewhere the fetch
+  // would take the time of the step: the compiler waits for loads from memory before it starts a product, which needs
+  // all scoreboards. A token id is fetched yet another step ahead.
+  struct Inputs {
+    float x[kHeld], gate[kHeld];
+    bool cut;
+  } input, next;
+  int64_t id, first_token;
 
   __device__ __forceinline__ ClusterThread(const ScanArgs& args, const ScanPlan& plan)
       : a(args),
@@ -115,7 +118,9 @@ struct ClusterThread {
         rows1(kFactored ? first_product_rows(K, size) : N),
         q0(static_cast<int64_t>(blockIdx.x) / size * kGroup),
         stride(step_stride<kBackward>(args)),
-        range(steps_to_run<kBackward>(args, q0, kGroup)) {}
+        range(steps_to_run<kBackward>(args, q0, kGroup)),
+        held(lane),
+        g(held.sequence) {}
 
   __device__ __forceinline__ bool has_rows1() const { return y.begin + 8 * warp < y.end; }
   __device__ __forceinline__ bool has_rows2() const { return state.begin + 8 * warp < state.end; }
@@ -162,13 +167,12 @@ struct ClusterThread {
 
   // What this lane ends, and the inputs of the first step.
   __device__ __forceinline__ void start_rows() {
-    held = lane * kHeld / Traits::kCopies, g = held / 8;
     where = sequence<kBackward>(a, q0 + g);
     where.first += range.begin * stride, where.begin -= range.begin, where.end -= range.begin;
-    const bool counts = lane % Traits::kCopies == 0 && has_rows2();
+    const bool counts = lane / 2 % Traits::kCopies == 0 && has_rows2();
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
-      const int local = 8 * warp + (held + j) % 8, row1 = y.begin + local;
+      const int local = 8 * warp + held.row + j, row1 = y.begin + local;
       rows[j] = state.begin + local;
       unit[j] = counts && rows[j] < state.end && rows[j] < N;
       scale[j] = kFactored && row1 < y.end && row1 < K ? a.scale[row1] : 0.f;
@@ -177,25 +181,27 @@ struct ClusterThread {
       if (kBackward && a.sums && unit[j]) total[j] = {a.sums[sums_at(rows[j])], a.sums[sums_size() + sums_at(rows[j])]};
     }
     // tokens are [T, B]: one for N elements of the others
-    id = -1, first_token = a.tokens ? where.first / N : 0, token_stride = kBackward ? -a.B : a.B;
+    id = -1, first_token = has_tokens() ? where.first / N : 0;
     fetch_id(0);
     fetch_input(0);
-    fetch_id(1);
+    input = next;
   }
+  __device__ __forceinline__ bool has_tokens() const { return !kBackward && a.tokens; }
   __device__ __forceinline__ void fetch_id(int i) {
-    if (a.tokens && i < where.end) id = a.tokens[first_token + i * token_stride];
+    if (has_tokens() && i < where.end) id = a.tokens[first_token + i * a.B];
   }
   __device__ __forceinline__ void fetch_input(int i) {
-    cut = a.cut && i >= where.begin && i < where.end && is_cut<kBackward>(a, q0 + g, range.begin + i);
+    next.cut = a.cut && i >= where.begin && i < where.end && is_cut<kBackward>(a, q0 + g, range.begin + i);
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
-      input[j] = gate[j] = 0;
+      next.x[j] = next.gate[j] = 0;
       if (!unit[j] || i < where.begin || i >= where.end) continue;
       const int64_t offset = where.first + i * stride + rows[j];
-      if (a.tokens) input[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
-      else input[j] = a.x[offset];
-      if (kBackward && a.gate) gate[j] = a.gate[offset];
+      if (has_tokens()) next.x[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
+      else next.x[j] = a.x[offset];
+      if (kBackward && a.gate) next.gate[j] = a.gate[offset];
     }
+    fetch_id(i + 1);
   }
 
   // The new state of this lane's rows from their complete a; zero for a row beyond the last unit, and for a sequence
@@ -207,20 +213,20 @@ struct ClusterThread {
       float other = 0, other_gate = 0;
       if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
         if constexpr (kHeld > 1) {
-          other = before[j ^ 1], other_gate = gate[j ^ 1];
+          other = before[j ^ 1], other_gate = input.gate[j ^ 1];
         } else {
-          other = __shfl_xor_sync(kAllLanes, before[j], Traits::kCopies);
-          if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[j], Traits::kCopies);
+          other = __shfl_xor_sync(kAllLanes, before[j], 2 * Traits::kCopies);
+          if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, input.gate[j], 2 * Traits::kCopies);
         }
       }
-      const bool second = (held + j) % 2;
+      const bool second = (held.row + j) % 2;
       float value;
       if constexpr (kBackward) {
-        value = clip_message(activate_grad(a.activation, before[j], gate[j], other, other_gate, second, parameter[j]),
-                             a.clip);
+        value = clip_message(
+            activate_grad(a.activation, before[j], input.gate[j], other, other_gate, second, parameter[j]), a.clip);
         if (unit[j] && live_step) {
           square = fmaf(before[j], before[j], square);
-          if (a.sums) total[j].add(parameter_grad(a.activation, before[j], gate[j], parameter[j]));
+          if (a.sums) total[j].add(parameter_grad(a.activation, before[j], input.gate[j], parameter[j]));
         }
       } else {
         value = activate(a.activation, before[j], other, second, parameter[j]);
@@ -232,10 +238,10 @@ struct ClusterThread {
   // The state that a step passes on: with a cut, that of restart or zeros in place of its own.
   __device__ __forceinline__ void replace_cut(const float (&after)[kHeld], float (&passed)[kHeld]) const {
 #pragma unroll
-    for (int j = 0; j < kHeld; j++) passed[j] = unit[j] && cut ? restart_of(a, q0 + g, rows[j]) : after[j];
+    for (int j = 0; j < kHeld; j++) passed[j] = unit[j] && input.cut ? restart_of(a, q0 + g, rows[j]) : after[j];
   }
 
-  // What is left of step i once its state is on its way: results to memory, later inputs, norms.
+  // What is left of step i once its state is on its way: results to memory, norms.
   __device__ __forceinline__ void publish(int i, int length, const float (&before)[kHeld], const float (&after)[kHeld],
                                           float square, bool live_step) {
 #pragma unroll
@@ -247,8 +253,6 @@ struct ClusterThread {
       if (a.out) a.out[offset] = after[j];
       if (!kBackward && a.pre) a.pre[offset] = before[j];
     }
-    fetch_input(i + 1);
-    fetch_id(i + 2);
     if (kBackward && a.norms) {
       square = warp_sum(square);
       const int64_t t = a.T - 1 - (range.begin + i);
@@ -276,16 +280,17 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
   maps.chunks = reinterpret_cast<float*>(memory + at.chunks), maps.ring = reinterpret_cast<float*>(memory + at.ring);
   self.start_vectors(memory, at, columns1, columns2);
   maps.load_shared();
-  float4 weights[Traits::kInRegisters][Traits::kVectors];
-  maps.load_registers(weights);
+  float4 weights1[Traits::kRegisters1][Traits::kVectors];
+  float4 weights2[Traits::kRegisters2 ? Traits::kRegisters2 : 1][Traits::kVectors];
+  maps.load_registers(weights1, maps.packed1, maps.registers1);
+  if constexpr (Traits::kRegisters2 > 0) maps.load_registers(weights2, maps.packed2, maps.registers2);
   self.start_rows();
   __syncthreads();
   cluster_sync();  // every block's vectors and barriers are there before anybody sends
 
   const int length = self.range.end - self.range.begin;
   if (Traits::kTensor || self.has_rows1() || self.has_rows2()) {
-#pragma unroll 1
-    for (int s = 0; s < kStages; s++) maps.fetch_half();
+    maps.start_ring();
 #pragma unroll 1
     for (int i = 0; i < length; i++) {
       ClusterProduct<Traits> product;
@@ -294,20 +299,23 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       if (i > 0) self.state.wait(i - 1);
       const float* const from = self.state.place(i - 1);
       product.clear();
-      maps.multiply_registers(product, weights, from, at.pitch1);
-      maps.multiply_rest(product, 0, maps.rest1, from + maps.in_registers * kChunk, at.pitch1);
+      maps.multiply_registers(product, weights1, maps.registers1, from, at.pitch1);
+      maps.multiply_rest(product, 0, maps.rest1, from + maps.registers1 * kChunk, at.pitch1);
       product.finish(v, self.partial);
       if constexpr (kFactored) {
 #pragma unroll
         for (int j = 0; j < kHeld; j++) v[j] *= self.scale[j];
         self.y.send(v, i, self.size);
+        self.fetch_input(i + 1);
         self.y.wait(i);
         product.clear();
-        maps.multiply_rest(product, maps.rest1, maps.order.count, self.y.data, at.pitch2);
+        if constexpr (Traits::kRegisters2 > 0)
+          maps.multiply_registers(product, weights2, maps.registers2, self.y.data, at.pitch2);
+        maps.multiply_rest(product, maps.rest1, maps.order.count, self.y.data + maps.registers2 * kChunk, at.pitch2);
         product.finish(v, self.partial);
       }
 #pragma unroll
-      for (int j = 0; j < kHeld; j++) before[j] = v[j] + self.input[j];
+      for (int j = 0; j < kHeld; j++) before[j] = v[j] + self.input.x[j];
       self.end_step(before, v, square, live_step);
       if (a.cut) {
         float passed[kHeld];
@@ -316,7 +324,9 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       } else {
         self.state.send(v, i, self.size);
       }
+      if (!kFactored) self.fetch_input(i + 1);
       self.publish(i, length, before, v, square, live_step);
+      self.input = self.next;
     }
     cp_async_wait<0>();
     if (length > 0) self.state.wait(length - 1);

@@ -3,19 +3,21 @@
 // A block has 64 rows. 128 neighbouring columns of them are a chunk. A lane has the same number of 16-byte vectors of
 // every chunk, whichever products are used:
 //
-//   FMA units      8 vectors: 4 neighbouring columns of the 8 rows of its warp. The sums of a row are spread over the
-//                  lanes of one warp.
+//   FMA units      8 vectors: 4 neighbouring columns in each half of the chunk, of 4 of the 8 rows of its warp. Lanes l
+//                  and l ^ 1 have the same columns, and their loads of the state are served together. The sums of a row
+//                  are spread over 16 lanes of one warp.
 //   tensor cores   8 vectors (float32 words) or 4 (pairs of bfloat16): its operands of the products of all 64 rows with
 //                  16 of the columns. The sums of a row are spread over the warps, and meet in shared memory. A group
 //                  of 8 sequences fills the columns of a product.
 //
 // Where the chunks are:
 //
-//   registers       the first kInRegisters chunks of the first map
+//   registers       the first kRegisters1 chunks of the first map, and kRegisters2 of the second
 //   shared memory   of the others, as many as fit
-//   L2 cache        what remains is read again in every step, by cp.async into a ring of kStages half chunks; each lane
-//                   fetches just what it will multiply, so no barrier is needed, and chunks of the two kinds alternate,
-//                   so that fetching never pauses
+//   L2 cache        what remains is read again in every step, by cp.async into a ring of the size of a chunk. Each lane
+//                   fetches just what it will multiply, so no barrier is needed. The place of a vector is filled again
+//                   as soon as the vector has been read, so that nearly a whole chunk is on its way at any time, and
+//                   chunks of the two kinds alternate, so that fetching never pauses
 #pragma once
 
 #include <type_traits>
@@ -27,7 +29,6 @@ namespace orthokern::cuda {
 constexpr int kClusterThreads = 256, kClusterWarps = 8;
 constexpr int kClusterRows = 64;  // rows of a block
 constexpr int kChunk = 128;       // columns of a chunk
-constexpr int kStages = 2;
 
 template <bool factored, bool backward, int group, int precision>
 struct ClusterTraits {
@@ -35,15 +36,16 @@ struct ClusterTraits {
   static constexpr int kGroup = group, kPrecision = precision;  // sequences of a cluster; of enum ScanPrecision
   static constexpr int kVectors = precision == kBfloat16 ? 4 : 8;
   static constexpr int kChunkWords = kVectors * 4 * kClusterThreads;  // of 4 bytes, [warp][vector][lane][4]
-  static constexpr int kStageWords = kChunkWords / 2;
-  // What 255 registers leave room for beside the sums, which are 8 group on the FMA units, 16 or 32 on tensor cores.
-  static constexpr int kInRegisters = precision == kIeee        ? (group <= 2   ? 4
-                                                                   : group <= 4 ? 3
-                                                                                : 1)
+  // Chunks that 255 registers leave room for beside the sums, which are 4 group on the FMA units, 16 or 32 on tensor
+  // cores, and the operands. Half of them for each map, so that both products read as little of shared memory.
+  static constexpr int kInRegisters = precision == kIeee        ? (group <= 4 ? 4
+                                                                   : factored ? 2
+                                                                              : 3)
                                       : precision == kThreeTf32 ? 2
                                       : precision == kTf32      ? 4
                                                                 : 8;
-  // After a product, a lane has kHeld rows of one sequence, and kCopies lanes have the same ones.
+  static constexpr int kRegisters2 = factored ? kInRegisters / 2 : 0, kRegisters1 = kInRegisters - kRegisters2;
+  // After a product, a lane has kHeld of its 4 rows, of one sequence, and kCopies lanes have the same ones (LaneRows).
   static constexpr int kHeld = group <= 4 ? 1 : group / 4, kCopies = group <= 4 ? 4 / group : 1;
   // Floats between two sequences of a vector, beyond its columns: the lanes of a tensor core's operand read four
   // columns of every sequence at a time, which would lie in the same banks.
@@ -54,6 +56,21 @@ struct ClusterTraits {
   static constexpr int kPartialPitch = kClusterRows + 8, kPartialFloats = kTensor ? group * kPartialPitch : 0;
   static_assert(group == 1 || group == 2 || group == 4 || group == 8, "8 * group rows are spread over 32 lanes");
   static_assert(!kTensor || group == 8, "a product of the tensor cores has 8 columns");
+};
+
+// What a lane has of its warp's 8 rows of every sequence after a product: kHeld rows from `row` on, of sequence
+// `sequence`. Even lanes have the first four rows, odd lanes the others.
+template <class Traits>
+struct LaneRows {
+  int row, sequence;
+  __device__ __forceinline__ explicit LaneRows(int lane) {
+    const int held = lane / 2 * Traits::kHeld / Traits::kCopies;
+    row = 4 * (lane % 2) + held % 4, sequence = held / 4;
+  }
+  // A lane that has row 4 * half + j of a sequence, as element j % kHeld.
+  static __device__ __forceinline__ int lane_of(int sequence, int half, int j) {
+    return 2 * ((4 * sequence + j) * Traits::kCopies / Traits::kHeld) + half;
+  }
 };
 
 template <class Traits>
@@ -69,7 +86,7 @@ struct ClusterMemory {  // the block's shared memory, in bytes
     partial = y + kWord * Traits::kGroup * pitch2;
     chunks = partial + kWord * kClusterWarps * Traits::kPartialFloats;
     ring = chunks + kWord * shared_chunks * Traits::kChunkWords;
-    total = ring + (streams ? kWord * kStages * Traits::kStageWords : 0);
+    total = ring + (streams ? kWord * Traits::kChunkWords : 0);
   }
 };
 
@@ -96,7 +113,8 @@ template <int kPrecision>
 __device__ __forceinline__ float packed_word(const MapSource& map, int row0, int end, int column, int warp, int vector,
                                              int lane, int e) {
   auto value = [&](int row, int c) { return row < end ? map.at(row, c) : 0.f; };
-  if constexpr (kPrecision == kIeee) return value(row0 + 8 * warp + vector, column + 4 * lane + e);
+  if constexpr (kPrecision == kIeee)
+    return value(row0 + 8 * warp + 4 * (lane % 2) + vector % 4, column + 64 * (vector / 4) + 4 * (lane / 2) + e);
   const int tile = kPrecision == kBfloat16 ? vector : vector / 2;
   const int row = row0 + 16 * tile + 2 * (lane / 4) + e % 2, first = column + 16 * warp + 4 * (lane % 4);
   if constexpr (kPrecision == kBfloat16) {
@@ -123,37 +141,39 @@ __global__ void __launch_bounds__(256)
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// The sums of a warp's 8 rows of every sequence: [sequence][row], in all lanes until finish().
+// The sums of a lane's 4 rows of every sequence over its columns, [sequence][row].
 template <class Traits>
 struct FmaProduct {
   static constexpr int kGroup = Traits::kGroup;
+  static constexpr int kParts = 2;  // of a chunk, with an operand each
   struct Operand {
     float4 x[kGroup];
   };
-  float sums[8 * kGroup];
+  float sums[4 * kGroup];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int k = 0; k < 8 * kGroup; k++) sums[k] = 0;
+    for (int k = 0; k < 4 * kGroup; k++) sums[k] = 0;
   }
-  // This thread's part of a chunk's columns; `vector` begins with the first of them.
-  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
+  // This thread's columns of a part of a chunk; `vector` begins with the first column of the chunk.
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch, int part) {
     Operand operand;
 #pragma unroll
     for (int s = 0; s < kGroup; s++)
-      operand.x[s] = *reinterpret_cast<const float4*>(vector + s * pitch + 4 * (threadIdx.x % 32));
+      operand.x[s] =
+          *reinterpret_cast<const float4*>(vector + s * pitch + kChunk / kParts * part + 4 * (threadIdx.x % 32 / 2));
     return operand;
   }
   __device__ __forceinline__ void multiply(int vector, const float4 w, const Operand& operand) {
 #pragma unroll
     for (int s = 0; s < kGroup; s++) {
-      float& sum = sums[8 * s + vector];
+      float& sum = sums[4 * s + vector % 4];
       const float4 x = operand.x[s];
       sum = fmaf(w.x, x.x, sum), sum = fmaf(w.y, x.y, sum), sum = fmaf(w.z, x.z, sum), sum = fmaf(w.w, x.w, sum);
     }
   }
   __device__ __forceinline__ void finish(float (&rows)[Traits::kHeld], float*) {
-    reduce_scatter<32>(sums, threadIdx.x % 32);
+    reduce_scatter<16, 4 * kGroup, 2>(sums, threadIdx.x % 32 / 2);
 #pragma unroll
     for (int j = 0; j < Traits::kHeld; j++) rows[j] = sums[j];
   }
@@ -172,6 +192,7 @@ template <class Traits>
 struct TensorProduct {
   static constexpr int kPrecision = Traits::kPrecision, kTiles = kClusterRows / 16;
   static constexpr bool kThree = kPrecision == kThreeTf32;
+  static constexpr int kParts = 1;
   struct Operand {
     uint32_t head[2][2], rest[kThree ? 2 : 1][2];
   };
@@ -186,7 +207,7 @@ struct TensorProduct {
         if (kThree) rests[tile][i] = 0;
       }
   }
-  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch, int) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float4 four = *reinterpret_cast<const float4*>(vector + lane / 4 * pitch + 16 * warp + 4 * (lane % 4));
     const float x[4] = {four.x, four.y, four.z, four.w};
@@ -247,7 +268,8 @@ struct TensorProduct {
       *reinterpret_cast<float2*>(place + (2 * t + 1 - late) * kPitch) = late ? even : odd;
     }
     __syncthreads();
-    const float* const of_rows = partial + lane / 4 * kPitch + 8 * warp + 2 * t;
+    const LaneRows<Traits> held(lane);
+    const float* const of_rows = partial + held.sequence * kPitch + 8 * warp + held.row;
     rows[0] = rows[1] = 0;
 #pragma unroll
     for (int w = 0; w < kClusterWarps; w++) {
@@ -283,44 +305,46 @@ struct ChunkOrder {
 };
 static_assert(2 * kClusterRows * 16 / kChunk <= 31, "a bit for every chunk");
 
+// Chunks of a map in registers, of `chunks`.
+__host__ __device__ constexpr int in_registers(int chunks, int most) { return chunks < most ? chunks : most; }
+
 template <class Traits>
 struct ClusterMaps {
-  static constexpr int kVectors = Traits::kVectors, kHalf = kVectors / 2;
+  static constexpr int kVectors = Traits::kVectors;
   using Product = ClusterProduct<Traits>;
 
   const float *packed1, *packed2;  // this lane's words of the first chunk of each map, vectors 128 words apart
-  int in_registers, rest1;         // chunks of the first map: in registers, elsewhere
+  int registers1, registers2;      // chunks of each map in registers
+  int rest1;                       // of the first map elsewhere
   int lane_words;                  // where a lane's words of a chunk begin
   ChunkOrder order;
-  float *chunks, *ring;  // [shared chunks][kChunkWords]; [kStages][kStageWords]
-  int next_chunk, next_half, fetch_stage, use_stage;
+  float *chunks, *ring;  // [shared chunks][kChunkWords]; [kChunkWords]
 
   __device__ __forceinline__ ClusterMaps(const ScanArgs& a, const ScanPlan& plan, int rank)
-      : in_registers(plan.chunks1 < Traits::kInRegisters ? plan.chunks1 : Traits::kInRegisters),
-        rest1(plan.chunks1 - in_registers),
+      : registers1(in_registers(plan.chunks1, Traits::kRegisters1)),
+        registers2(in_registers(plan.chunks2, Traits::kRegisters2)),
+        rest1(plan.chunks1 - registers1),
         lane_words(threadIdx.x / 32 * kVectors * 128 + 4 * (threadIdx.x % 32)),
-        order(rest1 + (Traits::kFactored ? plan.chunks2 : 0),
-              rest1 + (Traits::kFactored ? plan.chunks2 : 0) - plan.shared_chunks),
-        next_half(0),
-        fetch_stage(0),
-        use_stage(0) {
+        order(rest1 + plan.chunks2 - registers2, rest1 + plan.chunks2 - registers2 - plan.shared_chunks) {
     packed1 = a.packed1 + static_cast<int64_t>(rank) * plan.chunks1 * Traits::kChunkWords + lane_words;
     packed2 = a.packed2 + static_cast<int64_t>(rank) * plan.chunks2 * Traits::kChunkWords + lane_words;
-    next_chunk = order.streamed ? order.streamed_after(order.count) : 0;
   }
   __device__ __forceinline__ const float* source(int r) const {
-    return r < rest1 ? packed1 + static_cast<int64_t>(in_registers + r) * Traits::kChunkWords
-                     : packed2 + static_cast<int64_t>(r - rest1) * Traits::kChunkWords;
+    return r < rest1 ? packed1 + static_cast<int64_t>(registers1 + r) * Traits::kChunkWords
+                     : packed2 + static_cast<int64_t>(registers2 + r - rest1) * Traits::kChunkWords;
   }
   static __device__ __forceinline__ float4 vector_at(const float* words, int v) {
     return *reinterpret_cast<const float4*>(words + 128 * v);
   }
-  __device__ __forceinline__ void load_registers(float4 (&weights)[Traits::kInRegisters][kVectors]) const {
+  // The first `count` chunks of a map.
+  template <int kMost>
+  static __device__ __forceinline__ void load_registers(float4 (&weights)[kMost][kVectors], const float* packed,
+                                                        int count) {
 #pragma unroll
-    for (int c = 0; c < Traits::kInRegisters; c++)
+    for (int c = 0; c < kMost; c++)
 #pragma unroll
       for (int v = 0; v < kVectors; v++)
-        weights[c][v] = c < in_registers ? vector_at(packed1 + c * Traits::kChunkWords, v) : make_float4(0, 0, 0, 0);
+        weights[c][v] = c < count ? vector_at(packed + c * Traits::kChunkWords, v) : make_float4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void load_shared() {
     for (int r = 0; r < order.count; r++) {
@@ -330,54 +354,112 @@ struct ClusterMaps {
       for (int v = 0; v < kVectors; v++) *reinterpret_cast<float4*>(to + 128 * v) = vector_at(source(r), v);
     }
   }
-  // A lane's words of half a chunk in the ring.
-  __device__ __forceinline__ float* stage(int number) const {
-    return ring + number * Traits::kStageWords + threadIdx.x / 32 * kHalf * 128 + 4 * (threadIdx.x % 32);
-  }
-  // Ask for the next half chunk: those of the ring in the order of their use, over and over.
-  __device__ __forceinline__ void fetch_half() {
-    if (!order.streamed) return;
-    const float* const from = source(next_chunk) + next_half * kHalf * 128;
-    float* const to = stage(fetch_stage);
-#pragma unroll
-    for (int v = 0; v < kHalf; v++) cp_async<16>(to + 128 * v, from + 128 * v);
+  // Ask for a vector of a chunk, a group of cp.async for each. `from` is source() of the chunk.
+  __device__ __forceinline__ void fetch(const float* from, int v) const {
+    cp_async<16>(ring + lane_words + 128 * v, from + 128 * v);
     cp_async_commit();
-    if (next_half) next_chunk = order.streamed_after(next_chunk);
-    next_half ^= 1;
-    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
   }
-  // product += the chunks in registers times `vector`
-  __device__ __forceinline__ void multiply_registers(Product& product,
-                                                     const float4 (&weights)[Traits::kInRegisters][kVectors],
-                                                     const float* vector, int pitch) const {
+  // Ask for the first chunk of the ring.
+  __device__ __forceinline__ void start_ring() const {
+    if (!order.streamed) return;
+    const float* const from = source(order.streamed_after(order.count));
 #pragma unroll
-    for (int c = 0; c < Traits::kInRegisters; c++) {
-      if (c >= in_registers) continue;
-      const typename Product::Operand x = Product::load(vector + c * kChunk, pitch);
+    for (int v = 0; v < kVectors; v++) fetch(from, v);
+  }
+  // product += `count` chunks in registers times `vector`. Without branches in between, the loads of a chunk run while the
+  // chunk before is multiplied.
+  template <int kMost>
+  static __device__ __forceinline__ void multiply_registers(Product& product, const float4 (&weights)[kMost][kVectors],
+                                                            int count, const float* vector, int pitch) {
+    if (kAhead && count == kMost) {
 #pragma unroll
-      for (int v = 0; v < kVectors; v++) product.multiply(v, weights[c][v], x);
+      for (int c = 0; c < kMost; c++) multiply_chunk(product, weights[c], vector + c * kChunk, pitch);
+      return;
     }
+#pragma unroll
+    for (int c = 0; c < kMost; c++)
+      if (c < count) multiply_chunk(product, weights[c], vector + c * kChunk, pitch);
   }
   // product += the chunks [r0, r1) outside registers, times `vector` from the first of their columns on
   __device__ __forceinline__ void multiply_rest(Product& product, int r0, int r1, const float* vector, int pitch) {
+    if constexpr (kAhead) {
+      if (!order.streamed) return multiply_shared(product, r0, r1, vector, pitch);
+    }
 #pragma unroll 1
     for (int r = r0; r < r1; r++, vector += kChunk) {
-      const typename Product::Operand x = Product::load(vector, pitch);
       if (order.streams(r)) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          cp_async_wait<kStages - 1>();
-          const float* const words = stage(use_stage);
-#pragma unroll
-          for (int v = 0; v < kHalf; v++) product.multiply(kHalf * half + v, vector_at(words, v), x);
-          use_stage = use_stage + 1 == kStages ? 0 : use_stage + 1;
-          fetch_half();
-        }
-      } else {
-        const float* const words = chunks + order.shared_before(r) * Traits::kChunkWords + lane_words;
-#pragma unroll
-        for (int v = 0; v < kVectors; v++) product.multiply(v, vector_at(words, v), x);
+        multiply_streamed(product, r, vector, pitch);
+        continue;
       }
+      const float* const words = chunks + order.shared_before(r) * Traits::kChunkWords + lane_words;
+#pragma unroll
+      for (int part = 0; part < kParts; part++) multiply_part(product, load_part(words, vector, pitch, part), part);
+    }
+  }
+
+ private:
+  static constexpr int kParts = Product::kParts, kOfPart = kVectors / kParts;  // parts of a chunk; their vectors
+  // Whether operands are loaded while those before them are multiplied: two warps of a scheduler do not hide the latency
+  // of shared memory. There are registers for it with up to 4 sequences.
+  static constexpr bool kAhead = !Traits::kTensor && Traits::kGroup <= 4;
+
+  static __device__ __forceinline__ void multiply_chunk(Product& product, const float4 (&weights)[kVectors],
+                                                        const float* vector, int pitch) {
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const typename Product::Operand x = Product::load(vector, pitch, part);
+#pragma unroll
+      for (int v = part * kOfPart; v < (part + 1) * kOfPart; v++) product.multiply(v, weights[v], x);
+    }
+  }
+  struct Part {
+    typename Product::Operand x;
+    float4 weights[kOfPart];
+  };
+  static __device__ __forceinline__ Part load_part(const float* words, const float* vector, int pitch, int part) {
+    Part loaded;
+    loaded.x = Product::load(vector, pitch, part);
+#pragma unroll
+    for (int v = 0; v < kOfPart; v++) loaded.weights[v] = vector_at(words, part * kOfPart + v);
+    return loaded;
+  }
+  static __device__ __forceinline__ void multiply_part(Product& product, const Part& loaded, int part) {
+#pragma unroll
+    for (int v = 0; v < kOfPart; v++) product.multiply(part * kOfPart + v, loaded.weights[v], loaded.x);
+  }
+  // product += chunk r, which is in the ring; fetches the next one. A vector is read while the one before is multiplied.
+  __device__ __forceinline__ void multiply_streamed(Product& product, int r, const float* vector, int pitch) const {
+    const float* const later = source(order.streamed_after(r));
+    const float* const words = ring + lane_words;
+    typename Product::Operand x = Product::load(vector, pitch, 0);
+    cp_async_wait<kVectors - 1>();
+    float4 weights = vector_at(words, 0);
+#pragma unroll
+    for (int v = 0; v < kVectors; v++) {
+      float4 coming = {};
+      if (v + 1 < kVectors) {
+        cp_async_wait<kVectors - 2>();
+        coming = vector_at(words, v + 1);
+      }
+      product.multiply(v, weights, x);
+      if (v + 1 < kVectors && (v + 1) % kOfPart == 0) x = Product::load(vector, pitch, (v + 1) / kOfPart);
+      fetch(later, v);
+      weights = coming;
+    }
+  }
+  // multiply_rest where all chunks are in shared memory.
+  __device__ __forceinline__ void multiply_shared(Product& product, int r0, int r1, const float* vector, int pitch) {
+    if (r0 >= r1) return;
+    const float* words = chunks + r0 * Traits::kChunkWords + lane_words;
+    Part even = load_part(words, vector, pitch, 0);
+#pragma unroll 1
+    for (int r = r0; r < r1; r++) {
+      const Part odd = load_part(words, vector, pitch, 1);
+      multiply_part(product, even, 0);
+      const bool last = r + 1 == r1;  // loads its first part again, and does not use it
+      words += last ? 0 : Traits::kChunkWords, vector += last ? 0 : kChunk;
+      even = load_part(words, vector, pitch, 0);
+      multiply_part(product, odd, 1);
     }
   }
 };

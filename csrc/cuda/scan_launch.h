@@ -128,28 +128,42 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return true;
 }
 
-// Clocks of a step of all sequences, to choose between the kernels of clusters: what takes longest of multiply-adds or
-// tensor cores (8 clocks of a scheduler for each of their products), shared memory at 128 bytes a clock and reads from
-// L2 at 25; the sums that lanes or warps exchange; and the exchange between blocks.
+// Chunks of the maps that are not in registers.
+template <class Traits>
+int chunks_outside(const ScanPlan& plan) {
+  return plan.chunks1 - in_registers(plan.chunks1, Traits::kRegisters1) + plan.chunks2 -
+         in_registers(plan.chunks2, Traits::kRegisters2);
+}
+
+// Clocks of a step of all sequences, to choose between the kernels of clusters: multiply-adds, or tensor cores (8 clocks
+// of a scheduler for each of their products; with three products the instructions that split the factors, 330 for each
+// warp and chunk), shared memory at 128 bytes a clock, and reads from L2 at 25; the sums that lanes or warps exchange;
+// and the exchange of a vector between blocks. On an H200 dense maps of 1000 units take longer with three products than
+// on the FMA units, multiply-adds and reads from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes
+// (docs/gpu.md).
 template <class Traits>
 double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
-  const int chunks = plan.chunks1 + plan.chunks2, outside = chunks - std::min(plan.chunks1, Traits::kInRegisters);
+  constexpr bool kThree = Traits::kPrecision == kThreeTf32;
+  const int chunks = plan.chunks1 + plan.chunks2, outside = chunks_outside<Traits>(plan);
   const double chunk_bytes = 4.0 * Traits::kChunkWords, outputs = Traits::kFactored ? 2 : 1;
-  const int on_tensor_cores = Traits::kVectors * (Traits::kPrecision == kThreeTf32 ? 3 : 1) * 8 * kClusterWarps / 4;
+  const int on_tensor_cores = kThree ? 330 * kClusterWarps / 4 : Traits::kVectors * 8 * kClusterWarps / 4;
   const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kGroup);
   const double of_state = 4.0 * Traits::kGroup * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
   const double shared = outside * chunk_bytes / 128 + chunks * of_state;
   const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 25;
-  const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kGroup, exchange = 1000;
+  const double product =
+      Traits::kTensor && !kThree ? std::max({multiply, shared, from_l2}) : std::max(multiply, shared) + from_l2;
+  const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kGroup / 2;
+  const double vectors = 4.0 * kChunk * Traits::kGroup * chunks, exchanges = outputs * 440 + vectors / 18;
   const int64_t waves = divide_up(divide_up(sequences, Traits::kGroup), clusters);
-  return static_cast<double>(waves) * (std::max({multiply, shared, from_l2}) + outputs * (sums + exchange));
+  return static_cast<double>(waves) * (product + outputs * sums + exchanges);
 }
 
 // Fill the plan for clusters of plan.cluster blocks of these Traits: with as many chunks in shared memory as fit.
 // Returns how many such clusters the device holds at one time; 0 leaves the plan as it is.
 template <class Traits>
 int fit_cluster(const ScanArgs& a, const ScanOverrides& overrides, const DeviceLimits& limits, ScanPlan& plan) {
-  const int rest = plan.chunks1 - std::min(plan.chunks1, Traits::kInRegisters) + plan.chunks2;
+  const int rest = chunks_outside<Traits>(plan);
   int shared_chunks = overrides.shared_chunks < 0 ? rest : std::min(overrides.shared_chunks, rest);
   auto bytes = [&] {
     return ClusterMemory<Traits>(plan.chunks1 * kChunk, plan.chunks2 * kChunk, shared_chunks, shared_chunks < rest)

@@ -129,7 +129,7 @@ _WIDER = (
 PTB_OURS = (
     ("factorized", "factorized", "factorized", 1024, _FACTORIZED),
     ("factorized-long", "factorized, margin 0.25", "factorized", 1024, _WIDER),
-    ("nnrnn", MODELS["nnrnn"], "nnrnn", 1024, "--epochs 12 --precision bf16 --lr 1e-2 --skew-lr 7e-4"),
+    ("nnrnn", MODELS["nnrnn"], "nnrnn", 1024, "--epochs 12 --precision bf16 --lr 5e-3 --input-lr 5e-4 --skew-lr 3e-4"),
     ("lstm", MODELS["lstm"], "lstm", 475, "--epochs 12 --lr 5e-3"),
 )
 

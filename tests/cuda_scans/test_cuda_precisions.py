@@ -119,7 +119,8 @@ def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harnes
             assert plan["path"] != RESIDENT or plan["precision"] == numbers["ieee"]
             assert plan["path"] != STEPS or plan["precision"] == numbers[precision]
     found = planned(1000, 50, precision)
-    assert (found["path"], found["group"], found["precision"]) == (CLUSTER, 8, numbers[precision])
+    taken = "ieee" if precision == "3xtf32" else precision  # three products take longer than the FMA units
+    assert (found["path"], found["group"], found["precision"]) == (CLUSTER, 8, numbers[taken])
     assert planned(250, 1, precision)["precision"] == numbers["ieee"]  # one sequence leaves 7 columns of 8 empty
 
 
