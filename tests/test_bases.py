@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Iterator
@@ -105,3 +106,27 @@ def test_sharded_parameters_are_refused(one_process: Any) -> None:
     rnn.skew_l0 = basis
     with pytest.raises(InputError, match=f"skew_l0 {line}"):
         rnn.rebase()
+
+
+@pytest.mark.parametrize("rows", [2, 100])
+@pytest.mark.parametrize("apply", ["factored", "composed"])
+def test_training_with_a_plain_optimizer_warns_once(rows: int, apply: str) -> None:
+    rnn = FactorizedRNN(3, 8, apply=apply)
+
+    def train(optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            rnn(torch.randn(rows, 1, 3))[0].square().sum().backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer_for(rnn, lr=1e-3, geodesic_lr=1e-2), 40)
+        rnn.eval()
+        train(torch.optim.Adam(rnn.parameters(), lr=1e-2), 3)  # not training
+        rnn.orthonormalize()
+        copy.deepcopy(rnn)
+    rnn.train()
+    with pytest.warns(UserWarning, match=r"u_l0 is no longer orthonormal: .* optimizer_for\(model") as caught:
+        train(torch.optim.Adam(rnn.parameters(), lr=1e-2), 70)
+    assert len(caught) == 1

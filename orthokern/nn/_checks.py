@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import dispatch
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
+from orthokern.ops._alone import quiet
 from orthokern.ops._checks import as_int, strided
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
@@ -330,6 +332,40 @@ def warn_unless_orthonormal(name: str, loaded: Any) -> None:
             "nearest basis",
             stacklevel=2,
         )
+
+
+# module -> name of a basis -> its version when it was seen last, and how often it has changed since the first time;
+# None after a warning. Not attributes, so that a module can be copied and pickled.
+_watched: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]] | None] = weakref.WeakKeyDictionary()
+
+
+def watch_bases(module: nn.Module, bases: Iterable[tuple[str, Tensor]]) -> None:
+    """Warns once if training makes the bases of a module on a CPU lose their orthonormality, which happens where an
+    optimizer of torch trains them like other parameters.
+
+    They are measured after 1, 2, 4, 8, ... changes of their version, so that the cost does not depend on the length of
+    the training. On a GPU they are not measured: the host would wait for the device.
+    """
+    if not module.training or not quiet():
+        return
+    known = _watched.setdefault(module, {})
+    if known is None:
+        return
+    for name, m in bases:
+        if type(m) is not nn.Parameter or not m.is_cpu:
+            continue
+        version, changes = known.get(name, (m._version, 0))
+        if version != m._version:
+            changes += 1
+            if changes & (changes - 1) == 0 and not (off := deviation(m.detach())) <= LOADED_TOLERANCE:
+                warnings.warn(
+                    f"{name} is no longer orthonormal: |M^T M - I| is {off:.3g}; U and V need an optimizer of "
+                    "orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)",
+                    stacklevel=2,
+                )
+                _watched[module] = None
+                return
+        known[name] = m._version, changes
 
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
