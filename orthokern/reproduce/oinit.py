@@ -210,8 +210,8 @@ TABLE1_NOTE = """\
 A T counts as solved if all of 10 000 fresh sequences are answered correctly within 100 000 iterations of 20 sequences,
 tested every 100 iterations. In the adding problem an error of at most 0.2 is correct, which is the criterion of the
 released code (the paper's text says 0.0001). The published learning rates are the best of a search that the paper does
-not describe; ours are the same, with one seed each. An unfinished search was stopped after the time in the column
-"hours", before it failed; its longest T is a lower bound."""
+not describe; ours are the same, with one seed each. "≥" marks a search that solved T = 500, the longest that is tried,
+or that was stopped after the time in the column "hours", before it failed."""
 
 
 def _table1(given: Settings, folder: Path, stream: TextIO) -> list[Path]:
