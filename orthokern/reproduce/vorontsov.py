@@ -238,7 +238,7 @@ def _copy_solved() -> tuple[Run, ...]:
             name=f"copy-{T}-blank-{blank}",
             task="copy",
             options=("--T", str(T), *options),
-            quick=("--T", str(T // 100), "--iterations", "300") if T > 1000 else ("--iterations", "300"),
+            quick=("--T", str(T // 40), "--iterations", "300") if T > 1000 else ("--iterations", "300"),
             labels={"T": "--T", "input weights of the blank": blank},
         )
         runs += over_seeds(run, range(count))
