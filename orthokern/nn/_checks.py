@@ -334,38 +334,42 @@ def warn_unless_orthonormal(name: str, loaded: Any) -> None:
         )
 
 
-# module -> name of a basis -> its version when it was seen last, and how often it has changed since the first time;
-# None after a warning. Not attributes, so that a module can be copied and pickled.
-_watched: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]] | None] = weakref.WeakKeyDictionary()
+# module -> suffix of a recurrence -> how often its bases have changed in all, and how often that was noticed since the
+# first time; empty after a warning. Not attributes, so that a module can be copied and pickled.
+_watched: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-def watch_bases(module: nn.Module, bases: Iterable[tuple[str, Tensor]]) -> None:
+def watch_bases(module: nn.Module, suffix: str, u: Tensor, v: Tensor) -> None:
     """Warns once if training makes the bases of a module on a CPU lose their orthonormality, which happens where an
     optimizer of torch trains them like other parameters.
 
-    They are measured after 1, 2, 4, 8, ... changes of their version, so that the cost does not depend on the length of
-    the training. On a GPU they are not measured: the host would wait for the device.
+    They are measured when their versions have changed for the 1st, 2nd, 4th, 8th, ... time, so that the cost does not
+    depend on the length of the training. On a GPU they are not measured: the host would wait for the device.
     """
-    if not module.training or not quiet():
+    if type(u) is not nn.Parameter or type(v) is not nn.Parameter:
         return
-    known = _watched.setdefault(module, {})
+    version, known = u._version + v._version, _watched.get(module)
     if known is None:
+        _watched[module] = {"": (0, 0), suffix: (version, 0)}
         return
-    for name, m in bases:
-        if type(m) is not nn.Parameter or not m.is_cpu:
-            continue
-        version, changes = known.get(name, (m._version, 0))
-        if version != m._version:
-            changes += 1
-            if changes & (changes - 1) == 0 and not (off := deviation(m.detach())) <= LOADED_TOLERANCE:
-                warnings.warn(
-                    f"{name} is no longer orthonormal: |M^T M - I| is {off:.3g}; U and V need an optimizer of "
-                    "orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)",
-                    stacklevel=2,
-                )
-                _watched[module] = None
-                return
-        known[name] = m._version, changes
+    before, changes = known.get(suffix, (version, 0))
+    if before == version or not known:
+        if known:
+            known[suffix] = version, changes
+        return
+    changes += 1
+    known[suffix] = version, changes
+    if changes & (changes - 1) or not u.is_cpu or not quiet():
+        return
+    for name, m in ((f"u_{suffix}", u), (f"v_{suffix}", v)):
+        if not (off := deviation(m.detach())) <= LOADED_TOLERANCE:
+            warnings.warn(
+                f"{name} is no longer orthonormal: |M^T M - I| is {off:.3g}; U and V need an optimizer of "
+                "orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)",
+                stacklevel=2,
+            )
+            known.clear()
+            return
 
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:

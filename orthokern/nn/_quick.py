@@ -93,7 +93,6 @@ class _Steps(torch.autograd.Function):
     def forward(
         ctx: Any, module: Recurrent, leaf: Any, known: Known | None, x: Tensor, hx: Tensor | None, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        module._watch("l0")
         found = None if known is None else known.call(module, x, hx)
         ctx.made = ()
         if found is None or known is None:

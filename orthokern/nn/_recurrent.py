@@ -275,9 +275,6 @@ class Recurrent(nn.Module):
         """The recurrent matrix with the gain: (w,), or (u, s, v)."""
         raise NotImplementedError
 
-    def _watch(self, suffix: str) -> None:
-        """Called in a forward that records gradients: warns of parameters that training has spoiled."""
-
     def _bias(self, suffix: str) -> Tensor | None:
         """The sum of the biases, with the gain."""
         return self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None

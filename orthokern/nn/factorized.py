@@ -171,7 +171,8 @@ class FactorizedRNN(Recurrent):
 
         s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
         as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
-        parameters does not keep them so; on a CPU, training then gives a warning.
+        parameters does not keep them so; on a CPU, training it with more than 16 rows (time steps times
+        sequences) a call gives a warning.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
@@ -252,7 +253,8 @@ class FactorizedRNN(Recurrent):
         u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
         composed, recorded = self.apply_mode == "composed", torch.is_grad_enabled()
         if recorded:
-            self._watch(suffix)
+            if self.training and not torch.compiler.is_compiling():
+                watch_bases(self, suffix, u, v)
             return self._made(u, p, v)
         parts, settings = [u, p, v] if composed else [p], (composed, self.margin, self.spectrum_map, self.gain)
         made = kept(self, suffix, parts, settings, lambda: self._made(u, p, v))
@@ -262,9 +264,6 @@ class FactorizedRNN(Recurrent):
     def _made(self, u: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
         return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
-
-    def _watch(self, suffix: str) -> None:
-        watch_bases(self, [(name, self._tensor(name)) for name in (f"u_{suffix}", f"v_{suffix}")])
 
     def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
         """s, and ds/dp."""
