@@ -334,41 +334,37 @@ def warn_unless_orthonormal(name: str, loaded: Any) -> None:
         )
 
 
-# module -> suffix of a recurrence -> how often its bases have changed in all, and how often that was noticed since the
-# first time; empty after a warning. Not attributes, so that a module can be copied and pickled.
-_watched: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
+# module -> suffix of a recurrence -> (versions of its bases, how often a change of them was noticed); None after a
+# warning. Not attributes, so that a module can be copied and pickled.
+_watched: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]] | None] = weakref.WeakKeyDictionary()
 
 
 def watch_bases(module: nn.Module, suffix: str, u: Tensor, v: Tensor) -> None:
     """Warns once if training makes the bases of a module on a CPU lose their orthonormality, which happens where an
     optimizer of torch trains them like other parameters.
 
-    They are measured when their versions have changed for the 1st, 2nd, 4th, 8th, ... time, so that the cost does not
-    depend on the length of the training. On a GPU they are not measured: the host would wait for the device.
+    They are measured at the 1st, 2nd, 4th, 8th, ... change of their versions, so that the cost does not depend on the
+    length of the training. On a GPU they are not measured: the host would wait for the device.
     """
-    if type(u) is not nn.Parameter or type(v) is not nn.Parameter:
+    if not module.training or not quiet() or not all(type(m) is nn.Parameter and m.is_cpu for m in (u, v)):
         return
-    version, known = u._version + v._version, _watched.get(module)
+    known = _watched.setdefault(module, {})
     if known is None:
-        _watched[module] = {"": (0, 0), suffix: (version, 0)}
         return
+    version = u._version + v._version
     before, changes = known.get(suffix, (version, 0))
-    if before == version or not known:
-        if known:
-            known[suffix] = version, changes
-        return
-    changes += 1
+    changes += version != before
     known[suffix] = version, changes
-    if changes & (changes - 1) or not u.is_cpu or not quiet():
+    if version == before or changes & (changes - 1):
         return
     for name, m in ((f"u_{suffix}", u), (f"v_{suffix}", v)):
         if not (off := deviation(m.detach())) <= LOADED_TOLERANCE:
+            _watched[module] = None
             warnings.warn(
                 f"{name} is no longer orthonormal: |M^T M - I| is {off:.3g}; U and V need an optimizer of "
                 "orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)",
                 stacklevel=2,
             )
-            known.clear()
             return
 
 

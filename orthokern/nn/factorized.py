@@ -171,8 +171,8 @@ class FactorizedRNN(Recurrent):
 
         s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
         as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
-        parameters does not keep them so; on a CPU, training it with more than 16 rows (time steps times
-        sequences) a call gives a warning.
+        parameters does not keep them so. On a CPU, training with more than 16 rows (time steps times sequences) in
+        a call then gives a warning.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
@@ -253,8 +253,7 @@ class FactorizedRNN(Recurrent):
         u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
         composed, recorded = self.apply_mode == "composed", torch.is_grad_enabled()
         if recorded:
-            if self.training and not torch.compiler.is_compiling():
-                watch_bases(self, suffix, u, v)
+            watch_bases(self, suffix, u, v)
             return self._made(u, p, v)
         parts, settings = [u, p, v] if composed else [p], (composed, self.margin, self.spectrum_map, self.gain)
         made = kept(self, suffix, parts, settings, lambda: self._made(u, p, v))
