@@ -113,10 +113,13 @@ def leaf_results(problem: ScanProblem, precision: str = "bf16", **options: Any) 
     """States, pre-activations, their gradients and the others by the CPU kernels; grad_m is that of the map."""
     map_, inputs, choices = problem.leaf_arguments(precision=precision, **options)
     hs, ckpt, pre = _scan.scan_fwd(map_, inputs, choices)
-    states = hs if ckpt is None else ckpt
-    grads, delta = _scan.scan_bwd_kept(
-        map_, inputs, choices, problem.grad_hs, states, pre, need_x=True, need_params=True
-    )
+    grads = _scan.scan_bwd(map_, inputs, choices, problem.grad_hs, hs if ckpt is None else ckpt, pre)
+    # delta is the gradient of x without a weight; a backward that has all states reads no x
+    whole = replace(choices, checkpoint_every=0)
+    states = _scan.scan_fwd(map_, inputs, whole)
+    dense = inputs._replace(x=states.hs, weight=None, bias=None)
+    delta = _scan.scan_bwd(map_, dense, whole, problem.grad_hs, states.hs, states.pre).x
+    assert delta is not None
     kept = {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
     return {"hs": hs, "delta": delta, "pre": hs.new_empty(0) if pre is None else pre, **kept}
 

@@ -10,7 +10,6 @@
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
-constexpr int64_t kStepRows = 16;                 // largest T B of a backward that writes its gradients at once
 constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
 
 // Exchanges bit S of the row's index with that of the lane's.
@@ -131,8 +130,8 @@ inline bool direct_features(const T* weight, int D, int depth, const T* a, ptrdi
 // to[n][m] = sum_r left_r[n] right_r[m] for n in [first, last) and m in [0, cols), rows of `to` cols elements apart.
 template <class T>
 struct DirectOuter {
-  const T* left[kStepRows];
-  const T* right[kStepRows];
+  const T* left[kDirectRows];
+  const T* right[kDirectRows];
   T* to;
   int rows, cols;
 

@@ -1,8 +1,7 @@
-// Steps of the forward of gru_scan.cpp; and the forward of few sequences, whose threads share the columns (team.h).
+// Steps of the forward of gru_scan.cpp.
 #pragma once
 
 #include "cpu/gru.h"
-#include "cpu/team.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -99,52 +98,6 @@ struct GruStep {
     });
   }
 };
-
-template <class T>
-struct GruTeam {
-  Team team;
-  const GruPlan<T>* plan;
-  GruStates<T> states;
-};
-
-inline bool team_serves(const GruArgs& args) {
-  return !args.lengths && !args.resets &&
-         share_columns(args.B, args.threads, args.N * args.N * (args.dtype == kFloat64 ? 8 : 4));
-}
-
-// kanai: r and z are one phase and n another, which needs all of r * h. torch: all are one.
-template <class T, bool KANAI>
-void gru_team_run(GruTeam<T>& call, int task) {
-  constexpr int phases = KANAI ? 2 : 1;
-  const GruPlan<T>& plan = *call.plan;
-  const GruRows<T> rows(plan, 0, plan.B);
-  call.team.run(task, phases * plan.args->T, [&](int64_t phase, int part) {
-    const GruStep<T, KANAI> step(plan, rows, call.states, phase / phases, false);
-    call.team.each_panel(plan.gate[0].panel_count(), part, [&](int from, int to) {
-      Transfers<T> none[3];
-      if (phase % phases == 0) step.compute_gates(from, to, none);
-      if (phase % phases == phases - 1) step.compute_state(from, to, none);
-    });
-  });
-}
-
-template <class T>
-void gru_team_task(void* context, int task) {
-  GruTeam<T>& call = *static_cast<GruTeam<T>*>(context);
-  const FlushDenormals flush;
-  if (call.plan->args->kanai) gru_team_run<T, true>(call, task);
-  else gru_team_run<T, false>(call, task);
-}
-
-template <class T>
-bool team_forward(const GruPlan<T>& plan) {
-  GruTeam<T> call = {};
-  call.plan = &plan;
-  call.team.start(plan.args->threads);
-  if (!call.states.start(plan, 0, plan.B)) return false;
-  parallel_run(call.team.threads, gru_team_task<T>, &call);
-  return true;
-}
 
 }  // namespace
 }  // namespace orthokern::ORTHOKERN_ISA

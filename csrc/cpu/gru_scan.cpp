@@ -2,8 +2,7 @@
 // backward] of the reference.
 //
 // As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows whose
-// state stays blocked in the caches. Threads never synchronize, except in the forward of fewer sequences than there are
-// threads, with large weights (gru_forward.h). The gradients of weights and biases, which are sums over sequences, are
+// state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases, which are sums over sequences, are
 // products over all steps that the caller computes afterwards. The backward writes the one factor of them that is not
 // a result or an input.
 //
@@ -23,7 +22,6 @@
 // blocked state before its products. Cost per step and sequence: 6 N^2 flops each way. Traffic: see the op.
 #include "cpu/gru_direct.h"
 #include "cpu/gru_forward.h"
-#include "cpu/gru_second.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -106,7 +104,6 @@ bool forward_rows(const GruPlan<T>& plan, int row0, int R) {
 template <class T>
 struct GruAdjoints {
   Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
-  Scratch<T> zeros;  // [R][N], the gradients of states without one
 
   bool allocate(size_t size, bool kanai) {
     if (!acc.allocate(size) || !direct.allocate(size) || !d_n.allocate(size)) return false;
@@ -126,7 +123,6 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   GruRows<T> rows(plan, row0, R);
   GruCuts<T> cuts(plan, row0, R);
   if (!memory.allocate(size, KANAI) || !rows.allocate() || !cuts.allocate()) return false;
-  if (args.grad_steps < args.T && !memory.zeros.allocate(static_cast<size_t>(R) * N)) return false;
   Scratch<T>&acc = memory.acc, &direct = memory.direct, &d_n = memory.d_n;
   Scratch<T>*d_r = memory.d_r, *d_z = memory.d_z, *d_q = memory.d_q;
   const bool stream = plan.stream;
@@ -135,14 +131,10 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   // Rows whose last step has not been reached are zero in all of these, which is what they have to start with.
   rows.clear_padding(args.grad_x, 3 * N);
   rows.clear_padding(args.factor, N);
-  rows.clear_padding(args.ghat, N);
   auto rows_of = [&](const void* from, int64_t t, int width) {
     return static_cast<T*>(const_cast<void*>(from)) + (t * plan.B + row0) * width * N;
   };
-  auto grad_of_state = [&](int64_t t) {
-    const int64_t step = t - (args.T - args.grad_steps);
-    return step < 0 ? memory.zeros.get() : rows_of(args.grad_hs, step, 1);
-  };
+  auto grad_of_state = [&](int64_t t) { return rows_of(args.grad_hs, t, 1); };
   auto state_before = [&](int64_t t) {
     return t ? rows_of(args.saved_hs, t - 1, 1) : static_cast<const T*>(args.h0) + row0 * N;
   };
@@ -166,9 +158,6 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
   auto begin = [&](int64_t t, int first, int last) {
     const T *g = grad_of_state(t), *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
     const T* pre = KANAI ? nullptr : rows_of(args.saved_pre, t, 1);
-    const T* of_gates = args.grad_gates ? rows_of(args.grad_gates, t, 3) : nullptr;
-    const T* of_pre = args.grad_pre ? rows_of(args.grad_pre, t, 1) : nullptr;
-    T* to_ghat = args.ghat ? rows_of(args.ghat, t, 1) : nullptr;
     T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1);
     T *to_z = d_z[now], *to_r = d_r[now], *to_q = d_q[now];
     const uint8_t *cut = cuts.at(t), *cut_after = cuts.at(t + 1);
@@ -181,12 +170,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
       const V<T> z = read(gates + of_r + N, count), n = read(gates + of_r + 2 * N, count),
                  before = started(cut, h, b, count, r);
       const V<T> by_z = z * (one - z), by_n = one - n * n;
-      V<T> z_out = ghat * (before - n) * by_z, n_out = ghat * (one - z) * by_n;
-      if (of_gates) {
-        z_out += read(of_gates + of_r + N, count) * by_z;
-        n_out += read(of_gates + of_r + 2 * N, count) * by_n;
-      }
-      if (to_ghat) write(to_ghat + of_h, ghat, count, false);
+      const V<T> z_out = ghat * (before - n) * by_z, n_out = ghat * (one - z) * by_n;
       store(to_z + at, z_out);
       store(direct + at, ghat * z);
       write(grad_x + of_r + N, z_out, count, stream);
@@ -195,9 +179,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
         store(d_n + at, n_out);
       } else {
         const V<T> gate = read(gates + of_r, count), by_r = gate * (one - gate);
-        V<T> q_out = n_out * gate, r_out = n_out * read(pre + of_h, count) * by_r;
-        if (of_gates) r_out += read(of_gates + of_r, count) * by_r;
-        if (of_pre) q_out += read(of_pre + of_h, count);
+        const V<T> q_out = n_out * gate, r_out = n_out * read(pre + of_h, count) * by_r;
         store(to_r + at, r_out);
         store(to_q + at, q_out);
         write(grad_x + of_r, r_out, count, stream);
@@ -222,7 +204,6 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
     if (KANAI) {
       const T *h = state_before(t), *gates = rows_of(args.saved_gates, t, 3);
       T *grad_x = rows_of(args.grad_x, t, 3), *factor = rows_of(args.factor, t, 1), *to_r = d_r[now];
-      const T* of_gates = args.grad_gates ? rows_of(args.grad_gates, t, 3) : nullptr;
       const uint8_t* cut = cuts.at(t);
       const Segment<T> from = {d_n, block, plan.N};
       multiply<T>(&from, 1, plan.back_n, R_t, acc, block, &transfers[0], [&](int first, int last) {
@@ -230,9 +211,7 @@ bool backward_rows(const GruPlan<T>& plan, double* norms, int row0, int R) {
         rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
           const ptrdiff_t of_h = r * N + b * L, of_r = r * 3 * N + b * L;
           const V<T> gate = read(gates + of_r, count), before = started(cut, h, b, count, r), d_m = load(acc + at);
-          V<T> to_gate = d_m * before;
-          if (of_gates) to_gate += read(of_gates + of_r, count);
-          const V<T> r_out = to_gate * (gate * (one - gate));
+          const V<T> r_out = d_m * before * (gate * (one - gate));
           store(to_r + at, r_out);
           write(grad_x + of_r, r_out, count, stream);
           write(factor + of_h, gate * before, count, false);
@@ -291,7 +270,6 @@ bool run_gru(const GruArgs& args, bool backward) {
         memcpy(plan.bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * N, N * sizeof(T));
   }
   parallel_run(plan.args->threads, gru_pack_task<T>, &plan);
-  if (!backward && team_serves(args)) return team_forward(plan);
   parallel_run(plan.threads, gru_task<T>, &call);
   if (backward && !call.failed) {
     T* norm = static_cast<T*>(args.grad_norm);
@@ -313,14 +291,6 @@ bool gru_scan_fwd(const GruArgs& args) {
     return args.kanai ? DirectGru<float, true>{args}.run() : DirectGru<float, false>{args}.run();
   }
   return args.dtype == kFloat64 ? run_gru<double>(args, false) : run_gru<float>(args, false);
-}
-bool gru_steps_bwd(const GruArgs& args) {
-  if (args.dtype == kFloat64)
-    return args.kanai ? DirectGruBackward<double, true>{args}.run() : DirectGruBackward<double, false>{args}.run();
-  return args.kanai ? DirectGruBackward<float, true>{args}.run() : DirectGruBackward<float, false>{args}.run();
-}
-bool gru_second(const GruSecondArgs& args) {
-  return args.base.dtype == kFloat64 ? run_gru_second<double>(args) : run_gru_second<float>(args);
 }
 bool gru_scan_bwd(const GruArgs& args) {
   return args.dtype == kFloat64 ? run_gru<double>(args, true) : run_gru<float>(args, true);

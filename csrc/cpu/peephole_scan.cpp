@@ -3,7 +3,7 @@
 //
 // As in gru_scan.cpp a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows
 // whose states stay blocked in the caches, and the gradient of the weights is a product over all steps that the caller
-// computes afterwards. Threads never synchronize, except in the forward of few sequences (team.h). The epilogue of
+// computes afterwards. Threads never synchronize. The epilogue of
 // a gate runs per panel of 2 L columns:
 //
 //   forward    i <- epilogue of h W_i^T    f, f*c' <- of h W_f^T    g, c <- of h W_g^T    o, h <- of h W_o^T
@@ -14,7 +14,6 @@
 #include "cpu/gated.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
-#include "cpu/team.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -164,37 +163,6 @@ bool peephole_forward(const PeepholeCall<T>& call, int row0, int R) {
   return true;
 }
 
-// The forward of few sequences: threads share the columns, and a step is one phase.
-template <class T>
-struct PeepholeTeam {
-  Team team;
-  const PeepholeCall<T>* call;
-  PeepholeStates<T> states;
-};
-
-template <class T>
-void peephole_team_task(void* context, int task) {
-  PeepholeTeam<T>& shared = *static_cast<PeepholeTeam<T>*>(context);
-  const PeepholeCall<T>& call = *shared.call;
-  const FlushDenormals flush;
-  shared.team.run(task, call.args->T, [&](int64_t t, int part) {
-    shared.team.each_panel(call.gate[0].panel_count(), part, [&](int from, int to) {
-      Transfers<T> none[kGates];
-      peephole_step(call, shared.states, t, 0, call.B, from, to, false, none);
-    });
-  });
-}
-
-template <class T>
-bool team_forward(const PeepholeCall<T>& call) {
-  PeepholeTeam<T> shared = {};
-  shared.call = &call;
-  shared.team.start(call.args->threads);
-  if (!shared.states.start(call, 0, call.B)) return false;
-  parallel_run(shared.team.threads, peephole_team_task<T>, &shared);
-  return true;
-}
-
 // What a step of the backward reads and writes besides the blocked adjoints: rows of matrices [T, B, ..]; null: zeros.
 template <class T>
 struct PeepholeStep {
@@ -318,8 +286,6 @@ bool run_peephole(const PeepholeArgs& args, bool backward) {
       if (!call.gate[g].allocate(N, N)) return false;
   }
   parallel_run(args.threads, peephole_pack_task<T>, &call);
-  if (!backward && share_columns(B, args.threads, args.N * args.N * static_cast<int64_t>(sizeof(T))))
-    return team_forward(call);
   parallel_run(call.threads, peephole_task<T>, &call);
   if (backward && !call.failed) {
     T* to = static_cast<T*>(args.grad_peephole);

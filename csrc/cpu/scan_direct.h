@@ -69,7 +69,7 @@ struct DirectScan {
 };
 
 inline bool direct_serves(const ScanArgs& args) {
-  return args.T * args.B <= kDirectRows && args.R == 1 && !args.lengths && !args.resets && !args.checkpoint_every;
+  return args.T * args.B <= kDirectRows && !args.lengths && !args.resets && !args.checkpoint_every;
 }
 
 template <class T>

@@ -69,10 +69,8 @@ void pack_task(void* context, int task) {
   }
 }
 
-// Where delta_t of all steps goes; null if it is no result.
-inline void* delta_result(const ScanArgs& args) {
-  return args.grad_delta || args.weight ? args.grad_delta : args.grad_x;
-}
+// Where delta_t of all steps goes: grad_x, if that is not the gradient of features or tokens; or null.
+inline void* delta_result(const ScanArgs& args) { return args.weight ? nullptr : args.grad_x; }
 
 // The sizes, and how the results are written.
 template <class T>

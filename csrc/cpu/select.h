@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "cpu/cayley.h"
-#include "cpu/exponential.h"
 #include "cpu/ops.h"
 
 namespace orthokern {
@@ -16,12 +15,8 @@ namespace orthokern {
   kernel(factored_scan_bwd, ScanArgs, backward)                    \
   kernel(dense_scan_fwd, ScanArgs, forward)                        \
   kernel(dense_scan_bwd, ScanArgs, backward)                       \
-  kernel(scan_steps_bwd, ScanArgs, steps)                          \
-  kernel(scan_second, ScanSecondArgs, fields)                      \
   kernel(gru_scan_fwd, GruArgs, forward)                           \
   kernel(gru_scan_bwd, GruArgs, backward)                          \
-  kernel(gru_steps_bwd, GruArgs, steps)                            \
-  kernel(gru_second, GruSecondArgs, fields)                        \
   kernel(peephole_scan_fwd, PeepholeArgs, forward)                 \
   kernel(peephole_scan_bwd, PeepholeArgs, backward)                \
   kernel(activation_fwd, ActivationArgs, forward)                  \
@@ -31,7 +26,6 @@ namespace orthokern {
   kernel(modal_scan_bwd, ModalArgs, scan_backward)                 \
   kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy)        \
   kernel(cayley, CayleyArgs, fields)                               \
-  kernel(exponential_steps_bwd, ExponentialArgs, fields)           \
   kernel(gram, SpectralArgs, gram)                                 \
   kernel(is_definite, SpectralArgs, is_definite)                   \
   kernel(distance, SpectralArgs, norm)                             \

@@ -10,7 +10,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cpu._call import call, has_amx, has_bf16, new
 
-# T B up to which the kernels compute exact products, kStepRows of csrc/cpu/direct.h
+# T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
 # the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
@@ -32,7 +32,7 @@ def _arguments(
     K, size = (0 if tensor is None else tensor.shape[-1] for tensor in (first, act_param))
     D = N if weight is None else weight.shape[1]
     sizes = {
-        "B": B, "T": steps, "N": N, "K": K, "D": D, "R": 1, "shared_x": 0,
+        "B": B, "T": steps, "N": N, "K": K, "D": D,
         "activation": ACTIVATIONS[options.activation].number, "act_param_size": size,
         "checkpoint_every": options.checkpoint_every,
         "bf16": _bf16() if options.precision == "bf16" and steps * B > MOST_ROWS else 0,
@@ -86,8 +86,7 @@ def scan_bwd(
         norm=new(T, dtype=dtype),
     )
     sizes["message_clip"] = options.message_clip
-    sizes["grad_steps"] = T
-    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre, "grad_delta": None}
+    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
     call(f"{map_.op}_bwd", dtype, sizes, tensors)
     return grads

@@ -30,14 +30,13 @@ def gru_scan_bwd(
     (T, B, N), dtype = grad_hs.shape, inputs.h0.dtype
     sizes, tensors = _arguments(inputs, options, T)
     saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
-    sizes["grad_steps"], saved["grad_hs"] = T, grad_hs
+    saved["grad_hs"] = grad_hs
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
     grad_h0, grad_norm = torch.empty(B, N, dtype=dtype, device="cpu"), torch.empty(T, dtype=dtype, device="cpu")
     state = inputs.reset_state
     grad_reset_state = None if options.resets is None or state is None else torch.zeros_like(state)
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
-    more = {"grad_reset_state": grad_reset_state, "ghat": None, "grad_gates": None, "grad_pre": None}
-    call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, **more})
+    call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
     if need_params:
         grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
