@@ -92,8 +92,8 @@ PYBIND11_MODULE(_C, m) {
       [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
       "Bytes of results in use and waiting.");
 
-#define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>);
-  ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND)
+#define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>)
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND);
 #undef ORTHOKERN_BIND
 #ifdef ORTHOKERN_HAVE_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern.cuda._call only.");

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/direct.h"
-#include "cpu/gru.h"
+#include "cpu/ops.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -30,30 +30,24 @@ struct DirectGru {
     return direct_rows<T>(w, args.N, lanes(b), static_cast<int>(args.N), a, V<T>{});
   }
   // r, z of one block, and m.
-  static void gates(void* context, int from, int to) {
-    const DirectGru& self = *static_cast<DirectGru*>(context);
-    for (int b = from; b < to; b++)
-      for (int g = 0; g < 2; g++) {
-        const V<T> value = sigmoid<T>(self.product(g, b, self.h) + self.x(g, b) + self.bias(g, b));
-        store_part(self.gate(g, b), value, self.lanes(b));
-        if (KANAI && g == 0)
-          store_part(self.m + b * L, value * load_part(self.h + b * L, self.lanes(b)), self.lanes(b));
-      }
+  void gates(int b) const {
+    for (int g = 0; g < 2; g++) {
+      const V<T> value = sigmoid<T>(product(g, b, h) + x(g, b) + bias(g, b));
+      store_part(gate(g, b), value, lanes(b));
+      if (KANAI && g == 0) store_part(m + b * L, value * load_part(h + b * L, lanes(b)), lanes(b));
+    }
   }
   // n and h_t of one block.
-  static void states(void* context, int from, int to) {
-    const DirectGru& self = *static_cast<DirectGru*>(context);
-    const int64_t N = self.args.N;
-    for (int b = from; b < to; b++) {
-      const int count = self.lanes(b);
-      const V<T> q = self.product(2, b, KANAI ? self.m.get() : self.h) + self.bias(2, b);
-      if (!KANAI) store_part(static_cast<T*>(self.args.pre) + self.row * N + b * L, q, count);
-      const V<T> n = vtanh<T>(self.x(2, b) + (KANAI ? q : load_part(self.gate(0, b), count) * q));
-      store_part(self.gate(2, b), n, count);
-      const V<T> z = load_part(self.gate(1, b), count);
-      const V<T> now = z * load_part(self.h + b * L, count) + (splat<T>(1) - z) * n;
-      store_part(static_cast<T*>(self.args.hs) + self.row * N + b * L, now, count);
-    }
+  void state(int b) const {
+    const int64_t N = args.N;
+    const int count = lanes(b);
+    const V<T> q = product(2, b, KANAI ? m.get() : h) + bias(2, b);
+    if (!KANAI) store_part(static_cast<T*>(args.pre) + row * N + b * L, q, count);
+    const V<T> n = vtanh<T>(x(2, b) + (KANAI ? q : load_part(gate(0, b), count) * q));
+    store_part(gate(2, b), n, count);
+    const V<T> z = load_part(gate(1, b), count);
+    const V<T> now = z * load_part(h + b * L, count) + (splat<T>(1) - z) * n;
+    store_part(static_cast<T*>(args.hs) + row * N + b * L, now, count);
   }
   bool run() {
     const int64_t N = args.N;
@@ -61,8 +55,12 @@ struct DirectGru {
     const int blocks = static_cast<int>((N + L - 1) / L);
     for (; row < args.T * args.B; row++) {
       h = row < args.B ? static_cast<const T*>(args.h0) + row * N : static_cast<const T*>(args.hs) + (row - args.B) * N;
-      direct_run(args.threads, 2 * N * N * sizeof(T), blocks, gates, this);
-      direct_run(args.threads, N * N * sizeof(T), blocks, states, this);
+      direct_share(args.threads, 2 * N * N * sizeof(T), blocks, 1, [this](int from, int to) {
+        for (int b = from; b < to; b++) gates(b);
+      });
+      direct_share(args.threads, N * N * sizeof(T), blocks, 1, [this](int from, int to) {
+        for (int b = from; b < to; b++) state(b);
+      });
     }
     return true;
   }

@@ -129,6 +129,10 @@ struct PeepholeArgs {
   const void* h0;        // [B, N]
   const void* c0;        // [B, N]
   const void* x;         // [T, B, 4N]  (forward)
+  // always null: every sequence has T steps, and none resets
+  const int64_t* lengths;
+  const uint8_t* resets;
+  const void* reset_state;
 
   // forward results
   void* hs;     // [T, B, N]

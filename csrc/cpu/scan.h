@@ -34,14 +34,6 @@ namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
 
-template <class T>
-struct ScanCall {
-  ScanPlan<T> plan;
-  ScanSums<T>* sums;  // [threads], backward only
-  bool backward;
-  bool failed;
-};
-
 template <class T, class A>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const ScanArgs& args = *plan.args;
@@ -70,53 +62,43 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-// Task i of a call: its rows of the batch, in groups.
-template <class T>
-void scan_task(void* context, int task) {
-  ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
-  const ScanPlan<T>& plan = call.plan;
-  const FlushDenormals flush;
-  const TileRelease release(plan.tiles);
-  each_group(plan, task, kGroupRows, [&](int row0, int R) {
-    bool ok = true;
-    visit_activation(plan.args->activation, [&](auto a) {
-      using A = decltype(a);
-      ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R);
+// run(row0, R, task, activation) for every group of rows; false if one of them ran out of memory.
+template <class T, class F>
+bool each_group_of(const ScanPlan<T>& plan, const F& run) {
+  bool failed = false;
+  share(plan.threads, plan.threads, [&](int task) {
+    const FlushDenormals flush;
+    const TileRelease release(plan.tiles);
+    each_group(plan.begin, task, kGroupRows, [&](int row0, int R) {
+      visit_activation(plan.args->activation, [&](auto a) {
+        if (!run(row0, R, task, a)) failed = true;
+      });
     });
-    if (!ok) call.failed = true;
   });
+  return !failed;
 }
 
 template <class T>
 bool scan_forward(const ScanArgs& args) {
   if (direct_serves(args)) return scan_direct<T>(args);
-  ScanCall<T> call;
-  call.sums = nullptr;
-  call.backward = call.failed = false;
-  if (!prepare_scan(&call.plan, args, false)) return false;
-  parallel_run(call.plan.threads, scan_task<T>, &call);
-  return !call.failed;
+  ScanPlan<T> plan;
+  if (!prepare_scan(&plan, args, false)) return false;
+  return each_group_of(plan, [&](int row0, int R, int, auto a) { return forward_rows<T, decltype(a)>(plan, row0, R); });
 }
 
 template <class T>
 bool scan_backward(const ScanArgs& args) {
   if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
-  ScanCall<T> call;
-  call.backward = true;
-  call.failed = false;
-  if (!prepare_scan(&call.plan, args, true)) return false;
-  const ScanPlan<T>& plan = call.plan;
-  Scratch<char> memory(sizeof(ScanSums<T>) * plan.threads);
-  if (!memory.get()) return false;
-  call.sums = reinterpret_cast<ScanSums<T>*>(memory.get());  // all zero bytes: empty scratch buffers
-  bool ok = true;
-  for (int i = 0; i < plan.threads && ok; i++) ok = call.sums[i].allocate(plan);
-  if (ok) {
-    parallel_run(plan.threads, scan_task<T>, &call);
-    if (!call.failed) collect_scan(plan, call.sums);
-  }
-  for (int i = 0; i < plan.threads; i++) call.sums[i].~ScanSums<T>();
-  return ok && !call.failed;
+  ScanPlan<T> plan;
+  if (!prepare_scan(&plan, args, true)) return false;
+  TaskSums<ScanSums<T>> sums;
+  if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
+  if (!each_group_of(plan, [&](int row0, int R, int task, auto a) {
+        return backward_rows<T, decltype(a)>(plan, &sums[task], row0, R);
+      }))
+    return false;
+  collect_scan(plan, sums.get());
+  return true;
 }
 
 // Compiled once, in factored_scan.cpp, for both ops.

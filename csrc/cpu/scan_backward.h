@@ -414,16 +414,6 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
 // The results that are sums over all threads.
 
 template <class T>
-void collect_norm(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  T* norm = static_cast<T*>(plan.args->grad_norm);
-  for (int64_t t = 0; t < plan.args->T; t++) {
-    double total = 0;
-    for (int i = 0; i < plan.threads; i++) total += sums[i].norm[t];
-    norm[t] = static_cast<T>(__builtin_sqrt(total));
-  }
-}
-
-template <class T>
 void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
   write_param_grad(static_cast<T*>(args.grad_act_param), args.act_param_size, args.N, [&](int64_t n) {
@@ -474,7 +464,8 @@ void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 
 template <class T>
 void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  collect_norm(plan, sums);
+  write_norms(
+      plan.threads, plan.args->T, [=](int i) { return sums[i].norm.get(); }, static_cast<T*>(plan.args->grad_norm));
   if (plan.args->grad_act_param) collect_param(plan, sums);
   if (!plan.args->grad_map) return;
   collect_products(plan, sums);

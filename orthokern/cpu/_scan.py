@@ -32,16 +32,30 @@ def _arguments(
     K, size = (0 if tensor is None else tensor.shape[-1] for tensor in (first, act_param))
     D = N if weight is None else weight.shape[1]
     sizes = {
-        "B": B, "T": steps, "N": N, "K": K, "D": D,
-        "activation": ACTIVATIONS[options.activation].number, "act_param_size": size,
+        "B": B,
+        "T": steps,
+        "N": N,
+        "K": K,
+        "D": D,
+        "activation": ACTIVATIONS[options.activation].number,
+        "act_param_size": size,
         "checkpoint_every": options.checkpoint_every,
         "bf16": _bf16() if options.precision == "bf16" and steps * B > MOST_ROWS else 0,
-    }  # fmt: skip
+    }
     tensors = {
-        "first": first, "scale": scale, "second": second, "x": None if tokens else x, "tokens": x if tokens else None,
-        "h0": h0, "weight": weight, "bias": bias, "act_param": act_param, "reset_state": reset_state,
-        "lengths": options.lengths, "resets": options.resets,
-    }  # fmt: skip
+        "first": first,
+        "scale": scale,
+        "second": second,
+        "x": None if tokens else x,
+        "tokens": x if tokens else None,
+        "h0": h0,
+        "weight": weight,
+        "bias": bias,
+        "act_param": act_param,
+        "reset_state": reset_state,
+        "lengths": options.lengths,
+        "resets": options.resets,
+    }
     return sizes, tensors
 
 

@@ -47,7 +47,10 @@ def _arguments(inputs: GruInputs, options: GruOptions, T: int) -> tuple[dict[str
     """Sizes and tensors that forward and backward take: fields of GruArgs in ``csrc/cpu/ops.h``."""
     B, N = inputs.h0.shape
     tensors = {
-        "w": inputs.w, "h0": inputs.h0, "lengths": options.lengths, "resets": options.resets,
+        "w": inputs.w,
+        "h0": inputs.h0,
+        "lengths": options.lengths,
+        "resets": options.resets,
         "reset_state": inputs.reset_state,
-    }  # fmt: skip
+    }
     return {"B": B, "T": T, "N": N, "kanai": int(options.kanai)}, tensors
