@@ -10,7 +10,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.cpu._call import call, has_amx, has_bf16, new
 
-# T B up to which the kernels compute exact products, kStepRows of csrc/cpu/direct.h
+# T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
 # the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
@@ -27,18 +27,33 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
     x, tokens = args.x, None
     if x is not None and not x.is_floating_point():
         x, tokens = None, x
-    K, D, size = (0 if tensor is None else tensor.shape[-1] for tensor in (args.first, args.weight, args.act_param))
+    K, size = (0 if tensor is None else tensor.shape[-1] for tensor in (args.first, args.act_param))
+    D = N if args.weight is None else args.weight.shape[1]
     sizes = {
-        "B": B, "T": steps, "N": N, "K": K, "D": D, "R": 1, "shared_x": 0,
-        "activation": ACTIVATIONS[args.activation].number, "act_param_size": size,
+        "B": B,
+        "T": steps,
+        "N": N,
+        "K": K,
+        "D": D,
+        "activation": ACTIVATIONS[args.activation].number,
+        "act_param_size": size,
         "checkpoint_every": args.checkpoint_every,
         "bf16": _bf16() if args.precision == "bf16" and steps * B > MOST_ROWS else 0,
-    }  # fmt: skip
+    }
     tensors = {
-        "first": args.first, "scale": args.scale, "second": args.second, "x": x, "tokens": tokens, "h0": args.h0,
-        "weight": args.weight, "bias": args.bias, "act_param": args.act_param, "reset_state": args.reset_state,
-        "lengths": args.lengths, "resets": args.resets,
-    }  # fmt: skip
+        "first": args.first,
+        "scale": args.scale,
+        "second": args.second,
+        "x": x,
+        "tokens": tokens,
+        "h0": args.h0,
+        "weight": args.weight,
+        "bias": args.bias,
+        "act_param": args.act_param,
+        "reset_state": args.reset_state,
+        "lengths": args.lengths,
+        "resets": args.resets,
+    }
     return sizes, tensors
 
 
@@ -70,7 +85,7 @@ def scan_bwd(
         return new(*tensor.shape, dtype=dtype) if tensor is not None and required else None
 
     grads = ScanGradients(
-        x=new(T, B, sizes["D"] or N, dtype=dtype) if need_x and tensors["tokens"] is None else None,
+        x=new(T, B, sizes["D"], dtype=dtype) if need_x and tensors["tokens"] is None else None,
         m=new(N, N, dtype=dtype) if need_params else None,
         h0=new(B, N, dtype=dtype),
         weight=like(args.weight, need_params),
@@ -79,8 +94,8 @@ def scan_bwd(
         reset_state=like(args.reset_state, args.resets is not None),
         norm=new(T, dtype=dtype),
     )
-    sizes |= {"message_clip": args.message_clip, "grad_steps": T}
-    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre, "grad_delta": None}
+    sizes["message_clip"] = args.message_clip
+    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
     call(f"{args.op}_bwd", dtype, sizes, tensors)
     return grads

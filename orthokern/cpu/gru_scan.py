@@ -28,14 +28,13 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     (T, B, N), dtype = grad_hs.shape, args.h0.dtype
     sizes, tensors = _arguments(args, T)
     saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
-    sizes["grad_steps"], saved["grad_hs"] = T, grad_hs
+    saved["grad_hs"] = grad_hs
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
     grad_h0, grad_norm = torch.empty(B, N, dtype=dtype, device="cpu"), torch.empty(T, dtype=dtype, device="cpu")
     state = args.reset_state
     grad_reset_state = None if args.resets is None or state is None else torch.zeros_like(state)
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
-    more = {"grad_reset_state": grad_reset_state, "ghat": None, "grad_gates": None, "grad_pre": None}
-    call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, **more})
+    call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
     if need_params:
         grad_w, grad_bias = parameter_gradients(*args.parts(), states.hs, grad_x, factor)
@@ -46,7 +45,10 @@ def _arguments(args: GruArgs, T: int) -> tuple[dict[str, int], dict[str, Tensor 
     """Sizes and tensors that forward and backward take: fields of GruArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
     tensors = {
-        "w": args.w, "h0": args.h0, "lengths": args.lengths, "resets": args.resets,
+        "w": args.w,
+        "h0": args.h0,
+        "lengths": args.lengths,
+        "resets": args.resets,
         "reset_state": args.reset_state,
-    }  # fmt: skip
+    }
     return {"B": B, "T": T, "N": N, "kanai": int(args.kanai)}, tensors
