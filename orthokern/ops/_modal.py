@@ -8,7 +8,6 @@ whether a call uses them.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -48,15 +47,15 @@ class Modes:
     basis: Basis
     pairs: Tensor  # from `close_pairs`; for a deferred basis, from `first_close_pairs`
     backward: bool  # gradients are needed
-    pending: Pending | None = None  # of a deferred basis: its report, `neglected`, and the number of pairs
+    pending: Pending | None = None  # of a deferred basis: report, `neglected`, largest |lambda|, number of pairs
 
     def hold(self, call: Call, asked: bool) -> bool:
         """Whether the results of a call that used these modes are valid. Waits for a deferred basis."""
         if self.pending is None:
             return True
-        good, condition, neglected, count = self.pending.get()
+        good, condition, neglected, radius, count = self.pending.get()
         try:
-            check_accuracy(condition, neglected, call, asked)
+            check_accuracy(condition, neglected, radius, call, asked)
         except NoBasis:
             return False
         return good == 1.0 and count <= len(self.pairs)
@@ -148,29 +147,44 @@ def why_not_now(call: Call) -> str | None:
     return None
 
 
-def rounding(condition: float, neglected: float, T: int, dtype: torch.dtype) -> float:
-    """The expected relative error of the modal form: the condition of the basis times the sum of the rounding errors of
-    products, of the float64 eigenvalues over T steps, and of the neglected part of W (``Basis.neglected``)."""
-    return condition * (torch.finfo(dtype).eps / 2 + T * torch.finfo(torch.float64).eps + neglected)
+def expected_error(condition: float, neglected: float, horizon: float, call: Call) -> float:
+    """The expected relative error of a modal call; see Note [When a basis is accurate enough]."""
+    eps, wide = torch.finfo(call.dtype).eps, torch.finfo(torch.float64).eps
+    products = eps * (condition**2 if call.backward else condition)
+    return products + condition * (horizon * wide + neglected)
 
 
-def sequential_rounding(T: int, dtype: torch.dtype) -> float:
-    """The relative error of the sequential scan of an orthogonal W: 2e-5 was measured in float32 at T = 10 000."""
-    return 2.0 * torch.finfo(dtype).eps * math.sqrt(T)
+# Errors that a call with an explicit algorithm="modal" may always have.
+LEAST_LIMIT = {torch.float32: 4e-6, torch.float64: 1e-10}
 
 
-LEAST_LIMIT = 1e-9  # an error that an explicit algorithm="modal" may always have
+def check_accuracy(condition: float, neglected: float, radius: float, call: Call, asked: bool) -> None:
+    """Raise NoBasis unless a modal call is about as accurate as the sequential scan.
 
+    Note [When a basis is accurate enough]
+        Let eps be the rounding of the dtype of the call, and c the condition of the basis R. States in modal
+        coordinates are up to |R^-1| times as large as h, and R carries their rounding back: their error is c eps. In
+        dL/dW = R^-T M R^T, M sums products of such states and of adjoints, and is itself transformed: c^2 eps. The
+        eigenvalues are of float64. Their error grows with the number of steps that a state is remembered for, the
+        horizon n = min(T, 1 / (1 - r)) with r the largest |lambda|: c n eps64. The part of W outside its diagonal form
+        (``Basis.neglected``) counts c times. Near a defective W, c is about 1 / d for a gap d of two eigenvalues.
 
-def check_accuracy(condition: float, neglected: float, call: Call, asked: bool) -> None:
-    """Raise NoBasis if the modal form has larger errors than the sequential scan; arguments as in ``rounding``."""
-    error, limit = rounding(condition, neglected, call.T, call.dtype), sequential_rounding(call.T, call.dtype)
+        The sequential scan of an orthogonal W has an error of about 2 eps sqrt(n): 2e-5 was measured in float32 at
+        T = 10 000.
+
+    Args:
+        condition, neglected: of the basis.
+        radius: the largest |lambda|.
+        asked: the algorithm is "modal", not "auto".
+    """
+    horizon = call.T if radius * call.T >= call.T - 1 else 1 / (1 - radius)
+    error, limit = expected_error(condition, neglected, horizon, call), 2 * torch.finfo(call.dtype).eps * horizon**0.5
     if asked:
-        limit = max(limit, LEAST_LIMIT)
+        limit = max(limit, LEAST_LIMIT[call.dtype], 2 * horizon * torch.finfo(torch.float64).eps)
     if not error <= limit:
         raise NoBasis(
-            f"the condition of its eigenvectors is {condition:.2g}: their rounding error, about {error:.1g}, would be "
-            f"above the {limit:.1g} of the sequential scan"
+            f"the condition of its eigenvectors is {condition:.2g}: the rounding error, about {error:.1g}, would be "
+            f"above {limit:.1g}"
         )
 
 
@@ -193,12 +207,12 @@ def find_modes(matrix: Matrix, call: Call, start: Tensor | None, asked: bool, de
     none = torch.empty(0, 2, dtype=torch.int64, device=w.device)
     with torch.no_grad():
         basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype, defer=defer)
-        neglected = basis.neglected(w, call.T)
+        neglected, radius = basis.neglected(w, call.T), basis.values.abs().max()
         if basis.report is not None:
             pairs, count = first_close_pairs(basis, call.T, 2 * call.N) if call.backward else (none, none.sum())
-            pending = Pending(torch.cat([basis.report, torch.stack([neglected, count.double()])]))
+            pending = Pending(torch.cat([basis.report, torch.stack([neglected, radius, count.double()])]))
             return Modes(w, basis, pairs, call.backward, pending)
-        check_accuracy(basis.condition, float(neglected), call, asked)
+        check_accuracy(basis.condition, float(neglected), float(radius), call, asked)
         pairs = close_pairs(basis, call.T) if call.backward else none
     if len(pairs) > 2 * call.N and not asked:
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
@@ -226,7 +240,7 @@ def choose(
         try:
             return find_modes(matrix, call, start, asked, defer), ""
         except NoBasis as error:
-            why = f"{'W' if len(matrix) == 1 else 'W = U diag(s) V^T'} does not suit: {error}"
+            why = f"{'W' if len(matrix) == 1 else 'W = U diag(s) V^T'} is not safely diagonalisable: {error}"
     if asked:
         raise InputError(f"algorithm is 'modal': {why}{INSTEAD}")
     return None, why

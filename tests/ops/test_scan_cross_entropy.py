@@ -473,7 +473,7 @@ def test_states_that_grow_out_of_range_on_padding(inputs: str, monkeypatch: pyte
 
 
 def test_states_bad_input() -> None:
-    with pytest.raises(InputError, match="algorithm is 'modal': W does not suit"):
+    with pytest.raises(InputError, match="algorithm is 'modal': W is not safely diagonalisable"):
         functional.dense_scan(
             torch.randn(5, 2, 2), torch.tensor([[1.0, 1.0], [0.0, 1.0]]), activation="identity", algorithm="modal"
         )
