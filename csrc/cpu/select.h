@@ -27,9 +27,8 @@ namespace orthokern {
   kernel(activation_fwd, ActivationArgs, forward)                  \
   kernel(activation_bwd, ActivationArgs, backward)                 \
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields) \
-  kernel(modal_scan_fwd, ModalArgs, scan)                          \
-  kernel(modal_scan_bwd, ModalArgs, scan_backward)                 \
-  kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy)        \
+  kernel(modal_scan, ModalArgs, scan)                              \
+  kernel(modal_loss, ModalArgs, cross_entropy)                     \
   kernel(cayley, CayleyArgs, fields)                               \
   kernel(exponential_steps_bwd, ExponentialArgs, fields)           \
   kernel(gram, SpectralArgs, gram)                                 \

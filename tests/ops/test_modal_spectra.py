@@ -13,8 +13,8 @@ from torch import Tensor
 from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN, LinearCrossEntropy
-from orthokern.ops import _modal
-from orthokern.ops._modal_basis import diagonalise
+from orthokern.ops.modal import choice
+from orthokern.ops.modal.basis import diagonalise
 from orthokern.optim import optimizer_for
 
 
@@ -72,7 +72,7 @@ def test_spectra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eigenvalues that are real, repeated or nearly equal, with good eigenvectors: modal, and as exact as elsewhere."""
     wanted, arguments = turned(SPECTRA[name])
     compare(wanted, arguments, 1e-9, algorithm="modal")
-    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
     compare(wanted, arguments, 1e-9)
 
 
@@ -85,7 +85,7 @@ def test_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ) as error:
         functional.scan_cross_entropy(**arguments, algorithm="modal")
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
     compare(wanted, arguments, 1e-10)
     found = functional.scan_cross_entropy(**arguments)
     assert found.basis is None and found.refused.startswith("W is not safely diagonalisable: ")
@@ -95,7 +95,7 @@ def test_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nearly_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near a matrix without a basis there is one of a large condition, or none: right or refused, never wrong."""
     wanted, arguments = turned(NEAR[name])
-    monkeypatch.setattr(_modal, "multiply_adds", lambda call: (0.0, 1.0))
+    monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
     compare(wanted, arguments, 1e-10)
     try:
         compare(wanted, arguments, 1e-10, algorithm="modal")

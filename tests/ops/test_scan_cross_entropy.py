@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pack_sequence
 from orthokern import _memory, functional, init
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
-from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
-from orthokern.ops import _modal, _modal_norms, _scan_loss
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
+from orthokern.ops.modal import choice, cpu, norms, op
+from orthokern.ops.modal import loss as scan_loss
 
 IDS, FEATURES, TERMS = "ids", "features", "terms"
 
@@ -98,8 +99,8 @@ def test_modal(form: str, kind: str, lengths: bool) -> None:
 def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More states than are kept: the chunks' sums are those of all steps."""
     wanted, arguments = problem(kind, 12, 12, 17, 4, lengths=lengths)
-    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
-    monkeypatch.setattr(_scan_loss, "CHUNK", 5 * 4 * 12 * 8)
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
+    monkeypatch.setattr(scan_loss, "CHUNK", 5 * 4 * 12 * 8)
     compare(wanted, arguments, 1e-12, algorithm="sequential")
     with torch.no_grad():
         loss, hits, _, _ = functional.scan_cross_entropy(**arguments, algorithm="sequential")
@@ -113,9 +114,8 @@ def test_chunks_without_gradients_are_a_forward(mode: Any, monkeypatch: pytest.M
     rnn, readout = FactorizedRNN(10, 8), LinearCrossEntropy(8, 9)
     ids, target = torch.randint(10, (40, 3)), torch.randint(9, (40, 3))
     expected = rnn.loss(ids, readout, target)
-    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
-    monkeypatch.setattr(_scan_loss, "CHUNK", 7 * 3 * 8 * 4)
-    monkeypatch.setattr(_scan_loss._Chunks, "backward", None)
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
+    monkeypatch.setattr(scan_loss, "CHUNK", 7 * 3 * 8 * 4)
     with mode(), tap() as taken:
         loss, hits = rnn.loss(ids, readout, target)
     torch.testing.assert_close(loss, expected[0].detach())
@@ -145,8 +145,8 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
     assert torch.equal(found.loss, loss) and found.basis is None and activation in found.refused
     for a, b in zip(torch.autograd.grad(factor * found.loss, wanted), expected, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
-    monkeypatch.setattr(_scan_loss, "CHUNK", 4 * 3 * 8 * 8)
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
+    monkeypatch.setattr(scan_loss, "CHUNK", 4 * 3 * 8 * 8)
     chunked = functional.scan_cross_entropy(**call)
     assert torch.equal(chunked.hits, found.hits) and (chunked.loss - loss).abs() < 1e-14
     for a, b in zip(torch.autograd.grad(factor * chunked.loss, wanted), expected, strict=True):
@@ -156,7 +156,7 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
 def test_chunks_with_a_message_clip_notice_changed_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backward reads the inputs again."""
     wanted, arguments = problem(FEATURES, 8, 8, 19, 3, lengths=True)
-    monkeypatch.setattr(_scan_loss, "kept_states", lambda device: 0)
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     for name in ("target", "lengths"):
         loss = functional.scan_cross_entropy(**arguments, message_clip=0.1).loss
         arguments[name].copy_(arguments[name].clone())
@@ -177,13 +177,13 @@ def test_one_id_of_any_strides(dtype: torch.dtype) -> None:
 def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of trainable parameters too, and with a bias, which is the one that enters the call as it is."""
     wanted, arguments = problem(IDS, 12, 12, 17, 4)
-    run, needed = _modal.loss_fwd, []
+    run, needed = cpu.loss, []
 
-    def watched(inputs: Any, readout: Any, need_grad: bool, backend: str | None) -> Any:
+    def watched(inputs: Any, readout: Any, need_grad: bool) -> Any:
         needed.append(need_grad)
-        return run(inputs, readout, need_grad, backend)
+        return run(inputs, readout, need_grad)
 
-    monkeypatch.setattr(_modal, "loss_fwd", watched)
+    monkeypatch.setattr(cpu, "loss", watched)
     expected = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
     with mode():
         found = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
@@ -386,8 +386,8 @@ def test_ids_and_targets_out_of_range(algorithm: str) -> None:
 @pytest.mark.parametrize("form", ["dense", "factored", "thin"])
 @pytest.mark.parametrize("steps", [64, 5], ids=["", "spans"])
 def test_states(form: str, kind: str, lengths: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_modal, "SPAN_STEPS", steps)
-    monkeypatch.setattr(_modal, "SPAN_ROWS", 4 * steps)
+    monkeypatch.setattr(op, "SPAN_STEPS", steps)
+    monkeypatch.setattr(op, "SPAN_ROWS", 4 * steps)
     wanted, a = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
     scan = functional.dense_scan if form == "dense" else functional.factored_scan
     x = a["x"] if a["x"].is_floating_point() else a["x"].long()
@@ -456,7 +456,7 @@ def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
 @pytest.mark.parametrize("inputs", [IDS, FEATURES])
 def test_states_that_grow_out_of_range_on_padding(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are those of the sequences that were cut off before it."""
-    monkeypatch.setattr(_modal, "SPAN_ROWS", 2 * 64)
+    monkeypatch.setattr(op, "SPAN_ROWS", 2 * 64)
     torch.manual_seed(0)
     w = (1.12 * torch.linalg.qr(torch.randn(6, 6))[0]).requires_grad_()
     table, h0, lengths = torch.randn(6, 3, requires_grad=True), torch.randn(2, 6, requires_grad=True), [5, 7]
@@ -669,7 +669,7 @@ def test_modal_training_is_training_step_by_step(margin: float | None) -> None:
 
 def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse tap gets the norms of the sequential scan at the steps that a record keeps; a full one makes it run."""
-    monkeypatch.setattr(_modal_norms, "PIECE", 2 * 3 * 12 * 8)
+    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
     torch.manual_seed(0)
     rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64)
     readout = LinearCrossEntropy(12, 4, dtype=torch.float64)
@@ -694,8 +694,8 @@ def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("need_w", [False, True])
 def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every step, in spans too, and in each of two backwards of one graph."""
-    monkeypatch.setattr(_modal, "SPAN_STEPS", 5)
-    monkeypatch.setattr(_modal, "SPAN_ROWS", 4 * 5)
+    monkeypatch.setattr(op, "SPAN_STEPS", 5)
+    monkeypatch.setattr(op, "SPAN_ROWS", 4 * 5)
     _, a = problem(kind, 8, 8, 17, 4, dense=True, lengths=lengths)
     x = a["x"] if a["x"].is_floating_point() else a["x"].long()
     options = {name: a.get(name) for name in ("weight", "bias", "lengths", "activation")}
@@ -721,8 +721,8 @@ def test_norms_of_a_scan_in_chunks(
     arguments |= {"activation": activation, "message_clip": message_clip}
     taken = {}
     for name, kept in (("whole", 10**9), ("chunks", 0)):
-        monkeypatch.setattr(_scan_loss, "kept_states", lambda device, kept=kept: kept)
-        monkeypatch.setattr(_scan_loss, "CHUNK", 4 * 3 * 8 * 8)
+        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
+        monkeypatch.setattr(scan_loss, "CHUNK", 4 * 3 * 8 * 8)
         with tap() as taken[name]:
             loss = functional.scan_cross_entropy(**arguments, algorithm="sequential").loss
             torch.autograd.grad(-3.0 * loss, wanted)
@@ -738,7 +738,7 @@ def test_norms_of_a_scan_in_chunks(
 @pytest.mark.parametrize("inputs", ["ids", "features"])
 def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the states of all steps as with them."""
-    monkeypatch.setattr(_modal_norms, "PIECE", 2 * 3 * 12 * 8)
+    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
     torch.manual_seed(0)
     rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
     readout = nn.Linear(12, 4, dtype=torch.float64)
@@ -746,46 +746,19 @@ def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) ->
     target = torch.randint(4, (150, 3))
     with tap() as taken:
         nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
-    found = _loss.last_step_norms(rnn, x, readout, target, "modal")
+    found = rnn._last_step_norms(x, readout, target, "modal")
     assert found is not None
     kept = profile_steps(150)
     assert torch.allclose(found[kept], taken.grad_norms[0][kept], rtol=1e-9)
-    assert _loss.last_step_norms(rnn, x, readout, target, "sequential") is None
+    assert rnn._last_step_norms(x, readout, target, "sequential") is None
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_loss_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that are told are those of the tensors that the call makes, to the share that it keeps beside them."""
-    monkeypatch.setattr(_scan_loss, "CHUNK", 10 * 3 * 16 * 4)
-    made: list[int] = []
-    scan = _scan_loss.ScanCall.__call__
-
-    def watched(self: Any, *arguments: Any) -> Tensor:
-        hs = scan(self, *arguments)
-        made.append(hs.nbytes)
-        return hs
-
-    monkeypatch.setattr(_scan_loss.ScanCall, "__call__", watched)
-    rnn, readout = RNN(5, 16), nn.Linear(16, 4)
-    step = 3 * 16 * 4
-    for kept, largest, told in ((100 * step, 100 * step, 200 * step), (99 * step, 10 * step, 20 * step + 10 * step)):
-        monkeypatch.setattr(_scan_loss, "kept_states", lambda device, kept=kept: kept)
-        made.clear()
-        rnn.loss(torch.randint(5, (100, 3)), readout, torch.randint(4, (100, 3)))[0].backward()
-        assert max(made) == largest
-        assert _loss.state_bytes(rnn, 100, 3, 4, algorithm="auto") == told
-    linear = RNN(5, 16, nonlinearity="identity")
-    made.clear()
-    linear.loss(torch.randint(5, (100, 3)), readout, torch.randint(4, (100, 3)), algorithm="modal")[0].backward()
-    assert not made and _loss.state_bytes(linear, 100, 3, 4, algorithm="modal") == 0
-    assert _loss.state_bytes(linear, 100, 3, 4, ids=False, algorithm="modal") == 200 * step
-
-
 def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
-    monkeypatch.setattr(_modal, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
+    monkeypatch.setattr(choice, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
     name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
     assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
     assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
