@@ -25,19 +25,19 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
     (T, B), dtype, ids = target.shape, z0.dtype, None if table is None else x
     count = target.numel() if lengths is None else int(lengths.sum())
     result = Loss(torch.empty((), dtype=dtype, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu"))
-    grads = dict.fromkeys(Gradients._fields)
+    named: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
     if need_grad:
-        grads = {
-            "x": None if ids is not None else new(*x.shape, dtype=dtype),
-            "re": torch.empty_like(re),
-            "im": torch.empty_like(im),
-            "z0": new(*z0.shape, dtype=dtype),
-            "table": None if table is None else new(*table.shape, dtype=dtype),
-            "pairs": None if pairs is None else re.new_empty(len(pairs), 2, 2),
-            "weight": new(*weight.shape, dtype=dtype),
-            "bias": None if bias is None else new(*bias.shape, dtype=dtype),
-        }
-        result = result._replace(grads=Gradients(**grads))
+        grads = Gradients(
+            x=None if ids is not None else new(*x.shape, dtype=dtype),
+            re=torch.empty_like(re),
+            im=torch.empty_like(im),
+            z0=new(*z0.shape, dtype=dtype),
+            table=None if table is None else new(*table.shape, dtype=dtype),
+            pairs=None if pairs is None else re.new_empty(len(pairs), 2, 2),
+            weight=new(*weight.shape, dtype=dtype),
+            bias=None if bias is None else new(*bias.shape, dtype=dtype),
+        )
+        result, named = result._replace(grads=grads), grads._asdict()
     sizes = {
         "T": T,
         "B": B,
@@ -50,7 +50,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
         "id_bytes": 0 if ids is None else ids.element_size(),
         "target_bytes": target.element_size(),
     }
-    grads["readout"] = grads.pop("weight")
+    named["readout"] = named.pop("weight")
     tensors = {
         "x": x if ids is None else None,
         "ids": None if ids is None else as_bytes(ids),
@@ -66,5 +66,5 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
         "loss": result.loss,
         "hits": result.hits,
     }
-    call("modal_loss", dtype, sizes, tensors | {f"grad_{name}": grad for name, grad in grads.items()})
+    call("modal_loss", dtype, sizes, tensors | {f"grad_{name}": grad for name, grad in named.items()})
     return result

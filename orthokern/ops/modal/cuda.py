@@ -10,6 +10,7 @@ Note [Modal chunks]
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ def scan(
     x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
     """See ``reference.scan`` and Note [Modal chunks]."""
-    x = native.ready(x, x.dtype, x.device, "x")
-    assert x is not None
+    x = cast(Tensor, native.ready(x, x.dtype, x.device, "x"))
     chunk = chunk_length(len(x), z0.numel() // 2)
     state = torch.zeros(-(-len(x) // chunk), *z0.shape, dtype=torch.float64, device=x.device)
     state[-1 if reverse else 0] = z0

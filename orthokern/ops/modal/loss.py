@@ -245,15 +245,9 @@ def _call(inputs: ScanInputs, matrix: Matrix, readout: Readout | None, scan: Sca
     assert x is not None
     layer = (None, None) if readout is None else readout[:2]
     options = Options(scan.activation, scan.message_clip, scan.backend, scan.algorithm, scan.resets is not None)
-    return Call(
-        matrix,
-        *x.shape[:2],
-        C=0 if readout is None else len(readout.weight),
-        ids=not x.is_floating_point(),
-        backward=needs_grad(*inputs, *layer, *matrix),
-        started=started,
-        options=options,
-    )
+    backward = needs_grad(*inputs, *layer, *matrix)
+    C = 0 if readout is None else len(readout.weight)
+    return Call(matrix, x.shape[0], x.shape[1], C, not x.is_floating_point(), backward, started, options)
 
 
 @keeps_dtype

@@ -62,7 +62,7 @@ class _ModalLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         basis, pairs = modes.basis, modes.pairs if len(modes.pairs) else None
-        inputs = Inputs(*map(contiguous, (x, basis.re, basis.im, z0, table, lengths, pairs)))
+        inputs = Inputs(x.contiguous(), basis.re, basis.im, z0.contiguous(), *map(contiguous, (table, lengths, pairs)))
         readout = Readout(weight.contiguous(), contiguous(bias), readout.target.contiguous(), readout.reduction)
         # ctx.needs_input_grad of parameters is true under no_grad too
         loss, hits, grads = modes.backend.loss(inputs, readout, modes.backward)

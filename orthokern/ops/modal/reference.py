@@ -137,13 +137,13 @@ class _Sums:
         (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
         self.re += (d_re * z_re + d_im * z_im).sum((0, 1))
         self.im += (d_im * z_re - d_re * z_im).sum((0, 1))
-        if self.pairs is not None:
+        if self.pairs is not None and self.inputs.pairs is not None:
             j, k = self.inputs.pairs.unbind(1)
             left, right = torch.stack([d_re[..., j], d_im[..., j]], -1), torch.stack([z_re[..., k], z_im[..., k]], -1)
             self.pairs += torch.einsum("tbpi,tbpj->pij", left, right)
         if self.x is not None:
             self.x[start : start + len(x)] = delta
-        else:
+        if self.table is not None:
             D = len(self.table)
             ids = without_padding(x.long(), alive).flatten()
             ids = torch.where((ids >= 0) & (ids < D), ids, D)
