@@ -612,7 +612,7 @@ def explain_scan_cross_entropy(
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None)
-    options = Options(activation, message_clip, backend, algorithm, resets)
+    options = Options(activation, message_clip, backend, algorithm, lengths, resets)
     modes, why = choose_for(factors, T, B, classes, ids=ids, start=basis, options=options)
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"

@@ -65,7 +65,8 @@ class Options(NamedTuple):
     message_clip: float = 0.0
     backend: str | None = None
     algorithm: str = "auto"
-    resets: bool = False  # the call has them
+    lengths: bool = False  # the call has them
+    resets: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ def why_not_now(call: Call) -> str | None:
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if backend_name(call) == "reference":
         return f"modal has no kernel for {call.device.type} tensors"
-    if any(not sink.sparse for sink in _taps.SINKS):
+    if any(call.options.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
     size = 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
     if size > kept_states(call.device):

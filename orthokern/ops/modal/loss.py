@@ -244,7 +244,14 @@ def _call(inputs: ScanInputs, matrix: Matrix, readout: Readout | None, scan: Sca
     x = inputs.x
     assert x is not None
     layer = (None, None) if readout is None else readout[:2]
-    options = Options(scan.activation, scan.message_clip, scan.backend, scan.algorithm, scan.resets is not None)
+    options = Options(
+        scan.activation,
+        scan.message_clip,
+        scan.backend,
+        scan.algorithm,
+        scan.lengths is not None,
+        scan.resets is not None,
+    )
     backward = needs_grad(*inputs, *layer, *matrix)
     C = 0 if readout is None else len(readout.weight)
     return Call(matrix, x.shape[0], x.shape[1], C, not x.is_floating_point(), backward, started, options)
