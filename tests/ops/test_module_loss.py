@@ -265,3 +265,25 @@ def test_the_share_of_the_memory() -> None:
     total = _memory.machine_memory("cpu", swap=False)
     assert total is not None and total <= (_memory.machine_memory("cpu") or 0)
     assert _memory.kept_states(torch.device("cpu")) == total // 16
+
+
+def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of all steps are stored up to the limit, beyond it those of a chunk; the modal form stores none."""
+    step, sizes, scan = 3 * 16 * 4, [], scan_loss.ScanCall.__call__
+
+    def watched(self: Any, *arguments: Any) -> Tensor:
+        hs = scan(self, *arguments)
+        sizes.append(hs.nbytes)
+        return hs
+
+    monkeypatch.setattr(scan_loss.ScanCall, "__call__", watched)
+    monkeypatch.setattr(scan_loss, "CHUNK", 10 * step)
+    ids, target, readout = torch.randint(5, (100, 3)), torch.randint(4, (100, 3)), nn.Linear(16, 4)
+    for kept, largest in ((100 * step, 100 * step), (99 * step, 10 * step)):
+        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
+        sizes.clear()
+        RNN(5, 16).loss(ids, readout, target)[0].backward()
+        assert max(sizes) == largest
+    sizes.clear()
+    RNN(5, 16, nonlinearity="identity").loss(ids, readout, target, algorithm="modal")[0].backward()
+    assert not sizes
