@@ -28,9 +28,8 @@ namespace {
 
 // Steps of a chunk whose g stays in L1 until the adjoint reads it; a multiple of 4 that divides kSteps.
 constexpr int kBackSteps = 16;
-constexpr int kFlushChunks = 4;                // chunks whose readout gradient is summed in T
-constexpr int kProductClasses = 200;           // kProductClasses^kSteps is a double
-constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
+constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
+constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
@@ -147,15 +146,6 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-template <class T>
-struct Call {
-  const ModalArgs* args;
-  ModalTables<T> tables;
-  Scratch<T> readout, bias;  // [C][Np], [C]
-  int64_t span;              // chunks whose states are kept at one time
-  int tasks;
-};
-
 // The sums of a task. All zero bytes: empty.
 template <class T>
 struct Sums {
@@ -175,6 +165,15 @@ struct Sums {
 };
 
 template <class T>
+struct Call {
+  const ModalArgs* args;
+  ModalTables<T> tables;
+  Scratch<T> readout, bias;  // [C][Np], [C]
+  int tasks;
+  Sums<T>* sums;  // [tasks]
+};
+
+template <class T>
 struct Worker {
   const Call<T>& call;
   const ModalArgs& args;
@@ -182,10 +181,10 @@ struct Worker {
   Sums<T>& sums;
   const int C, Np;
   ModalInput<T> input;
-  Scratch<T> z, g, d;             // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
-  Scratch<T> gradient;            // [C][Np]: the readout's, over a few chunks
-  Scratch<double> state, delta;   // [Np]
-  Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
+  Scratch<T> z, g, d;            // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  Scratch<T> gradient;           // [C][Np]: the readout's, over a few chunks
+  Scratch<double> state, delta;  // [Np]
+  Scratch<double> starts;        // [chunks][Np]: the states before the chunks of a sequence
   Id<T> targets[kSteps];
   int unflushed = 0;
 
@@ -193,14 +192,13 @@ struct Worker {
       : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
 
   bool allocate() {
-    const int64_t chunks = (args.T + kSteps - 1) / kSteps, kept = chunks < call.span ? chunks : call.span;
+    const int64_t chunks = (args.T + kSteps - 1) / kSteps;
     if (!input.allocate(args, modes, call.tables.table) || !z.allocate(static_cast<size_t>(1 + kSteps) * Np) ||
         !d.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
       return false;
     if (!args.need_grad) return true;
     return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) &&
-           delta.allocate(Np) && starts.allocate(static_cast<size_t>(kept) * Np, false) &&
-           spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
+           delta.allocate(Np) && starts.allocate(static_cast<size_t>(chunks) * Np, false);
   }
 
   // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
@@ -306,35 +304,20 @@ struct Worker {
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
   }
 
-  // Runs the recurrence alone over chunks [first, last). With `keep`, stores the state before each of them.
-  void run_span(int64_t b, int64_t length, int64_t first, int64_t last, bool keep) {
-    for (int64_t i = first; i < last; i++) {
-      const int64_t t = i * kSteps;
-      const int steps = static_cast<int>(length - t < kSteps ? length - t : kSteps);
-      if (keep) memcpy(starts + (i - first) * Np, state, sizeof(double) * Np);
-      if (keep && i + 1 == last) break;
-      input.take(b, t, steps);
-      if (steps == kSteps && input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
-      else advance<T, false>(modes, input.rows, steps, state, z);
-    }
-  }
-
   static int steps_of(int64_t length, int64_t t) { return static_cast<int>(length - t < kSteps ? length - t : kSteps); }
 
-  // Processes the chunks of a sequence from the last to the first, given state before and delta after them.
+  // Runs the recurrence alone and stores the state before every chunk; then processes the chunks from the last to the
+  // first.
   void backward(int64_t b, int64_t length) {
-    const int64_t chunks = (length + kSteps - 1) / kSteps, span = call.span, count = (chunks + span - 1) / span;
-    for (int64_t s = 0; s < count; s++) {
-      memcpy(spans + s * Np, state, sizeof(double) * Np);
-      if (s + 1 < count) run_span(b, length, s * span, (s + 1) * span, false);
+    const int64_t chunks = (length + kSteps - 1) / kSteps;
+    for (int64_t i = 0; i < chunks; i++) {
+      memcpy(starts + i * Np, state, sizeof(double) * Np);
+      if (i + 1 == chunks) break;
+      input.take(b, i * kSteps, kSteps);
+      if (input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
+      else advance<T, false>(modes, input.rows, kSteps, state, z);
     }
-    for (int64_t s = count - 1; s >= 0; s--) {
-      const int64_t first = s * span, last = s + 1 < count ? first + span : chunks;
-      memcpy(state, spans + s * Np, sizeof(double) * Np);
-      run_span(b, length, first, last, true);
-      for (int64_t i = last - 1; i >= first; i--)
-        chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + (i - first) * Np);
-    }
+    for (int64_t i = chunks - 1; i >= 0; i--) chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + i * Np);
   }
 
   void sequence(int64_t b) {
@@ -354,27 +337,22 @@ struct Worker {
 };
 
 template <class T>
-struct Context {
-  Call<T>* call;
-  Sums<T>* sums;
-};
-
-template <class T>
 void loss_task(void* context, int task) {
-  Context<T>& c = *static_cast<Context<T>*>(context);
-  const ModalArgs& args = *c.call->args;
-  Sums<T>& sums = c.sums[task];
+  const Call<T>& call = *static_cast<Call<T>*>(context);
+  const ModalArgs& args = *call.args;
+  Sums<T>& sums = call.sums[task];
   const FlushDenormals flush;
-  Worker<T> worker(*c.call, sums);
-  sums.ok = sums.allocate(args, c.call->tables.modes) && worker.allocate();
+  Worker<T> worker(call, sums);
+  sums.ok = sums.allocate(args, call.tables.modes) && worker.allocate();
   if (!sums.ok) return;
-  each_sequence(args, task, c.call->tasks, [&](int64_t b) { worker.sequence(b); });
+  each_sequence(args, task, call.tasks, [&](int64_t b) { worker.sequence(b); });
   if (args.need_grad) worker.flush();
 }
 
 // The sums of all tasks, in order, into sums[0]; then out.
 template <class T>
-void collect(const Call<T>& call, Sums<T>* sums) {
+void collect(const Call<T>& call) {
+  Sums<T>* sums = call.sums;
   const ModalArgs& args = *call.args;
   const Modes& modes = call.tables.modes;
   for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
@@ -405,8 +383,6 @@ bool run_loss(const ModalArgs& args) {
   call.tasks = task_count(args);
   if (!call.tables.allocate(args)) return false;
   const Modes& modes = call.tables.modes;
-  const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * call.tasks);
-  call.span = kept < 64 ? 64 : static_cast<int64_t>(kept);
   if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||
       !call.bias.allocate(static_cast<size_t>(args.C)))
     return false;
@@ -416,12 +392,12 @@ bool run_loss(const ModalArgs& args) {
   }
   Scratch<char> memory;
   if (!memory.allocate(sizeof(Sums<T>) * call.tasks)) return false;
-  Context<T> context{&call, reinterpret_cast<Sums<T>*>(memory.get())};  // all zero bytes: empty
-  parallel_run(call.tasks, loss_task<T>, &context);
+  call.sums = reinterpret_cast<Sums<T>*>(memory.get());  // all zero bytes: empty
+  parallel_run(call.tasks, loss_task<T>, &call);
   bool ok = true;
-  for (int i = 0; i < call.tasks; i++) ok = ok && context.sums[i].ok;
-  if (ok) collect(call, context.sums);
-  for (int i = 0; i < call.tasks; i++) context.sums[i].~Sums<T>();
+  for (int i = 0; i < call.tasks; i++) ok = ok && call.sums[i].ok;
+  if (ok) collect(call);
+  for (int i = 0; i < call.tasks; i++) call.sums[i].~Sums<T>();
   return ok;
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_modal_basis import randn
 from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import _memory, functional
