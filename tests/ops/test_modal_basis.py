@@ -1,8 +1,6 @@
-"""The eigenbasis of a recurrent matrix, its refinement, and dL/dW by divided differences, against loops in float64."""
+"""The eigenbasis of a recurrent matrix, and its refinement."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from orthokern import init
 from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, to_complex, to_real
-from orthokern.ops.modal.gradient import LOSS, close_pairs, gradient_of_w
+from orthokern.ops.modal.gradient import close_pairs
 
 MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
 EPSILON = torch.finfo(torch.float64).eps
@@ -164,79 +162,6 @@ def test_complex_and_real_forms() -> None:
     z = torch.complex(randn(4, seed=1), randn(4, seed=2))
     moved = a @ z + b @ z.conj()
     assert (torch.cat([moved.real, moved.imag]) - m @ torch.cat([z.real, z.imag])).abs().max() < 1e-13
-
-
-# ---- the gradient ------------------------------------------------------------------------------------------------
-
-
-def gradients(
-    w: Tensor, T: int, v: Tensor | None = None, B: int = 3, pairs: Tensor | None = None
-) -> tuple[Tensor, Tensor, int]:
-    """dL/dW of L = sum <c_t, h_t>, random c and x, from the modes and from a float64 loop; and the number of pairs."""
-    N = len(w)
-    x, c, h0 = randn(T, B, N, seed=11), randn(T, B, N, seed=12), randn(B, N, seed=13)
-    states = [h0]
-    for t in range(T):
-        states.append(states[-1] @ w.mT + x[t])
-    expected, delta = torch.zeros_like(w), torch.zeros(B, N, dtype=torch.float64)
-    for t in reversed(range(T)):
-        delta = delta @ w + c[t]
-        expected += delta.mT @ states[t]
-
-    basis = diagonalise(w, v=v)
-    turn = block(basis)
-    z, g, z0 = x @ basis.left.mT, c @ basis.right, h0 @ basis.left.mT
-    zs = [z0]
-    for t in range(T):
-        zs.append(zs[-1] @ turn.mT + z[t])
-    deltas = [torch.zeros_like(z0)]
-    for t in reversed(range(T)):
-        deltas.append(deltas[-1] @ turn + g[t])
-    delta_t, before, after = torch.stack(deltas[:0:-1]), torch.stack(zs[:-1]), torch.stack(zs[1:])
-    m = torch.einsum("tbi,tbj->ij", delta_t, before)  # only its diagonal and its close pairs may be read
-    h = torch.einsum("tbi,tbj->ij", g, after) - torch.einsum("tbi,tbj->ij", delta_t, z)
-    h = h - (delta_t[0] @ turn).mT @ z0
-    M = len(basis.re)
-    blocks = m.view(2, M, 2, M)
-    close = close_pairs(basis, T) if pairs is None else pairs
-    j, k = close.unbind(1)
-    grad_re = (blocks[0, :, 0] + blocks[1, :, 1]).diagonal()
-    grad_im = (blocks[1, :, 0] - blocks[0, :, 1]).diagonal()
-    found = gradient_of_w(basis, h, grad_re, grad_im, close, blocks[:, j, :, k])
-    return found, expected, len(close)
-
-
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize(("N", "T"), list(itertools.product([1, 2, 17, 33], [1, 20])))
-def test_gradient_of_w(N: int, T: int, margin: float | None) -> None:
-    found, expected, _ = gradients(dense(N, margin), T)
-    assert (found - expected).norm() <= 1e-11 * expected.norm()
-
-
-@pytest.mark.parametrize(("N", "K"), [(2, 1), (17, 5), (33, 32)])
-def test_gradient_of_thin_factors(N: int, K: int) -> None:
-    """Of dL/dW a factored matrix needs dL/dW V and U^T dL/dW; the block of the null space counts for neither."""
-    u, s, v = factored(N, K, 0.1)
-    found, expected, _ = gradients((u * s) @ v.mT, 15, v=v)
-    assert (found @ v - expected @ v).norm() <= 1e-11 * expected.norm()
-    assert (u.mT @ found - u.mT @ expected).norm() <= 1e-11 * expected.norm()
-
-
-@pytest.mark.parametrize("gap", [0.0, 1e-14, 1e-9, 1e-5, 1e-3, 0.1])
-def test_gradient_of_nearly_equal_eigenvalues(gap: float) -> None:
-    """Real ones, two pairs, and a pair near the real axis; without the direct sums the small gaps would not do."""
-    one = torch.tensor(1.0, dtype=torch.float64)
-
-    def rotation(angle: float) -> Tensor:
-        a = angle * one
-        return torch.stack([torch.stack([a.cos(), -a.sin()]), torch.stack([a.sin(), a.cos()])])
-
-    parts = [0.9 * one[None, None], (0.9 + gap) * one[None, None], rotation(1.0), rotation(1.0 + gap), rotation(gap)]
-    w = torch.block_diag(*parts)
-    q = haar(len(w), 8)
-    found, expected, pairs = gradients(q @ w @ q.mT, 40)
-    assert (found - expected).norm() <= 1e-10 * expected.norm()
-    assert (pairs > 0) == (gap < 2 / (LOSS * 40))
 
 
 def test_close_pairs_come_in_both_orders_and_grow_fewer_with_time() -> None:
