@@ -63,8 +63,8 @@ class Problem:
         readout = Readout(self.readout, self.bias, self.target, reduction)
         loss, hits, grads = backend.loss(inputs, readout, need_grad)
         assert (grads is not None) == need_grad
-        found = {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
-        return {"loss": loss, "hits": hits, **found}
+        result = {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
+        return {"loss": loss, "hits": hits, **result}
 
     def scan(self, backend: Any) -> dict[str, Tensor]:
         """The states of a backend in both directions."""

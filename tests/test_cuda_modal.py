@@ -81,9 +81,9 @@ def test_long_products_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_id_makes_its_sequence_nan_and_a_wrong_target_the_loss() -> None:
     problem = Problem(3, 9, 3, D=2, tokens=True)
     problem.x[5, 0] = 2
-    found = problem.loss(cuda)
-    assert found["loss"].isnan() and found["grad_table"].isnan().any()
-    assert found["grad_z0"][1:].isfinite().all() and found["grad_z0"][0].isnan().all()
+    result = problem.loss(cuda)
+    assert result["loss"].isnan() and result["grad_table"].isnan().any()
+    assert result["grad_z0"][1:].isfinite().all() and result["grad_z0"][0].isnan().all()
     problem = Problem(3, 9, 3)
     problem.target[5, 0] = 3
     assert problem.loss(cuda)["loss"].isnan()
@@ -132,7 +132,7 @@ def test_a_gpu_without_the_kernels_or_in_a_graph_has_no_modes(monkeypatch: pytes
 def test_no_kernel_spills(nvcc_arch: str, tmp_path: Path) -> None:
     nvcc = build.nvcc()
     if nvcc is None:
-        pytest.skip("nvcc not found")
+        pytest.skip("nvcc not result")
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{build.CSRC}", "-c"]
     source = [str(build.CSRC / "cuda" / "modal.cu"), "-o", str(tmp_path / "out.o")]
     done = subprocess.run([*command, *source], capture_output=True, text=True)

@@ -276,7 +276,7 @@ struct Worker {
     unflushed = 0;
   }
 
-  // Processes a chunk, given the state before it and, with gradients, delta after it.
+  // Processes a chunk from the state before it and, with gradients, from delta after it.
   void chunk(int64_t b, int64_t t, int steps, const double* before) {
     input.take(b, t, steps);
     if (before != state) memcpy(state, before, sizeof(double) * Np);

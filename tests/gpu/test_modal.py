@@ -32,8 +32,8 @@ def on_device(problem: Problem) -> Problem:
 
 
 def results(problem: Problem, backend: Any, lengths: Tensor | None) -> dict[str, Tensor]:
-    found = {**problem.scan(backend), **problem.loss(backend, lengths=lengths)}
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    result = {**problem.scan(backend), **problem.loss(backend, lengths=lengths)}
+    return {name: tensor.cpu() for name, tensor in result.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
@@ -44,10 +44,10 @@ def test_parity(tokens: bool, dtype: torch.dtype) -> None:
         there = None if lengths is None else lengths.cuda()
         inexact = Problem(M, T, B, C, tokens=tokens, margin=1e-3, seed=index).to(dtype)
         exact, device = inexact.to(torch.float64), on_device(inexact)
-        found = results(device, cuda, there)
-        compare(found, results(exact, reference, lengths), results(inexact, reference, lengths))
+        result = results(device, cuda, there)
+        compare(result, results(exact, reference, lengths), results(inexact, reference, lengths))
         again = results(device, cuda, there)
-        assert all(torch.equal(tensor, again[name]) for name, tensor in found.items())
+        assert all(torch.equal(tensor, again[name]) for name, tensor in result.items())
 
 
 def test_scan_cross_entropy() -> None:

@@ -58,8 +58,8 @@ def check(w: Tensor, basis: Basis) -> None:
     real = torch.cat([torch.zeros(M, dtype=torch.bool), basis.im == 0])
     assert not basis.right[:, real].any() and not basis.left[real].any()
     expected = torch.linalg.eigvals(w)
-    found = torch.cat([basis.values, basis.values[basis.im > 0].conj()])
-    assert (found[:, None] - expected).abs().min(0).values.max() < 1e-6  # a double eigenvalue splits by sqrt(epsilon)
+    actual = torch.cat([basis.values, basis.values[basis.im > 0].conj()])
+    assert (actual[:, None] - expected).abs().min(0).values.max() < 1e-6  # a double eigenvalue splits by sqrt(epsilon)
 
 
 # ---- the basis ---------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from orthokern.ops.modal import cpu, reference
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     """Same names, shapes and dtypes; differences relative in norm below the bound; integers equal."""
     for name, right in expected.items():
-        found = actual[name]
-        assert found.shape == right.shape and (bound > 0 or found.dtype == right.dtype), name
+        result = actual[name]
+        assert result.shape == right.shape and (bound > 0 or result.dtype == right.dtype), name
         if right.dtype == torch.int64:
-            assert torch.equal(found, right), name
+            assert torch.equal(result, right), name
             continue
-        error = (found.double() - right.double()).norm() / (right.double().norm() + 1e-30)
+        error = (result.double() - right.double()).norm() / (right.double().norm() + 1e-30)
         assert error <= bound, f"{name}: {error:.2e}"
 
 
@@ -44,14 +44,14 @@ def by_autograd(problem: Problem, lengths: Tensor | None = None) -> dict[str, Te
     alive = torch.ones(T, B, dtype=torch.bool) if lengths is None else torch.arange(T)[:, None] < lengths
     loss = losses[alive.flatten()].mean()
     loss.backward()
-    found = {"loss": loss.detach(), **{f"grad_{name}": leaf.grad for name, leaf in leaves.items()}}
-    found["grad_weight"] = found.pop("grad_readout")
+    result = {"loss": loss.detach(), **{f"grad_{name}": leaf.grad for name, leaf in leaves.items()}}
+    result["grad_weight"] = result.pop("grad_readout")
     if problem.table is None:
-        found["grad_x"] = x.grad
+        result["grad_x"] = x.grad
     if problem.pairs is not None:
         j, k = problem.pairs.unbind(1)
-        found["grad_pairs"] = blocks.grad.view(2, M, 2, M)[:, j, :, k]
-    return found
+        result["grad_pairs"] = blocks.grad.view(2, M, 2, M)[:, j, :, k]
+    return result
 
 
 @pytest.mark.parametrize("tokens", [True, False])

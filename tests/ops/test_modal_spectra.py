@@ -61,44 +61,44 @@ NEAR = {
 def turned(w: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
     """A problem with q w q^T for a random orthogonal q."""
     q, N = haar(len(w), 3), len(w)
-    wanted, arguments = problem(IDS, N, N, 40, 3, dense=True)
+    required, arguments = problem(IDS, N, N, 40, 3, dense=True)
     arguments["matrix"] = ((q @ w @ q.mT).requires_grad_(),)
-    wanted[0] = arguments["matrix"][0]
-    return wanted, arguments
+    required[0] = arguments["matrix"][0]
+    return required, arguments
 
 
 @pytest.mark.parametrize("name", SPECTRA)
 def test_spectra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eigenvalues that are real, repeated or nearly equal, with good eigenvectors: modal, and as exact as elsewhere."""
-    wanted, arguments = turned(SPECTRA[name])
-    compare(wanted, arguments, 1e-9, algorithm="modal")
+    required, arguments = turned(SPECTRA[name])
+    compare(required, arguments, 1e-9, algorithm="modal")
     monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
-    compare(wanted, arguments, 1e-9)
+    compare(required, arguments, 1e-9)
 
 
 @pytest.mark.parametrize("name", DEFECTIVE)
 def test_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a basis of eigenvectors: modal is refused in one line, auto goes step by step and says why."""
-    wanted, arguments = turned(DEFECTIVE[name])
+    required, arguments = turned(DEFECTIVE[name])
     with pytest.raises(
         InputError, match="algorithm is 'modal': W is not safely diagonalisable: .*accepted is 'sequential'"
     ) as error:
         functional.scan_cross_entropy(**arguments, algorithm="modal")
     assert "\n" not in str(error.value)
     monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
-    compare(wanted, arguments, 1e-10)
-    found = functional.scan_cross_entropy(**arguments)
-    assert found.basis is None and found.refused.startswith("W is not safely diagonalisable: ")
+    compare(required, arguments, 1e-10)
+    result = functional.scan_cross_entropy(**arguments)
+    assert result.basis is None and result.refused.startswith("W is not safely diagonalisable: ")
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_nearly_defective(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near a matrix without a basis there is one of a large condition, or none: right or refused, never wrong."""
-    wanted, arguments = turned(NEAR[name])
+    required, arguments = turned(NEAR[name])
     monkeypatch.setattr(choice, "multiply_adds", lambda call: (0.0, 1.0))
-    compare(wanted, arguments, 1e-10)
+    compare(required, arguments, 1e-10)
     try:
-        compare(wanted, arguments, 1e-10, algorithm="modal")
+        compare(required, arguments, 1e-10, algorithm="modal")
     except InputError as error:
         assert "W is not safely diagonalisable" in str(error)
 
@@ -133,12 +133,12 @@ def test_gaps(kind: str, N: int, dtype: torch.dtype) -> None:
         args = [near_block(N, gap, kind), *(randn(*size, seed=5) for size in ((60, 3, N), (3, N), (4, N)))]
         leaves = [tensor.to(dtype).requires_grad_() for tensor in args]
         try:
-            found = results(leaves, "modal", dtype)
+            result = results(leaves, "modal", dtype)
         except InputError as error:
             assert "W is not safely diagonalisable: " in str(error)
             continue
         accepted.append(gap)
-        for one, other in zip(found, results(leaves, "sequential", torch.float64), strict=True):
+        for one, other in zip(result, results(leaves, "sequential", torch.float64), strict=True):
             assert (one.double() - other).norm() <= bound * other.norm(), gap
     assert 0.3 in accepted and (kind == "pair" or min(accepted) >= 1e-4)
 
@@ -163,14 +163,14 @@ def test_after_a_thousand_training_steps(margin: float | None) -> None:
     finally:
         torch.set_num_threads(threads)
     assert (rnn.recurrent_matrix() - before).norm() > 0.1
-    wanted, arguments = problem(IDS, 33, 33, 200, 3)
+    required, arguments = problem(IDS, 33, 33, 200, 3)
     matrix, _ = rnn._factors("l0")
     arguments["matrix"] = tuple(part.detach().double().requires_grad_() for part in matrix)
-    wanted[:3] = arguments["matrix"]
+    required[:3] = arguments["matrix"]
     arguments["readout"] = (0.01 * arguments["readout"]).detach().requires_grad_()
-    wanted[3] = arguments["readout"]
+    required[3] = arguments["readout"]
     basis = rnn.state_dict()["modal_basis_l0"]
-    compare(wanted, arguments, 1e-8, algorithm="modal", basis=basis)
+    compare(required, arguments, 1e-8, algorithm="modal", basis=basis)
     u, s, v = (part.detach() for part in arguments["matrix"])
     refined = diagonalise((u * s) @ v.mT, basis)
     assert refined.steps <= 3 and not torch.equal(refined.right, diagonalise((u * s) @ v.mT).right)

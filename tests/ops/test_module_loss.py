@@ -33,10 +33,10 @@ def test_modules(Module: Any, layers: int, options: dict[str, Any]) -> None:
     parameters = [*rnn.parameters(), *readout.parameters()]
     expected = torch.autograd.grad(loss, parameters)
     for algorithm in ("modal", "sequential"):
-        found, hits = rnn.loss(ids.to(torch.uint8), readout, target.to(torch.uint8), algorithm=algorithm)
-        assert (found - loss).abs() < 1e-12
+        result, hits = rnn.loss(ids.to(torch.uint8), readout, target.to(torch.uint8), algorithm=algorithm)
+        assert (result - loss).abs() < 1e-12
         assert torch.equal(hits, (readout(hs).argmax(-1) == target).sum(1))
-        for a, b in zip(torch.autograd.grad(found, parameters), expected, strict=True):
+        for a, b in zip(torch.autograd.grad(result, parameters), expected, strict=True):
             assert (a - b).norm() <= 1e-9 * b.norm()
 
 
@@ -64,11 +64,11 @@ def test_padding_is_not_read(nonlinearity: str, layers: int, ids: bool) -> None:
     target = torch.randint(4, (9, 2))
     parameters = [*rnn.parameters(), *readout.parameters()]
     expected = nn.functional.cross_entropy(readout(rnn(x)[0])[~padding], target[~padding])
-    wanted = torch.autograd.grad(expected, parameters)
+    leaves = torch.autograd.grad(expected, parameters)
     x[padding] = -1 if ids else torch.nan
     loss, _ = rnn.loss(x, readout, target, lengths=lengths)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), leaves)
 
 
 def test_a_module_refuses() -> None:
@@ -161,9 +161,9 @@ def test_the_basis_in_a_state_of_torch_distributed_checkpoint() -> None:
     trained["rnn"].loss(ids, trained["readout"], ids % 4, algorithm="modal")
     state = copy.deepcopy(get_model_state_dict(trained))
     assert not set_model_state_dict(loaded, state).unexpected_keys
-    found = get_model_state_dict(loaded)
-    assert "rnn.modal_basis_l0" in found and found.keys() == state.keys()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    result = get_model_state_dict(loaded)
+    assert "rnn.modal_basis_l0" in result and result.keys() == state.keys()
+    assert all(torch.equal(result[name], value) for name, value in state.items())
 
 
 def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
             rnn.loss(ids, readout, ids % 4, algorithm=algorithm)[0].backward()
     kept = profile_steps(200)
     for name in ("state_norms", "grad_norms"):
-        (found,), (expected,) = getattr(taps["modal"], name), getattr(taps["sequential"], name)
-        assert torch.allclose(found[kept], expected[kept], rtol=1e-9)
-        assert int(found.isnan().sum()) == 200 - len(kept)
+        (result,), (expected,) = getattr(taps["modal"], name), getattr(taps["sequential"], name)
+        assert torch.allclose(result[kept], expected[kept], rtol=1e-9)
+        assert int(result.isnan().sum()) == 200 - len(kept)
     with tap(), torch.no_grad():
         assert functional.explain_scan_cross_entropy(**big())[0] == "sequential"
     with tap(sparse=True), torch.no_grad():
@@ -206,8 +206,8 @@ def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypat
             for factor in (1.0, -3.0):
                 torch.autograd.grad(hs, a["h0"], factor * cotangent, retain_graph=True)
     for names in ("state_norms", "grad_norms"):
-        found, expected = getattr(taps["modal"], names), getattr(taps["sequential"], names)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        result, expected = getattr(taps["modal"], names), getattr(taps["sequential"], names)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
     assert taps["modal"].ops == 2 * taps["modal"].state_ops == ["modal_scan"] * 2
 
 
@@ -217,22 +217,22 @@ def test_norms_of_a_scan_in_chunks(
     activation: str, message_clip: float, lengths: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tap hears one scan of all steps, not one of each chunk."""
-    wanted, arguments = problem(IDS, 8, 8, 19, 3, lengths=lengths)
+    leaves, arguments = problem(IDS, 8, 8, 19, 3, lengths=lengths)
     arguments |= {"activation": activation, "message_clip": message_clip}
-    taken = {}
+    recorded = {}
     for name, kept in (("whole", 10**9), ("chunks", 0)):
         monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
         monkeypatch.setattr(scan_loss, "CHUNK", 4 * 3 * 8 * 8)
-        with tap() as taken[name]:
+        with tap() as recorded[name]:
             loss = functional.scan_cross_entropy(**arguments, algorithm="sequential").loss
-            torch.autograd.grad(-3.0 * loss, wanted)
+            torch.autograd.grad(-3.0 * loss, leaves)
     for names in ("state_norms", "grad_norms"):
-        (expected,), (found,) = getattr(taken["whole"], names), getattr(taken["chunks"], names)
-        assert (found - expected).norm() <= 1e-13 * expected.norm()
-    assert taken["chunks"].ops == taken["chunks"].state_ops == ["factored_scan"]
+        (expected,), (result,) = getattr(recorded["whole"], names), getattr(recorded["chunks"], names)
+        assert (result - expected).norm() <= 1e-13 * expected.norm()
+    assert recorded["chunks"].ops == recorded["chunks"].state_ops == ["factored_scan"]
     with tap() as looked, torch.no_grad():
         functional.scan_cross_entropy(**arguments, algorithm="sequential")
-    assert torch.equal(looked.state_norms[0], taken["chunks"].state_norms[0]) and not looked.grad_norms
+    assert torch.equal(looked.state_norms[0], recorded["chunks"].state_norms[0]) and not looked.grad_norms
 
 
 @pytest.mark.parametrize("inputs", ["ids", "features"])
@@ -244,12 +244,12 @@ def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) ->
     readout = nn.Linear(12, 4, dtype=torch.float64)
     x = torch.randint(5, (150, 3)) if inputs == "ids" else torch.randn(150, 3, 5, dtype=torch.float64)
     target = torch.randint(4, (150, 3))
-    with tap() as taken:
+    with tap() as recorded:
         nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
-    found = rnn._last_step_norms(x, readout, target, "modal")
-    assert found is not None
+    result = rnn._last_step_norms(x, readout, target, "modal")
+    assert result is not None
     kept = profile_steps(150)
-    assert torch.allclose(found[kept], taken.grad_norms[0][kept], rtol=1e-9)
+    assert torch.allclose(result[kept], recorded.grad_norms[0][kept], rtol=1e-9)
     assert rnn._last_step_norms(x, readout, target, "sequential") is None
 
 

@@ -45,9 +45,12 @@ def problem(
     }
     if lengths:
         arguments["lengths"] = torch.randint(1, T + 1, (B,), generator=generator)
-    wanted = [*matrix, *(arguments[name] for name in ("readout", "readout_bias", "h0", "weight", "bias", "x"))]
-    wanted = [tensor.requires_grad_() for tensor in wanted if tensor is not None and tensor.is_floating_point()]
-    return wanted, arguments
+    required = [
+        *matrix,
+        *(arguments[name] for name in ("readout", "readout_bias", "h0", "weight", "bias", "x")),
+    ]
+    required = [tensor.requires_grad_() for tensor in required if tensor is not None and tensor.is_floating_point()]
+    return required, arguments
 
 
 def plain(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -72,13 +75,13 @@ def plain(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return losses[alive.flatten()].mean(), (right & alive).sum(1)
 
 
-def compare(wanted: list[Tensor], arguments: dict[str, Any], tolerance: float, **options: Any) -> None:
+def compare(required: list[Tensor], arguments: dict[str, Any], tolerance: float, **options: Any) -> None:
     loss, hits = plain(arguments)
-    expected = torch.autograd.grad(1.7 * loss, wanted)
-    found = functional.scan_cross_entropy(**arguments, **options)
-    assert (found.loss - loss).abs() <= tolerance * loss.abs()
-    assert torch.equal(found.hits, hits)
-    for tensor, a, b in zip(wanted, torch.autograd.grad(1.7 * found.loss, wanted), expected, strict=True):
+    expected = torch.autograd.grad(1.7 * loss, required)
+    result = functional.scan_cross_entropy(**arguments, **options)
+    assert (result.loss - loss).abs() <= tolerance * loss.abs()
+    assert torch.equal(result.hits, hits)
+    for tensor, a, b in zip(required, torch.autograd.grad(1.7 * result.loss, required), expected, strict=True):
         assert (a - b).norm() <= tolerance * b.norm(), list(tensor.shape)
 
 
@@ -86,18 +89,18 @@ def compare(wanted: list[Tensor], arguments: dict[str, Any], tolerance: float, *
 @pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
 @pytest.mark.parametrize("form", ["dense", "factored", "thin"])
 def test_modal(form: str, kind: str, lengths: bool) -> None:
-    wanted, arguments = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
-    compare(wanted, arguments, 1e-10, algorithm="modal")
+    required, arguments = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
+    compare(required, arguments, 1e-10, algorithm="modal")
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
 def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More states than are kept: the chunks' sums are those of all steps."""
-    wanted, arguments = problem(kind, 12, 12, 17, 4, lengths=lengths)
+    required, arguments = problem(kind, 12, 12, 17, 4, lengths=lengths)
     monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(scan_loss, "CHUNK", 5 * 4 * 12 * 8)
-    compare(wanted, arguments, 1e-12, algorithm="sequential")
+    compare(required, arguments, 1e-12, algorithm="sequential")
     with torch.no_grad():
         loss, hits, _, _ = functional.scan_cross_entropy(**arguments, algorithm="sequential")
     expected = plain(arguments)
@@ -112,20 +115,20 @@ def test_chunks_without_gradients_are_a_forward(mode: Any, monkeypatch: pytest.M
     expected = rnn.loss(ids, readout, target)
     monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(scan_loss, "CHUNK", 7 * 3 * 8 * 4)
-    with mode(), tap() as taken:
+    with mode(), tap() as taps:
         loss, hits = rnn.loss(ids, readout, target)
     torch.testing.assert_close(loss, expected[0].detach())
-    assert torch.equal(hits, expected[1]) and taken.state_norms[0].shape == (40,)
+    assert torch.equal(hits, expected[1]) and taps.state_norms[0].shape == (40,)
 
 
 @pytest.mark.parametrize("activation", ["tanh", "modrelu", "prelu"])
 @pytest.mark.parametrize("message_clip", [0.0, 0.01])
 def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the scan followed by the readout: kept whole it has their bits, in chunks their value."""
-    wanted, arguments = problem(FEATURES, 8, 8, 19, 3)
+    required, arguments = problem(FEATURES, 8, 8, 19, 3)
     arguments["activation"] = activation
     parameter = None if activation == "tanh" else torch.full((1,), 0.1, dtype=torch.float64, requires_grad=True)
-    wanted += [] if parameter is None else [parameter]
+    required += [] if parameter is None else [parameter]
     u, s, v = arguments["matrix"]
     options = {"activation": activation, "act_param": parameter, "message_clip": message_clip}
     hs = functional.factored_scan(
@@ -135,44 +138,44 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
         hs, arguments["readout"], arguments["readout_bias"], arguments["target"].long()
     )
     factor = -2.5  # with a message clip, gradients are not proportional to that of the loss
-    expected = torch.autograd.grad(factor * loss, wanted)
+    expected = torch.autograd.grad(factor * loss, required)
     call = {**arguments, **options}
-    found = functional.scan_cross_entropy(**call)
-    assert torch.equal(found.loss, loss) and found.basis is None and activation in found.refused
-    for a, b in zip(torch.autograd.grad(factor * found.loss, wanted), expected, strict=True):
+    result = functional.scan_cross_entropy(**call)
+    assert torch.equal(result.loss, loss) and result.basis is None and activation in result.refused
+    for a, b in zip(torch.autograd.grad(factor * result.loss, required), expected, strict=True):
         assert torch.equal(a, b)
     monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(scan_loss, "CHUNK", 4 * 3 * 8 * 8)
     chunked = functional.scan_cross_entropy(**call)
-    assert torch.equal(chunked.hits, found.hits) and (chunked.loss - loss).abs() < 1e-14
-    for a, b in zip(torch.autograd.grad(factor * chunked.loss, wanted), expected, strict=True):
+    assert torch.equal(chunked.hits, result.hits) and (chunked.loss - loss).abs() < 1e-14
+    for a, b in zip(torch.autograd.grad(factor * chunked.loss, required), expected, strict=True):
         assert (a - b).norm() <= 1e-13 * b.norm()
 
 
 def test_chunks_with_a_message_clip_notice_changed_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their backward reads the inputs again."""
-    wanted, arguments = problem(FEATURES, 8, 8, 19, 3, lengths=True)
+    required, arguments = problem(FEATURES, 8, 8, 19, 3, lengths=True)
     monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     for name in ("target", "lengths"):
         loss = functional.scan_cross_entropy(**arguments, message_clip=0.1).loss
         arguments[name].copy_(arguments[name].clone())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(loss, wanted)
+            torch.autograd.grad(loss, required)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_one_id_of_any_strides(dtype: torch.dtype) -> None:
-    wanted, arguments = problem(IDS, 8, 8, 1, 1)
+    required, arguments = problem(IDS, 8, 8, 1, 1)
     for name in ("x", "target"):
         arguments[name] = arguments[name].to(dtype).repeat(1, 2)[:, ::2]
         assert arguments[name].stride() == (2, 2)
-    compare(wanted, arguments, 1e-10, algorithm="modal")
+    compare(required, arguments, 1e-10, algorithm="modal")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of trainable parameters too, and with a bias, which is the one that enters the call as it is."""
-    wanted, arguments = problem(IDS, 12, 12, 17, 4)
+    required, arguments = problem(IDS, 12, 12, 17, 4)
     run, needed = cpu.loss, []
 
     def watched(inputs: Any, readout: Any, need_grad: bool) -> Any:
@@ -182,9 +185,9 @@ def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu, "loss", watched)
     expected = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
     with mode():
-        found = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
+        result = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
     assert needed == [True, False]
-    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(result, expected.detach())
 
 
 @pytest.mark.parametrize("margin", MARGINS)
@@ -193,18 +196,18 @@ def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.Mon
     [(1, 1, 1), (2, 2, 30), (17, 17, 1), (33, 33, 30), (250, 250, 20), (2, 1, 20), (17, 1, 20), (33, 32, 20)],
 )
 def test_margins(N: int, K: int, T: int, margin: float | None) -> None:
-    wanted, arguments = problem(IDS, N, K, T, 3, margin=margin)
-    compare(wanted, arguments, 1e-7 if margin is None or N == 250 else 1e-8, algorithm="modal")
+    required, arguments = problem(IDS, N, K, T, 3, margin=margin)
+    compare(required, arguments, 1e-7 if margin is None or N == 250 else 1e-8, algorithm="modal")
 
 
 @pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "glorot-uniform", "learned"])
 def test_starts(name: str) -> None:
-    wanted, arguments = problem(IDS, 16, 16, 25, 3, dense=True)
+    required, arguments = problem(IDS, 16, 16, 25, 3, dense=True)
     w = torch.empty(16, 16)
     init.initialize_(w, name, torch.Generator().manual_seed(1))
     arguments["matrix"] = (w.double().requires_grad_(),)
-    wanted[0] = arguments["matrix"][0]
-    compare(wanted, arguments, 1e-8, algorithm="modal")
+    required[0] = arguments["matrix"][0]
+    compare(required, arguments, 1e-8, algorithm="modal")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -348,18 +351,18 @@ def test_ids_and_targets_out_of_range(algorithm: str) -> None:
 def test_states(form: str, kind: str, lengths: bool, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "SPAN_STEPS", steps)
     monkeypatch.setattr(op, "SPAN_ROWS", 4 * steps)
-    wanted, a = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
+    required, a = problem(kind, 12, 5 if form == "thin" else 12, 17, 4, dense=form == "dense", lengths=lengths)
     scan = functional.dense_scan if form == "dense" else functional.factored_scan
     x = a["x"] if a["x"].is_floating_point() else a["x"].long()
     options = {name: a.get(name) for name in ("weight", "bias", "lengths", "activation")}
-    wanted = [tensor for tensor in wanted if tensor is not a["readout"] and tensor is not a["readout_bias"]]
+    required = [tensor for tensor in required if tensor is not a["readout"] and tensor is not a["readout_bias"]]
     cotangent = randn(17, 4, 12, seed=30)
     results = []
     for algorithm in ("sequential", "modal"):
         hs = scan(x, *a["matrix"], a["h0"], algorithm=algorithm, **options)
-        results.append((hs, torch.autograd.grad((hs * cotangent).sum(), wanted)))
-    (hs, expected), (found, grads) = results
-    assert (found - hs).abs().max() < 1e-12
+        results.append((hs, torch.autograd.grad((hs * cotangent).sum(), required)))
+    (hs, expected), (result, grads) = results
+    assert (result - hs).abs().max() < 1e-12
     for one, other in zip(grads, expected, strict=True):
         assert (one - other).norm() <= 1e-11 * other.norm()
 
@@ -378,8 +381,8 @@ def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
             leaf, w, weight=weight if weighted else None, bias=bias if weighted else None, lengths=lengths,
             activation="identity", algorithm="modal",
         )  # fmt: skip
-        wanted = [leaf, w, *([weight, bias] if weighted else [])]
-        results.append([hs, *torch.autograd.grad(hs, wanted, grad_hs)])
+        required = [leaf, w, *([weight, bias] if weighted else [])]
+        results.append([hs, *torch.autograd.grad(hs, required, grad_hs)])
     assert (results[0][0] == results[0][0] * alive).all()
     for one, other in zip(*results, strict=True):
         assert one.equal(other)

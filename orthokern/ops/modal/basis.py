@@ -2,7 +2,7 @@
 
 Note [Modes of a recurrent matrix]
     Let W = Q Lambda Q^-1 be real [N, N], with P pairs of conjugate eigenvalues and N - 2P real ones. There are
-    M = N - P modes: a pair is one mode, given by its eigenvalue lambda = a + ib with b > 0. A state is
+    M = N - P modes: a pair is one mode, with the eigenvalue lambda = a + ib with b > 0. A state is
     h = sum_j Re(q_j z_j), in real numbers h = R z with z = [Re z_1 ... Re z_M, Im z_1 ... Im z_M] and
     R = [Re q_1 ..., -Im q_1 ...] [N, 2M], and W maps z_j to lambda_j z_j: h_t = W h_{t-1} + e_t becomes
     z_t = lambda z_{t-1} + R^-1 e_t, mode by mode. The imaginary part of a real mode's z is always 0: its column of R

@@ -126,7 +126,7 @@ def why_never(call: Call) -> str | None:
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the call, and the host has to read the modes of one W"
     if _route.by_reference("auto"):
-        return "a derivative in forward mode is being taken"
+        return "forward mode computes a derivative of the call"
     if detect_fake_mode(call.matrix) is not None:
         return "its tensors are fake, and the host has to read the modes of W"
     return None

@@ -1,4 +1,4 @@
-"""dL/dW of a linear recurrence from sums taken in its modes.
+"""dL/dW of a linear recurrence from sums in its modes.
 
 Note [Divided differences]
     In modal coordinates (Note [Modes of a recurrent matrix] in ``basis.py``), z_t = L z_{t-1} + x_t, and

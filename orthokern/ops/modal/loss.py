@@ -87,8 +87,8 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
     # One tensor for all parts: results that are kept between parts would leave holes of a part's size in the heap.
     classes = flat.new_empty(flat.shape[:1], dtype=torch.int64)  # len() would be a constant of an exported program
     step = max(1, LOGITS // len(readout))
-    for part, found in zip(flat.split(step), classes.split(step), strict=True):
-        found.copy_(torch.nn.functional.linear(part, readout, bias).argmax(-1))
+    for part, largest in zip(flat.split(step), classes.split(step), strict=True):
+        largest.copy_(torch.nn.functional.linear(part, readout, bias).argmax(-1))
     return classes.view(target.shape) == target
 
 
@@ -118,8 +118,8 @@ class _Norms:
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """One tensor [T], zeros after the last chunk that was run."""
-        found = torch.cat(parts)
-        return torch.nn.functional.pad(found, (0, self.T - len(found)))
+        norms = torch.cat(parts)
+        return torch.nn.functional.pad(norms, (0, self.T - len(norms)))
 
 
 def _chunk(
@@ -277,7 +277,7 @@ def choose_for(
 def scan_loss(
     inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall, start: Tensor | None = None
 ) -> ScanLoss:
-    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Inputs are taken as checked."""
+    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. The arguments are checked."""
     modes, why = choice.choose(_call(inputs, matrix, readout, scan, start is not None), start)
     if modes is None:
         return ScanLoss(*_sequential(inputs, matrix, readout, scan), None, why)
