@@ -18,8 +18,8 @@ import torch
 from harness import Bench, Size, check, child, median
 
 from orthokern.cpu import factored_scan
-from orthokern.cpu import modal_cross_entropy as modal_leaf
-from orthokern.ops import _modal, _scan_loss
+from orthokern.ops.modal import choice, cpu, op
+from orthokern.ops.modal import loss as scan_loss
 from orthokern.tasks import copy as copy_task
 from orthokern.training import train
 from orthokern.training.loop import LoopSettings
@@ -133,13 +133,13 @@ def test_parts_of_an_iteration(benchmark: Any, bench: Bench, size: Size, algorit
 
     clocks = [clocked(task.optimizer, "step", into("optimizer"))]
     if algorithm == "modal":
-        clocks.append(clocked(modal_leaf, "modal_cross_entropy_fwd", into("recurrence, readout and loss")))
-        clocks.append(clocked(_modal, "diagonalise", into("eigenbasis")))
-        clocks.append(clocked(_modal, "gradient_of_w", into("gradient of W")))
+        clocks.append(clocked(cpu, "loss", into("recurrence, readout and loss")))
+        clocks.append(clocked(choice, "diagonalise", into("eigenbasis")))
+        clocks.append(clocked(op, "gradient_of_w", into("gradient of W")))
     else:
         clocks.append(clocked(factored_scan, "factored_scan_fwd", into("scan forward")))
         clocks.append(clocked(factored_scan, "factored_scan_bwd", into("scan backward")))
-        clocks.append(clocked(_scan_loss, "_readout", into("readout and loss")))
+        clocks.append(clocked(scan_loss, "_readout", into("readout and loss")))
     benchmark.group = f"copy task, {ITERATIONS + 2} iterations"
     with ExitStack() as stack:
         for clock in clocks:

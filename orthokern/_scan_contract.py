@@ -11,9 +11,6 @@ The leaves of the other ops have the functions:
     gru_scan_bwd(args, grad_hs, states, *, need_params=True) -> GruGradients
     peephole_scan_fwd(inputs) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
-    modal_scan_fwd(inputs) -> z
-    modal_scan_bwd(inputs, grad_z, z, *, need_x=True) -> ModalGradients
-    modal_cross_entropy_fwd(inputs, readout, *, need_grad=True) -> ModalLoss
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
 
 All tensors are contiguous; those of the reference may have any strides. B batch, T time, N hidden, K rank, D features
@@ -276,29 +273,6 @@ class PeepholeGradients(NamedTuple):
     c0: Tensor
 
 
-class ModalInputs(NamedTuple):
-    """The tensors of a recurrence in modal coordinates; see ``orthokern.ops.modal_scan``."""
-
-    x: Tensor | None  # [T, B, 2M], or token ids [T, B] with a table; a backward without a table has None
-    re: Tensor  # float64 [M]
-    im: Tensor  # float64 [M]
-    z0: Tensor  # [B, 2M]
-    table: Tensor | None = None  # [D, 2M]
-    lengths: Tensor | None = None  # int64 [B]
-    pairs: Tensor | None = None  # int64 [P, 2], modes whose sums M_jk are returned; not used in a forward
-
-
-class ModalGradients(NamedTuple):
-    """Results of a backward; None for what does not apply or is not needed."""
-
-    x: Tensor | None
-    re: Tensor
-    im: Tensor
-    z0: Tensor
-    table: Tensor | None
-    pairs: Tensor | None  # float64 [P, 2, 2]
-
-
 class Readout(NamedTuple):
     """A linear readout, and the targets and reduction of its cross-entropy."""
 
@@ -306,16 +280,6 @@ class Readout(NamedTuple):
     bias: Tensor | None  # [C]
     target: Tensor  # class ids, [R] or [T, B]
     reduction: str = "mean"
-
-
-class ModalLoss(NamedTuple):
-    """Results of ``modal_cross_entropy``; the gradients are None without ``need_grad``."""
-
-    loss: Tensor  # 0-dim
-    hits: Tensor  # int64 [T]
-    inputs: ModalGradients | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
 
 
 class LinearLoss(NamedTuple):

@@ -148,8 +148,7 @@ def _explain_loss(
     except InputError as error:
         return f"{call}: {error}"
     if name == "modal":
-        facts = Call(device, dtype, {"N": N, "C": C}, "auto", features)
-        scan = dispatch.explain_call("modal_cross_entropy", backend, facts)
+        scan = dispatch.explain_call("modal", backend, Call(device, dtype, {"N": N, "C": C}))
     else:
         scan = dispatch.explain_call("factored_scan", backend, Call(device, dtype, {"N": N, "K": K}, name, features))
         why = f"not modal: {why}"

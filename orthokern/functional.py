@@ -23,14 +23,14 @@ from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
-from orthokern.ops import _scan_loss
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
-from orthokern.ops._scan_loss import ScanCall, ScanLoss
 from orthokern.ops.activations import NAMES as ACTIVATIONS
 from orthokern.ops.dense_scan import dense_scan
 from orthokern.ops.factored_scan import factored_scan
 from orthokern.ops.gru_scan import gru_scan
+from orthokern.ops.modal.choice import Options
+from orthokern.ops.modal.loss import ScanCall, ScanLoss, choose_for, scan_loss
 
 __all__ = [
     "ACTIVATIONS",
@@ -287,9 +287,9 @@ def scan_cross_entropy(
 
     h_t = phi(W h_{t-1} + e_t) as in ``dense_scan``, or with W = U diag(s) V^T as in ``factored_scan``; the logits of
     step t are ``h_t @ readout.T + readout_bias``. With the identity as activation the recurrence can run in the
-    eigenbasis of W, at a cost of O(N) a step: Note [Modes of a recurrent matrix] in ``orthokern/ops/_modal_basis.py``
-    and Note [Divided differences] in ``_modal_gradient.py``. Otherwise it processes chunks of time one after the other:
-    Note [Chunks of states] in ``_scan_loss.py``.
+    eigenbasis of W, at a cost of O(N) a step: Note [Modes of a recurrent matrix] in ``orthokern/ops/modal/basis.py``
+    and Note [Divided differences] in ``gradient.py``. Otherwise it processes chunks of time one after the other:
+    Note [Chunks of states] in ``loss.py``.
 
     Args:
         x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state: as in
@@ -376,7 +376,7 @@ def scan_cross_entropy(
         if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
             raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
     outputs = Readout(readout, readout_bias, target, reduction)
-    return _scan_loss.scan_loss(inputs, tuple(factors), outputs, scan, basis)
+    return scan_loss(inputs, tuple(factors), outputs, scan, basis)
 
 
 def explain_scan_cross_entropy(
@@ -417,10 +417,8 @@ def explain_scan_cross_entropy(
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None)
-    _, modes, why = _scan_loss.choose_for(
-        factors, T, B, classes, ids=ids, lengths=lengths, activation=activation, message_clip=message_clip,
-        backend=backend, algorithm=algorithm, start=basis, resets=resets,
-    )  # fmt: skip
+    options = Options(activation, message_clip, backend, algorithm, lengths, resets)
+    modes, why = choose_for(factors, T, B, classes, ids=ids, start=basis, options=options)
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"
     return "chunked" if algorithm == "chunked" else "sequential", why

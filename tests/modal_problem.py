@@ -1,4 +1,4 @@
-"""Random inputs of modal_scan and modal_cross_entropy, for the tests of every backend."""
+"""Random inputs of the recurrence in modal coordinates, for the tests of every backend."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ import torch
 from helpers import assert_matches_reference
 from torch import Tensor
 
-from orthokern._scan_contract import ModalInputs, Readout
-
-LOSS_NAMES = (
-    "loss",
-    "hits",
-    "grad_x",
-    "grad_re",
-    "grad_im",
-    "grad_z0",
-    "grad_table",
-    "grad_readout",
-    "grad_bias",
-    "grad_pairs",
-)
-SCAN_NAMES = ("grad_x", "grad_re", "grad_im", "grad_z0", "grad_table", "grad_pairs")
+from orthokern._scan_contract import Readout
+from orthokern.ops.modal.reference import Inputs
 
 
 class Problem:
-    """Random inputs of both ops, float64, eigenvalues of magnitude within 1 +- margin; the last mode is real."""
+    """Random inputs, float64, eigenvalues of magnitude within 1 +- margin; the last mode is real."""
 
     def __init__(
         self, M: int, T: int, B: int, C: int = 3, D: int = 5, *, tokens: bool = True, bias: bool = True, P: int = 3,
@@ -47,7 +34,7 @@ class Problem:
         self.bias = normal(C) if bias else None
         self.target = torch.randint(0, C, (T, B), generator=generator)
         self.pairs = torch.randint(0, M, (P, 2), generator=generator) if P else None
-        self.grad_z = normal(T, B, 2 * M)
+        self.entering = normal(T, B, 2 * M)  # the inputs of `scan`
 
     def map(self, change: Any) -> Problem:
         """A copy with every tensor but re, im and pairs changed by a function of a tensor."""
@@ -61,63 +48,37 @@ class Problem:
         return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def poisoned(self, lengths: Tensor) -> Problem:
-        """A copy whose padding holds what must not be looked at."""
+        """A copy whose padding holds values that must not be read."""
         copy = self.map(torch.clone)
         padding = torch.arange(self.target.shape[0]).unsqueeze(1) >= lengths
         copy.x[padding] = float("nan") if self.table is None else 10**9
         copy.target[padding] = -(10**9)
-        copy.grad_z[padding] = float("nan")
         return copy
 
-    def leaf_inputs(self, lengths: Tensor | None = None) -> ModalInputs:
-        """What a leaf takes."""
-        return ModalInputs(self.x, self.re, self.im, self.z0, self.table, lengths, self.pairs)
-
-    def leaf_scan(self, leaf: Any, *, need_x: bool = True, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """States and gradients of a leaf's module, those that are not None, by name."""
-        inputs = self.leaf_inputs(lengths)
-        z = leaf.modal_scan_fwd(inputs)
-        grads = leaf.modal_scan_bwd(inputs, self.grad_z, z, need_x=need_x)
-        return {"z": z, **{f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}}
-
-    def leaf_loss(
-        self, leaf: Any, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """What modal_cross_entropy_fwd of a leaf's module returns and is not None, by name."""
-        readout = Readout(self.readout, self.bias, self.target, reduction)
-        loss, hits, grads, *of_readout = leaf.modal_cross_entropy_fwd(
-            self.leaf_inputs(lengths), readout, need_grad=need_grad
-        )
-        found = {"loss": loss, "hits": hits, **dict(zip(("grad_readout", "grad_bias"), of_readout, strict=True))}
-        found |= {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items()}
-        return {name: t for name, t in found.items() if t is not None}
-
     def loss(
-        self, backend: str, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None
-    ) -> Any:
-        """Everything that modal_cross_entropy_fwd returns, by name."""
-        found = torch.ops.orthokern.modal_cross_entropy_fwd(
-            self.x, self.re, self.im, self.z0, self.table, self.readout, self.bias, self.target, self.pairs,
-            reduction, need_grad, backend, lengths,
-        )  # fmt: skip
-        return dict(zip(LOSS_NAMES, found, strict=True))
+        self, backend: Any, *, reduction: str = "mean", need_grad: bool = True, lengths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The results of a backend's loss that are not None, by name."""
+        inputs = Inputs(self.x, self.re, self.im, self.z0, self.table, lengths, self.pairs)
+        readout = Readout(self.readout, self.bias, self.target, reduction)
+        loss, hits, grads = backend.loss(inputs, readout, need_grad)
+        assert (grads is not None) == need_grad
+        result = {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
+        return {"loss": loss, "hits": hits, **result}
 
-    def scan(self, backend: str, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """States and gradients of modal_scan, by name."""
-        z = torch.ops.orthokern.modal_scan_fwd(self.x, self.re, self.im, self.z0, self.table, backend, lengths)
-        x = None if self.table is None else self.x
-        grads = torch.ops.orthokern.modal_scan_bwd(
-            self.grad_z, z, x, self.re, self.im, self.z0, self.table, self.pairs, True, backend, lengths
-        )
-        return {"z": z, **dict(zip(SCAN_NAMES, grads, strict=True))}
+    def scan(self, backend: Any) -> dict[str, Tensor]:
+        """The states of a backend in both directions."""
+        arguments = self.entering, self.re, self.im, self.z0
+        return {name: backend.scan(*arguments, reverse=name == "reverse") for name in ("forward", "reverse")}
 
 
 def compare(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    """What a leaf returned, by name, against the float64 reference and the reference in the leaf's dtype."""
-    dtype = actual["grad_z0"].dtype  # of the call; sums over what has it come in float64
+    """The results of a backend, by name, against the float64 reference and the reference in the backend's dtype."""
+    dtype = next(iter(actual.values())).dtype  # of the call; some sums are float64
+    assert actual.keys() == exact.keys()
     for name, tensor in actual.items():
-        if name == "hits":
-            assert torch.equal(tensor, exact[name])
+        if name == "hits":  # where two logits are equal to rounding, either may be the larger one
+            assert (tensor - exact[name]).abs().sum() <= exact[name].numel() // 100
             continue
         assert tensor.dtype == plain[name].dtype, name
         rounded = tensor.to(dtype), exact[name], plain[name].to(dtype)

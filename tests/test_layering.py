@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
     {"_scan_contract"},
-    {"_modal_chunks", "_gru_parameters"},  # what the leaves share
+    {"_gru_parameters"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"_files"},
@@ -49,8 +49,8 @@ SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_paramet
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
     "cpu": SHARED | {"_version", "_C"},
-    "cuda": SHARED | {"_version", "_C", "_modal_chunks", "_gpu_scans"},
-    "triton_kernels": SHARED | {"_modal_chunks", "_gpu_scans"},
+    "cuda": SHARED | {"_version", "_C", "_gpu_scans"},
+    "triton_kernels": SHARED | {"_gpu_scans"},
 }
 
 FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "triton_kernels"}

@@ -16,7 +16,7 @@ import sys
 import torch
 
 from orthokern._products import norms_of_steps
-from orthokern.ops._scan_loss import _hits
+from orthokern.ops.modal.loss import _hits
 
 torch.set_num_threads(2)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
-from orthokern.ops import _scan_loss
+from orthokern.ops.modal import loss as scan_loss
 
 KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU]
 
@@ -155,8 +155,8 @@ def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatc
     wanted = torch.autograd.grad(expected, leaves)
     for chunk in (None, 4):
         if chunk:
-            monkeypatch.setattr(_scan_loss, "_is_kept_whole", lambda *_: False)
-            monkeypatch.setattr(_scan_loss, "_chunk_steps", lambda _: 4)
+            monkeypatch.setattr(scan_loss, "_is_kept_whole", lambda *_: False)
+            monkeypatch.setattr(scan_loss, "_chunk_steps", lambda _: 4)
         loss, hits = rnn.loss(x, readout, target, hx, lengths=lengths, **more)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
         right = (readout(states).argmax(-1) == target) & counts

@@ -41,8 +41,6 @@ OPS = (
     "dense_scan",
     "factored_scan",
     "gru_scan",
-    "modal_scan",
-    "modal_cross_entropy",
     "cayley",
     "linear_cross_entropy",
 )
@@ -53,7 +51,6 @@ OPS = (
     [
         ("interpreted", "not slow"),
         pytest.param("interpreted", "slow", marks=pytest.mark.slow),
-        ("interpreted_modal", "not slow"),
     ],
 )
 def test_results_under_the_interpreter(name: str, part: str) -> None:
@@ -328,41 +325,6 @@ def test_every_gru_fits_on_every_processor() -> None:
         check_gru(512, F32, capability, ("kanai",))
 
 
-def modal(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
-    """Those of the modal ops, by all that they can be asked for."""
-    from orthokern.triton_kernels import modal_cross_entropy, modal_scan
-
-    wide, found = torch.float64, []
-    common: dict[str, Any] = {"p_re": wide, "p_im": wide, "M": 65, "BLOCK": modal_scan.BLOCK}
-    scan = common | {"p_lengths": torch.int64, "LENGTHS": True, "T": "i32", "B": "i32", "CHUNK": "i32", "FIRST": "i32"}
-    for tokens, store in ((True, True), (False, True), (True, False)):
-        arguments = scan | {"p_x": torch.uint8 if tokens else dtype, "p_table": dtype if tokens else None, "D": "i32"}
-        arguments |= {"p_state": wide if store else None, "p_z": dtype if store else None, "TOKENS": tokens}
-        arguments |= {"p_end": None if store else wide, "START": store, "STORE": store}
-        found.append((modal_scan.modal_scan_fwd_kernel, arguments))
-    for table, store in ((True, False), (False, True), (False, False)):
-        sums = table or store
-        arguments = scan | {"p_grad": dtype, "p_z": dtype if sums else None, "p_before": dtype if sums else None}
-        arguments |= {"p_ids": torch.int64 if table else None, "p_carry": wide if sums else None, "D": "i32"}
-        arguments |= {"p_delta": dtype if store else None, "p_table": wide if table else None, "p_end": wide}
-        arguments |= {"p_sums": wide if sums else None, "START": sums, "STORE": store, "TABLE": table, "SUMS": sums}
-        found.append((modal_scan.modal_scan_bwd_kernel, arguments))
-    arguments = common | {"p_first": wide, "p_end": wide, "p_state": wide, "R": "i32", "CHUNKS": "i32"}
-    found.append((modal_scan.modal_scan_join_kernel, arguments | {"SQUARINGS": "i32", "BACKWARD": True}))
-    arguments = scan | {"p_grad": dtype, "p_z": dtype, "p_before": dtype, "p_pairs": torch.int64, "P": "i32"}
-    found.append((modal_scan.modal_scan_pairs_kernel, arguments | {"p_carry": wide, "p_sums": wide}))
-    kernels = [(kernel, arguments, modal_scan.NUM_WARPS, 0) for kernel, arguments in found]
-    for block_c in (16, 1024):
-        arguments = {"p_logits": dtype, "p_bias": dtype, "p_target": torch.uint8, "p_scale": wide, "p_loss": wide}
-        arguments |= {"p_right": torch.int32, "p_lengths": torch.int64, "T": "i32", "B": "i32", "C": "i32"}
-        arguments |= {"FIRST": "i32", "BIAS": True, "GRAD": True, "LENGTHS": True, "BLOCK_C": block_c}
-        arguments |= {"BLOCK_R": modal_cross_entropy.TILE // block_c}
-        kernels.append(
-            (modal_cross_entropy.modal_cross_entropy_fwd_kernel, arguments, modal_cross_entropy.NUM_WARPS, 0)
-        )
-    return kernels
-
-
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """(kernel, arguments, warps, bytes that may spill) of all kernels but the scans'."""
     from orthokern.triton_kernels import _inputs, activations, cayley, linear_cross_entropy
@@ -431,7 +393,7 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
 def check_others(dtype: torch.dtype, capability: int) -> None:
     from resources import SHARED_KIB, resources
 
-    for kernel, arguments, warps, spills in others(dtype) + modal(dtype):
+    for kernel, arguments, warps, spills in others(dtype):
         used = resources(kernel, arguments, capability, warps)
         assert used.shared <= SHARED_KIB[capability] * 1024, f"{kernel.__name__} {arguments}: {used}"
         assert used.spills <= spills or not BOUNDED, f"{kernel.__name__} {arguments}: {used}"

@@ -99,16 +99,18 @@ inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
 }
 
-// The rows of one sequence in a tensor [T, B, 2M]. They are usually on different pages, which the hardware prefetchers
-// do not cross.
+// The rows of one sequence in a tensor [T, B, 2M], from the first step or, with `reverse`, from the last. They are
+// usually on different pages, which the hardware prefetchers do not cross.
 template <class T>
 struct SequenceRows {
-  T* first;          // step 0 of the sequence
-  ptrdiff_t stride;  // elements from step to step
+  T* first;
+  ptrdiff_t stride;  // elements from row to row
   int size;          // 2M
 
-  SequenceRows(T* base, const ModalArgs& args, int64_t b)
-      : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {}
+  SequenceRows(T* base, const ModalArgs& args, int64_t b, bool reverse = false)
+      : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {
+    if (reverse) first += (args.T - 1) * stride, stride = -stride;
+  }
   T* operator[](int64_t t) const { return first + t * stride; }
   void prefetch(int64_t t) const {
     const char* at = reinterpret_cast<const char*>((*this)[t]);
@@ -276,6 +278,42 @@ void pair_sums(const Modes& modes, int steps, const T* delta, const T* z, const 
   }
 }
 
+constexpr int kClasses = 3;  // of a register tile
+// gradient[c][n .. n + NV vectors) += sum_r d[c][r] z[r][n ..]; d's rows are kSteps apart.
+template <class T, int CT, int NV>
+void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
+  constexpr int L = kLanes<T>;
+  V<T> acc[CT][NV];
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) {
+    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
+  }
+  for (int r = 0; r < steps; r++) {
+    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) {
+      V<T> s = load(z + v * L);
+      pin(s);
+      ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
+    }
+    z += Np;
+  }
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++)
+      store(gradient + static_cast<ptrdiff_t>(c) * Np + v * L, acc[c][v]);
+}
+template <class T, int CT>
+void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
+  constexpr int L = kLanes<T>, NV = k32Registers ? 8 : 4;
+  int n = 0;
+  for (; n + NV * L <= Np; n += NV * L) readout_tile<T, CT, NV>(d, z + n, steps, Np, gradient + n);
+  for (; n < Np; n += L) readout_tile<T, CT, 1>(d, z + n, steps, Np, gradient + n);
+}
+// gradient [C][Np] += d^T z
+template <class T>
+void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradient) {
+  int c = 0;
+  for (; c + kClasses <= C; c += kClasses)
+    readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
+  for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
+}
+
 template <class I, class R>
 inline void read_column_as(const I* ids, int64_t stride, int steps, R* to) {
   for (int r = 0; r < steps; r++) to[r] = static_cast<R>(ids[r * stride]);
@@ -344,6 +382,7 @@ struct ModalTables {
     modes.Np = 2 * modes.Mp;
     if (!coefficients.allocate(modes.Np)) return false;
     for (int m = 0; m < modes.M; m++) coefficients[m] = args.re[m], coefficients[modes.Mp + m] = args.im[m];
+    for (int m = 0; args.reverse && m < modes.M; m++) coefficients[modes.Mp + m] = -args.im[m];
     modes.re = coefficients, modes.im = coefficients + modes.Mp;
     if (!args.table) return true;
     if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
@@ -420,74 +459,12 @@ inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
   return b;
 }
 
-// The pieces of time that sequences are cut into, one per task. The states before the pieces are computed first: every
-// piece runs from a zero state, and the results are combined in order with lambda^steps. The adjoints are computed in
-// the same way from the end.
-struct Pieces {
-  const ModalArgs* args;
-  int tasks, cuts;         // cuts: of each sequence; 1: a task takes a range of whole sequences
-  Scratch<double> ends;    // [B][cuts][Np]: what a piece that runs from zero ends with
-  Scratch<double> states;  // [B][cuts][Np]: the state before each piece
-  Scratch<double> deltas;  // [B][cuts][Np]: the adjoint after it
-
-  // The passes over pieces take about 1.5 times as long as one over sequences, so they pay if the batch leaves a third
-  // of the threads idle.
-  bool allocate(const ModalArgs& a, const Modes& modes, bool may_cut) {
-    args = &a;
-    const int64_t chunks = (a.T + kSteps - 1) / kSteps;
-    const int64_t most = may_cut && 3 * a.B <= 2 * a.threads ? chunks : a.B;
-    tasks = static_cast<int>(most < a.threads ? most : a.threads);
-    cuts = tasks > a.B ? tasks : 1;
-    if (cuts == 1 && tasks > a.B) tasks = static_cast<int>(a.B);
-    const size_t size = static_cast<size_t>(a.B) * cuts * modes.Np;
-    return ends.allocate(size) && states.allocate(size) && deltas.allocate(size);
-  }
-  double* at(const Scratch<double>& of, const Modes& modes, int64_t b, int cut) const {
-    return of + (b * cuts + cut) * modes.Np;
-  }
-  // The first step of a piece; that of piece `cuts` is the end.
-  int64_t border(int64_t b, int64_t cut) const {
-    const int64_t length = length_of(*args, b), step = (length + kSteps - 1) / kSteps * cut / cuts * kSteps;
-    return step < length ? step : length;
-  }
-  // fn(b, cut) for the pieces of a task.
-  template <class F>
-  void each(int task, F fn) const {
-    if (cuts > 1) {
-      for (int64_t b = 0; b < args->B; b++) fn(b, task);
-      return;
-    }
-    const int64_t end = first_sequence(*args, task + 1, tasks);
-    for (int64_t b = first_sequence(*args, task, tasks); b < end; b++) fn(b, 0);
-  }
-  // Computes states from ends and the first piece's state, or deltas from ends and zero after the last piece.
-  void join(const Modes& modes, bool backward) const {
-    for (int64_t b = 0; b < args->B; b++) {
-      for (int i = 1; i < cuts; i++) {
-        const int from = backward ? cuts - i : i - 1, to = backward ? from - 1 : from + 1;
-        double* next = at(backward ? deltas : states, modes, b, to);
-        memcpy(next, at(backward ? deltas : states, modes, b, from), sizeof(double) * modes.Np);
-        turn(modes, border(b, from + 1) - border(b, from), backward, next);
-        ModalSums::add(next, at(ends, modes, b, from), modes.Np);
-      }
-    }
-  }
-  // z <- lambda^steps z, or with the conjugate.
-  static void turn(const Modes& modes, int64_t steps, bool conjugate, double* z) {
-    for (int m = 0; m < modes.Mp; m++) {
-      double pr = 1, pi = 0, r = modes.re[m], i = conjugate ? -modes.im[m] : modes.im[m];
-      for (int64_t n = steps; n; n >>= 1) {
-        if (n & 1) {
-          const double old = pr;
-          pr = pr * r - pi * i, pi = old * i + pi * r;
-        }
-        const double old = r;
-        r = r * r - i * i, i = 2 * old * i;
-      }
-      const double zr = z[m], zi = z[modes.Mp + m];
-      z[m] = pr * zr - pi * zi, z[modes.Mp + m] = pr * zi + pi * zr;
-    }
-  }
-};
+// fn(b) for the sequences of a task.
+template <class F>
+void each_sequence(const ModalArgs& args, int task, int tasks, F fn) {
+  const int64_t end = first_sequence(args, task + 1, tasks);
+  for (int64_t b = first_sequence(args, task, tasks); b < end; b++) fn(b);
+}
+inline int task_count(const ModalArgs& args) { return static_cast<int>(args.B < args.threads ? args.B : args.threads); }
 
 }  // namespace orthokern::ORTHOKERN_ISA

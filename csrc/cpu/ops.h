@@ -188,35 +188,32 @@ struct LinearCrossEntropyArgs {
                       grad_weight, grad_bias);
 };
 
-// modal_scan, forward and backward, and modal_cross_entropy. M modes; a vector [2M] holds the real parts, then the
-// imaginary ones.
+// modal_scan and modal_loss. M modes; a vector [2M] holds the real parts, then the imaginary ones.
 struct ModalArgs {
   int64_t B, T, M, D, C, P;
   int dtype, threads;
-  int need_grad;           // modal_cross_entropy
-  double scale;            // of the loss and its gradients: 1, or 1 / steps   (modal_cross_entropy)
-  const double* re;        // [M]
-  const double* im;        // [M]
+  int reverse;       // modal_scan: from the last step to the first, with the conjugate coefficients
+  const double* re;  // [M]
+  const double* im;  // [M]
+  const void* x;     // [T, B, 2M], or null with ids
+  const void* z0;    // [B, 2M]
+  void* z;           // [T, B, 2M]                                              (modal_scan)
+
+  // the others: modal_loss
+  int need_grad;
+  double scale;            // of the loss and its gradients: 1, or 1 / steps
   const int64_t* lengths;  // [B] in [1, T], or null
-  const void* x;           // [T, B, 2M], or null with ids
   const void* ids;         // [T, B] in [0, D), of id_bytes: 1 (unsigned), 2, 4 or 8, or null
   int64_t id_bytes;
-  const void* table;     // [D, 2M] or null
-  const void* z0;        // [B, 2M]
-  const int64_t* pairs;  // [P, 2] in [0, M), or null
-
-  const void* readout;     // [C, 2M]                                           (modal_cross_entropy, to hits)
+  const void* table;       // [D, 2M] or null
+  const int64_t* pairs;    // [P, 2] in [0, M), or null
+  const void* readout;     // [C, 2M]
   const void* bias;        // [C] or null
   const void* target_ids;  // [T, B] in [0, C), of target_bytes, as ids
   int64_t target_bytes;
   void* loss;     // []
   int64_t* hits;  // [T]
-
-  void* z;             // [T, B, 2M]                                        (modal_scan, forward)
-  const void* grad_z;  // [T, B, 2M]                                        (modal_scan, backward)
-  const void* states;  // [T, B, 2M]                                        (modal_scan, backward)
-
-  // gradients, all or none (but for grad_x) in modal_cross_entropy
+  // gradients, all or none (but for grad_x)
   void* grad_x;        // [T, B, 2M] or null
   void* grad_z0;       // [B, 2M]
   void* grad_table;    // [D, 2M] or null
@@ -226,25 +223,18 @@ struct ModalArgs {
   double* grad_im;     // [M]
   double* grad_pairs;  // [P, 2, 2] or null
 
-  ORTHOKERN_FIELDS_OF(common, B, T, M, D, P, dtype, threads, re, im, lengths, x, ids, id_bytes, table, z0, pairs);
-  ORTHOKERN_FIELDS_OF(gradients, grad_x, grad_z0, grad_table, grad_re, grad_im, grad_pairs);
+  ORTHOKERN_FIELDS_OF(common, B, T, M, dtype, threads, re, im, x, z0);
   template <class Visit>
   void scan(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, z);
-  }
-  template <class Visit>
-  void scan_backward(Visit& visit) {
-    common(visit);
-    gradients(visit);
-    ORTHOKERN_FIELDS(visit, grad_z, states);
+    ORTHOKERN_FIELDS(visit, reverse, z);
   }
   template <class Visit>
   void cross_entropy(Visit& visit) {
     common(visit);
-    gradients(visit);
-    ORTHOKERN_FIELDS(visit, C, need_grad, scale, readout, bias, target_ids, target_bytes, loss, hits, grad_readout,
-                     grad_bias);
+    ORTHOKERN_FIELDS(visit, D, C, P, need_grad, scale, lengths, ids, id_bytes, table, pairs, readout, bias, target_ids,
+                     target_bytes, loss, hits);
+    ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_readout, grad_bias, grad_re, grad_im, grad_pairs);
   }
 };
 

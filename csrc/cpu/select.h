@@ -21,9 +21,8 @@ namespace orthokern {
   kernel(activation_fwd, ActivationArgs, forward);                  \
   kernel(activation_bwd, ActivationArgs, backward);                 \
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields); \
-  kernel(modal_scan_fwd, ModalArgs, scan);                          \
-  kernel(modal_scan_bwd, ModalArgs, scan_backward);                 \
-  kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy);        \
+  kernel(modal_scan, ModalArgs, scan);                              \
+  kernel(modal_loss, ModalArgs, cross_entropy);                     \
   kernel(cayley, CayleyArgs, fields);                               \
   kernel(gram, SpectralArgs, gram);                                 \
   kernel(is_definite, SpectralArgs, is_definite);                   \

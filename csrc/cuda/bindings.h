@@ -74,11 +74,7 @@ inline void bind(pybind11::module_& m) {
   bind_scan(m, "dense_scan_plan", "dense_scan", plan_dense_scan, run_dense_scan);
   bind_scan(m, "gru_scan_plan", "gru_scan", plan_gru_scan, run_gru_scan);
   bind(m, "scan_carry", run_scan_carry, &ScanCarryArgs::fields<Arguments>);
-  bind(m, "modal_forward", modal_forward, &ModalArgs::forward<Arguments>);
-  bind(m, "modal_backward", modal_backward, &ModalArgs::backward<Arguments>);
-  bind(m, "modal_pairs", modal_pairs, &ModalArgs::pairwise<Arguments>);
-  bind(m, "modal_join", modal_join, &ModalJoinArgs::fields<Arguments>);
-  bind(m, "modal_loss", modal_loss, &ModalLossArgs::fields<Arguments>);
+  bind(m, "modal_scan", modal_scan, &ModalArgs::fields<Arguments>);
   bind(m, "activation_fwd", activation_fwd, &ActivationArgs::forward<Arguments>);
   bind(m, "activation_bwd", activation_bwd, &ActivationArgs::backward<Arguments>);
   m.def(

@@ -90,7 +90,7 @@ _OWN_DTYPE = {
 }
 
 
-def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
+def call(name: str, dtype: torch.dtype, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> None:
     """Call the kernel `name` with the addresses of tensors by name; None is a null pointer.
 
     The kernel reads and writes as many elements as the sizes imply, so every tensor must have that many, on the CPU and

@@ -20,8 +20,9 @@ DEVICE = "cuda"
 try:
     from orthokern import _C
 
-    kernels = getattr(_C, "cuda", None)
-    REASON = "" if kernels is not None else f"not in this build: {json.loads(_C.build_info())['cuda_reason']}"
+    native: Any = _C
+    kernels = getattr(native, "cuda", None)
+    REASON = "" if kernels is not None else f"not in this build: {json.loads(native.build_info())['cuda_reason']}"
 except ImportError as error:
     REASON = f"the native module is not built ({error}): install a C++17 compiler and nvcc, and run `pip install -e .`"
 AVAILABLE = kernels is not None

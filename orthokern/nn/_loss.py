@@ -12,7 +12,8 @@ Note [The basis that a module keeps]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,9 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._scan_contract import Readout, ScanInputs
 from orthokern.errors import InputError
-from orthokern.ops import _modal, _scan_loss
-
-if TYPE_CHECKING:
-    from orthokern.nn._layouts import Cuts
-    from orthokern.nn._recurrent import Recurrent
+from orthokern.ops.modal.choice import Options
+from orthokern.ops.modal.loss import ScanLoss, choose_for
+from orthokern.ops.modal.op import modal_last_step_norms
 
 KEY = "modal_basis_"
 
@@ -41,101 +40,69 @@ def weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
 
 
 def loss(
-    module: Recurrent,
-    data: Tensor,
-    h0: Tensor | None,
-    suffix: str,
     readout: nn.Module,
     target: Tensor,
-    lengths: Tensor | None,
+    x: Tensor,
+    matrix: tuple[Tensor, ...],
+    h0: Tensor | None,
+    *,
     reduction: str | None,
-    algorithm: str,
-    cuts: Cuts | None = None,
-) -> _scan_loss.ScanLoss:
-    """The loss from the inputs ``data`` [T, B, ...] of the last layer; see ``Recurrent.loss``."""
-    weight, bias = weights_of(readout, module.hidden_size)
+    **options: Any,
+) -> ScanLoss:
+    """``scan_cross_entropy`` with these arguments and the parameters of a linear layer."""
+    weight, bias = weights_of(readout, len(matrix[0]))
     if reduction is None:
         reduction = getattr(readout, "reduction", "mean")
-    matrix, added = module._factors(suffix)
-    options = module._scan_options(suffix, lengths, cuts)
-    del options["checkpoint_every"]
-    found = functional.scan_cross_entropy(
-        data, matrix, weight, target, h0,
-        bias=added, readout_bias=bias, reduction=reduction, algorithm=algorithm, basis=_basis(module, suffix),
-        **options,
-    )  # fmt: skip
-    if module.training and torch.is_grad_enabled() and found.basis is not None:
-        setattr(module, KEY + suffix, found.basis)
-    return found
-
-
-def _basis(module: Recurrent, suffix: str) -> Tensor | None:
-    """The basis that the module keeps for a recurrence."""
-    basis: Tensor | None = getattr(module, KEY + suffix, None)
-    return basis
-
-
-def state_bytes(
-    module: Recurrent, T: int, B: int, classes: int, *, ids: bool = True, lengths: bool = False, algorithm: str
-) -> int:
-    """Bytes of states and their gradients that a training step with ``module.loss`` holds at one time: for the last
-    layer those that its algorithm needs, for the others those of all steps."""
-    matrix, options = described(module, ids, lengths, algorithm)
-    call, modes, _ = _scan_loss.choose_for(matrix, T, B, classes, start=options.pop("basis"), **options)
-    others = 2 * (module.num_layers - 1) * T * B * module.hidden_size * call.dtype.itemsize
-    return others + _scan_loss.state_bytes(call, modes is not None)
+    return functional.scan_cross_entropy(
+        x, matrix, weight, target, h0, readout_bias=bias, reduction=reduction, **options
+    )
 
 
 @torch.no_grad()
 def last_step_norms(
-    module: Recurrent, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str
+    readout: nn.Module,
+    target: Tensor,
+    x: Tensor,
+    matrix: tuple[Tensor, ...],
+    h0: Tensor | None,
+    *,
+    algorithm: str,
+    basis: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    **options: Any,
 ) -> Tensor | None:
     """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others; L is the mean cross-entropy of the last step
-    alone. None if ``module.loss`` does not use the modal form.
-
-    Args:
-        module: of one layer.
-        data: [T, B] ids or [T, B, D].
-        target: [T, B].
-        algorithm: as in ``module.loss``.
-    """
-    weight, bias = weights_of(readout, module.hidden_size)
-    matrix, options = described(module, not data.is_floating_point(), False, algorithm)
-    T, B = data.shape[:2]
-    _, modes, _ = _scan_loss.choose_for(matrix, T, B, len(weight), start=options.pop("basis"), **options)
-    if modes is None or module.num_layers > 1:
+    alone. None if `loss` with the same arguments does not use the modal form."""
+    (T, B), layer = x.shape[:2], weights_of(readout, len(matrix[0]))
+    choice = Options(options["activation"], options["message_clip"], options["backend"], algorithm)
+    ids = not x.is_floating_point()
+    modes, _ = choose_for(matrix, T, B, len(layer[0]), ids=ids, start=basis, options=choice)
+    if modes is None:
         return None
-    suffix = module._suffix(-1, False)
-    options, added = module._scan_options(suffix, None), module._factors(suffix)[1]
-    h0 = module._tensor(f"h0_{suffix}") if module.learned_h0 else weight.new_zeros(module.hidden_size)
-    inputs = ScanInputs(data, h0.expand(data.shape[1], -1), options["weight"], added)
-    return _modal.modal_last_step_norms(inputs, Readout(weight, bias, target), modes, backend=module.backend)
+    h0 = matrix[0].new_zeros(B, len(matrix[0])) if h0 is None else h0
+    return modal_last_step_norms(ScanInputs(x, h0, weight, bias), Readout(*layer, target), modes)
 
 
-def described(module: Recurrent, ids: bool, lengths: bool, algorithm: str) -> tuple[_modal.Matrix, dict[str, Any]]:
-    """The last layer's matrix, and the options of ``explain_scan_cross_entropy`` for it."""
-    suffix = module._suffix(-1, False)
-    with torch.no_grad():
-        matrix = module._factors(suffix)[0]
-    return matrix, {
-        "ids": ids and module.num_layers == 1, "lengths": lengths, "activation": module.nonlinearity,
-        "message_clip": module.message_clip, "backend": module.backend, "algorithm": algorithm,
-        "basis": _basis(module, suffix),
-    }  # fmt: skip
-
-
-def save(module: Recurrent, destination: dict[str, Any], prefix: str) -> None:
+def save(module: nn.Module, suffixes: Iterable[str], destination: dict[str, Any], prefix: str) -> None:
     """Writes the bases into a state_dict."""
-    for suffix in module._suffixes():
-        basis = _basis(module, suffix)
+    for suffix in suffixes:
+        basis = getattr(module, KEY + suffix, None)
         if basis is not None:
             destination[f"{prefix}{KEY}{suffix}"] = basis
 
 
-def load(module: Recurrent, state_dict: dict[str, Any], prefix: str, unexpected: list[str], errors: list[str]) -> None:
-    """Loads the bases of a state_dict, and removes their keys from the unexpected ones."""
-    N = module.hidden_size
-    for suffix in module._suffixes():
+def load(
+    module: nn.Module,
+    suffixes: Iterable[str],
+    N: int,
+    state_dict: dict[str, Any],
+    prefix: str,
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Loads the bases of a state_dict, and removes their keys from the unexpected ones. N: hidden units."""
+    for suffix in suffixes:
         vars(module).pop(KEY + suffix, None)
         key = f"{prefix}{KEY}{suffix}"
         basis = state_dict.get(key)

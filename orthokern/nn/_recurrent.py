@@ -490,9 +490,29 @@ class Recurrent(nn.Module):
             data = self._layers(data, hx, layout, self.num_layers - 1, cuts)[0]
         suffix = self._suffix(-1, False)
         h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
-        cuts = None if cuts is None else cuts.of(self.num_layers - 1)
-        found = _loss.loss(self, data, h0, suffix, readout, target, lengths, reduction, algorithm, cuts)
-        return found.loss, found.hits
+        matrix, arguments = self._loss_arguments(lengths, None if cuts is None else cuts.of(self.num_layers - 1))
+        result = _loss.loss(readout, target, data, matrix, h0, reduction=reduction, algorithm=algorithm, **arguments)
+        if self.training and torch.is_grad_enabled() and result.basis is not None:
+            setattr(self, _loss.KEY + suffix, result.basis)
+        return result.loss, result.hits
+
+    def _loss_arguments(
+        self, lengths: Tensor | None = None, cuts: Cuts | None = None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """The matrix of the last layer, and the other arguments of ``scan_cross_entropy`` that the module has."""
+        suffix = self._suffix(-1, False)
+        matrix, bias = self._factors(suffix)
+        options = self._scan_options(suffix, lengths, cuts)
+        del options["checkpoint_every"]
+        return matrix, {"bias": bias, "basis": getattr(self, _loss.KEY + suffix, None), **options}
+
+    def _last_step_norms(self, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str) -> Tensor | None:
+        """See ``_loss.last_step_norms``, for data [T, B] or [T, B, D] and target [T, B]; None for several layers."""
+        if self.num_layers > 1:
+            return None
+        matrix, arguments = self._loss_arguments()
+        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(data.shape[1], None))
+        return _loss.last_step_norms(readout, target, data, matrix, h0, algorithm=algorithm, **arguments)
 
     def explain_loss(
         self,
@@ -520,8 +540,13 @@ class Recurrent(nn.Module):
         Raises:
             InputError: a size below 1, an unknown algorithm, or one that is not possible for the call.
         """
-        matrix, options = _loss.described(self, ids, lengths, algorithm)
-        return functional.explain_scan_cross_entropy(matrix, T, B, classes, resets=resets, **options)
+        with torch.no_grad():
+            matrix, arguments = self._loss_arguments()
+        options = {name: arguments[name] for name in ("activation", "message_clip", "backend", "basis")}
+        return functional.explain_scan_cross_entropy(
+            matrix, T, B, classes, ids=ids and self.num_layers == 1, lengths=lengths, resets=resets,
+            algorithm=algorithm, **options,
+        )  # fmt: skip
 
     def _begin(self) -> None:
         """Called before the layers run."""
@@ -567,12 +592,12 @@ class Recurrent(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        _loss.save(self, destination, prefix)
+        _loss.save(self, self._suffixes(), destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         *_, unexpected, errors = args
-        _loss.load(self, state_dict, prefix, unexpected, errors)
+        _loss.load(self, self._suffixes(), self.hidden_size, state_dict, prefix, unexpected, errors)
 
     def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
         """Checks the input except T and B; True for token ids."""

@@ -1,7 +1,8 @@
 """The definition of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
 
 The files of an op have one name: ``orthokern/ops/<op>.py``, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and
-so on. The functions of these modules take checked inputs; the public functions of ``orthokern.functional`` check them.
+so on; those of ``modal`` are in one folder. The functions of these modules take checked inputs; the public functions of
+``orthokern.functional`` check them.
 """
 
 from orthokern.ops import (
@@ -11,8 +12,7 @@ from orthokern.ops import (
     factored_scan,
     gru_scan,
     linear_cross_entropy,
-    modal_cross_entropy,
-    modal_scan,
+    modal,
     peephole_scan,
     skew_exp,
     spectral,
@@ -20,7 +20,7 @@ from orthokern.ops import (
 
 NAMES = (
     "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
-    "modal_scan", "modal_cross_entropy", "peephole_scan",
+    "modal", "peephole_scan",
 )  # fmt: skip
 
 __all__ = [
@@ -31,8 +31,7 @@ __all__ = [
     "factored_scan",
     "gru_scan",
     "linear_cross_entropy",
-    "modal_cross_entropy",
-    "modal_scan",
+    "modal",
     "peephole_scan",
     "skew_exp",
     "spectral",

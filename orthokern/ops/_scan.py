@@ -229,8 +229,4 @@ FACTORED, DENSE = ScanOp("factored_scan"), ScanOp("dense_scan")
 
 def scan(args: ScanArgs) -> Tensor:
     """hs [T, B, N] of checked arguments."""
-    if args.algorithm == "modal":
-        from orthokern.ops._scan_loss import modal_scan
-
-        return modal_scan(args)
     return (DENSE if args.first is None else FACTORED)(args)

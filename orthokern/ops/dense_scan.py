@@ -8,6 +8,7 @@ from orthokern._scan_contract import ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops._checks import is_float, is_tensor, scan_args
 from orthokern.ops._scan import SUPPORT, scan
+from orthokern.ops.modal.loss import modal_scan
 
 __all__ = ["SUPPORT", "dense_scan"]
 
@@ -88,4 +89,5 @@ def dense_scan(
         resets,
         reset_state,
     )
-    return scan(scan_args(args, "w"))
+    args = scan_args(args, "w")
+    return modal_scan(args) if algorithm == "modal" else scan(args)

@@ -7,6 +7,7 @@ from torch import Tensor
 from orthokern._scan_contract import ScanArgs
 from orthokern.ops._checks import factors, scan_args
 from orthokern.ops._scan import SUPPORT, scan
+from orthokern.ops.modal.loss import modal_scan
 
 __all__ = ["SUPPORT", "factored_scan"]
 
@@ -125,4 +126,5 @@ def factored_scan(
         resets,
         reset_state,
     )
-    return scan(scan_args(args, "u"))
+    args = scan_args(args, "u")
+    return modal_scan(args) if algorithm == "modal" else scan(args)

@@ -12,9 +12,8 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
-from orthokern.ops import _route
-from orthokern.ops._common import check_range, contiguous, filled, needs_grad
-from orthokern.ops._loss_gradients import register_gradients
+from orthokern.ops import _route, _vmap
+from orthokern.ops._common import check_range, contiguous, filled, needed, needs_grad
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -64,7 +63,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order. On the CPU, float32 sums over about 4096 rows are added up in float64.
     """
-    if _route.by_reference(backend, hidden, weight, bias):
+    if _route.by_reference(backend, hidden, weight, bias) or _route.derived():
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
@@ -137,4 +136,43 @@ def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...
     return found
 
 
-register_gradients(_fwd, first=1, differentiable=_differentiable)  # after the loss
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.reduction, ctx.need_grad = inputs[4:6]
+    ctx.save_for_backward(*output[1:], *inputs[:4])
+
+
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_loss is None:
+        return ()
+    if not ctx.need_grad:
+        raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
+    needs = ctx.needs_input_grad[:3]
+    if _route.recording():
+        return tuple(map(needed, _differentiable(grad_loss, *saved[3:], ctx.reduction), needs))
+    return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
+
+
+def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
+    """grad * grad_loss, or grad itself where grad_loss is 1 and nothing else uses grad, which may be as large as the
+    hidden states: the copy would be the largest of the whole backward.
+
+    grad itself is returned only in an eager CPU backward that frees its graph: the saved tensors of a retained graph
+    must not change if the caller accumulates into the result, and traced code cannot read values.
+    """
+    keep_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # no public equivalent
+    if (
+        type(grad_loss) is Tensor
+        and grad_loss.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and keep_graph is not None
+        and not keep_graph()
+        and float(grad_loss) == 1.0
+    ):
+        return grad
+    return grad * grad_loss
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+_fwd.register_vmap(_vmap.one_by_one(_fwd, wanted=1))

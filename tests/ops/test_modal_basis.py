@@ -1,21 +1,18 @@
-"""The eigenbasis of a recurrent matrix, its refinement, and dL/dW by divided differences, against loops in float64."""
+"""The eigenbasis of a recurrent matrix, and its refinement."""
 
 from __future__ import annotations
-
-import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import init
-from orthokern.ops._modal_basis import Basis, NoBasis, diagonalise, to_complex, to_real
-from orthokern.ops._modal_gradient import LOSS, close_pairs, first_close_pairs, gradient_of_w
+from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, to_complex, to_real
+from orthokern.ops.modal.gradient import close_pairs
 
 MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
 EPSILON = torch.finfo(torch.float64).eps
+PARTS = ("re", "im", "right", "left")
 
 
 def randn(*size: int, seed: int = 0) -> Tensor:
@@ -61,27 +58,24 @@ def check(w: Tensor, basis: Basis) -> None:
     real = torch.cat([torch.zeros(M, dtype=torch.bool), basis.im == 0])
     assert not basis.right[:, real].any() and not basis.left[real].any()
     expected = torch.linalg.eigvals(w)
-    found = torch.cat([basis.values, basis.values[basis.im > 0].conj()])
-    assert (found[:, None] - expected).abs().min(0).values.max() < 1e-6  # a double eigenvalue splits by sqrt(epsilon)
+    actual = torch.cat([basis.values, basis.values[basis.im > 0].conj()])
+    assert (actual[:, None] - expected).abs().min(0).values.max() < 1e-6  # a double eigenvalue splits by sqrt(epsilon)
 
 
 # ---- the basis ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize("N", [1, 2, 3, 17, 33, 128, 250])
-def test_basis(N: int, margin: float | None) -> None:
-    w = dense(N, margin)
+STARTS = ("orthogonal", "henaff", "cayley", "identity", "glorot", "glorot-uniform", "learned")
+
+
+@pytest.mark.parametrize("margin", [*MARGINS, *STARTS])
+@pytest.mark.parametrize("N", [1, 2, 17, 128])
+def test_basis(N: int, margin: float | str | None) -> None:
+    w = started(margin, N + 1) if isinstance(margin, str) else dense(N, margin)
     basis = diagonalise(w)
     check(w, basis)
     if margin == 0.0:
         assert basis.condition == pytest.approx(1.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "glorot-uniform", "learned"])
-def test_basis_of_a_start(name: str) -> None:
-    w = started(name, 32)
-    check(w, diagonalise(w))
 
 
 @pytest.mark.parametrize("N", [2, 17, 128])
@@ -94,27 +88,10 @@ def test_refinement_agrees_with_a_fresh_solution(N: int, margin: float | None) -
     assert 1 <= refined.steps <= 3
     check(moved, refined)
     fresh = diagonalise(moved)
-    order, other = (x.values.abs().argsort(stable=True) for x in (refined, fresh))
-    assert len(order) == len(other)
-    nearest = (refined.values[:, None] - fresh.values).abs().min(1).values
-    assert nearest.max() < 1e-10
-
-
-def test_convergence_is_quadratic() -> None:
-    w = dense(40, 0.1)
-    start = diagonalise(w).right
-    steps = [diagonalise(w + size * randn(40, 40, seed=3), start).steps for size in (1e-9, 1e-6, 1e-4)]
-    assert steps == sorted(steps) and steps[0] <= 1 and steps[-1] <= 4
-
-
-def test_a_basis_is_a_fixed_point() -> None:
-    """The refinement that begins at its own result returns its bits: what was computed before makes no difference."""
-    w = dense(33, 0.3) + 1e-5 * randn(33, 33, seed=4)
-    first = diagonalise(w, diagonalise(dense(33, 0.3)).right)
-    again = diagonalise(w, first.right)
-    assert again.steps == 0 and first.steps > 0
-    for name in ("re", "im", "right", "left"):
-        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert len(refined.re) == len(fresh.re)
+    assert (refined.values[:, None] - fresh.values).abs().min(1).values.max() < 1e-10
+    same = diagonalise(moved, refined.right)  # its own result is a fixed point, bit for bit
+    assert same.steps == 0 and all(torch.equal(getattr(refined, name), getattr(same, name)) for name in PARTS)
 
 
 @pytest.mark.parametrize("start", ["of another matrix", "of another kind", "NaN", "zeros"])
@@ -128,8 +105,7 @@ def test_a_wrong_start_is_found_out(start: str) -> None:
         "zeros": torch.zeros_like(right),
     }[start]
     basis, fresh = diagonalise(w, wrong), diagonalise(w)
-    for name in ("re", "im", "right", "left"):
-        assert torch.equal(getattr(basis, name), getattr(fresh, name))
+    assert all(torch.equal(getattr(basis, name), getattr(fresh, name)) for name in PARTS)
 
 
 def test_eigenvalues_that_become_real() -> None:
@@ -152,16 +128,6 @@ def test_equal_eigenvalues_with_good_eigenvectors() -> None:
         basis = diagonalise((w + w.mT) / 2)
         check(w, basis)
         assert basis.condition < 100
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-15])
-def test_defective(size: float) -> None:
-    """A Jordan block has no basis, or one of an enormous condition."""
-    w = torch.eye(5, dtype=torch.float64) + torch.diag(torch.ones(4, dtype=torch.float64), 1)
-    try:
-        assert diagonalise(w + size * randn(5, 5)).condition > 1e6
-    except NoBasis as error:
-        assert "defective" in str(error) or "dependent" in str(error)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -189,56 +155,6 @@ def test_thin_rank(N: int, K: int) -> None:
     check((u * s) @ far.mT, diagonalise((u * s) @ far.mT, basis.right, v=far))
 
 
-class NoWaiting(TorchDispatchMode):
-    """Within it, nothing may be called that makes the host wait for a GPU: values of a tensor, sizes that depend on
-    them, a copy to the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "linalg_eig", "equal"), name
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        assert not any(i is not None and i.dtype == torch.bool for i in indices), f"{name} with a mask"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-9, 1e-6, 1e-4])
-@pytest.mark.parametrize(("N", "K", "margin"), [(1, 1, 0.1), (17, 17, 0.0), (40, 40, 0.3), (33, 16, 0.1)])
-def test_a_deferred_refinement_has_the_same_bits(N: int, K: int, margin: float, size: float) -> None:
-    u, s, v = factored(N, K, margin)
-    thin = v if K < N else None
-    start = diagonalise((u * s) @ v.mT, v=thin).right
-    moved = (u * s) @ v.mT + size * randn(N, K, seed=3) @ v.mT
-    expected = diagonalise(moved, start, v=thin, dtype=torch.float32)
-    with NoWaiting():
-        found = diagonalise(moved, start, v=thin, dtype=torch.float32, defer=True)
-    assert found.report is not None and found.report.tolist() == [1.0, expected.condition]
-    for name in ("re", "im", "right", "left"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-
-
-def test_a_deferred_refinement_reports_what_is_no_basis() -> None:
-    w, far = dense(24, 0.1), diagonalise(haar(24, 77)).right
-    right, real = diagonalise(w).right, torch.tensor([[1.0, 1e-3], [1e-3, 1.0]], dtype=torch.float64)
-    paired = diagonalise(torch.tensor([[1.0, -1e-3], [1e-3, 1.0]], dtype=torch.float64)).right
-    u, s, v = factored(17, 5, 0.1)
-    other = haar(17, 50)[:, :5]
-    thin = diagonalise((u * s) @ v.mT, v=v).right
-    bad = w.clone()
-    bad[1, 2] = torch.nan
-    cases = [
-        (w, far, None),
-        (w, torch.full_like(right, torch.nan), None),
-        (w, torch.zeros_like(right), None),
-        (real, paired, None),
-        ((u * s) @ other.mT, thin, other),
-        (bad, right, None),
-    ]
-    for matrix, start, null in cases:
-        with NoWaiting():
-            report = diagonalise(matrix, start, v=null, defer=True).report
-        assert report is not None and report[0] == 0.0
-
-
 def test_complex_and_real_forms() -> None:
     m = randn(8, 8)
     assert torch.equal(to_real(*to_complex(m)), m) or (to_real(*to_complex(m)) - m).abs().max() < 1e-15
@@ -246,121 +162,6 @@ def test_complex_and_real_forms() -> None:
     z = torch.complex(randn(4, seed=1), randn(4, seed=2))
     moved = a @ z + b @ z.conj()
     assert (torch.cat([moved.real, moved.imag]) - m @ torch.cat([z.real, z.imag])).abs().max() < 1e-13
-
-
-# ---- the gradient ------------------------------------------------------------------------------------------------
-
-
-def gradients(
-    w: Tensor, T: int, v: Tensor | None = None, B: int = 3, pairs: Tensor | None = None
-) -> tuple[Tensor, Tensor, int]:
-    """dL/dW of L = sum <c_t, h_t>, random c and x, from the modes and from a float64 loop; and the number of pairs."""
-    N = len(w)
-    x, c, h0 = randn(T, B, N, seed=11), randn(T, B, N, seed=12), randn(B, N, seed=13)
-    states = [h0]
-    for t in range(T):
-        states.append(states[-1] @ w.mT + x[t])
-    expected, delta = torch.zeros_like(w), torch.zeros(B, N, dtype=torch.float64)
-    for t in reversed(range(T)):
-        delta = delta @ w + c[t]
-        expected += delta.mT @ states[t]
-
-    basis = diagonalise(w, v=v)
-    turn = block(basis)
-    z, g, z0 = x @ basis.left.mT, c @ basis.right, h0 @ basis.left.mT
-    zs = [z0]
-    for t in range(T):
-        zs.append(zs[-1] @ turn.mT + z[t])
-    deltas = [torch.zeros_like(z0)]
-    for t in reversed(range(T)):
-        deltas.append(deltas[-1] @ turn + g[t])
-    delta_t, before, after = torch.stack(deltas[:0:-1]), torch.stack(zs[:-1]), torch.stack(zs[1:])
-    m = torch.einsum("tbi,tbj->ij", delta_t, before)  # only its diagonal and its close pairs may be read
-    h = torch.einsum("tbi,tbj->ij", g, after) - torch.einsum("tbi,tbj->ij", delta_t, z)
-    h = h - (delta_t[0] @ turn).mT @ z0
-    M = len(basis.re)
-    blocks = m.view(2, M, 2, M)
-    close = close_pairs(basis, T) if pairs is None else pairs
-    j, k = close.unbind(1)
-    grad_re = (blocks[0, :, 0] + blocks[1, :, 1]).diagonal()
-    grad_im = (blocks[1, :, 0] - blocks[0, :, 1]).diagonal()
-    found = gradient_of_w(basis, h, grad_re, grad_im, close, blocks[:, j, :, k])
-    return found, expected, len(close)
-
-
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize(("N", "T"), list(itertools.product([1, 2, 3, 17, 33], [1, 2, 20])))
-def test_gradient_of_w(N: int, T: int, margin: float | None) -> None:
-    found, expected, _ = gradients(dense(N, margin), T)
-    assert (found - expected).norm() <= 1e-11 * expected.norm()
-
-
-@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "learned"])
-def test_gradient_at_a_start(name: str) -> None:
-    found, expected, _ = gradients(started(name, 24), 30)
-    assert (found - expected).norm() <= 1e-9 * expected.norm()
-
-
-@pytest.mark.parametrize(("N", "K"), [(2, 1), (17, 5), (33, 32)])
-def test_gradient_of_thin_factors(N: int, K: int) -> None:
-    """Of dL/dW a factored matrix needs dL/dW V and U^T dL/dW; the block of the null space counts for neither."""
-    u, s, v = factored(N, K, 0.1)
-    found, expected, _ = gradients((u * s) @ v.mT, 15, v=v)
-    assert (found @ v - expected @ v).norm() <= 1e-11 * expected.norm()
-    assert (u.mT @ found - u.mT @ expected).norm() <= 1e-11 * expected.norm()
-
-
-@pytest.mark.parametrize("gap", [0.0, 1e-14, 1e-9, 1e-5, 1e-3, 0.1])
-def test_gradient_of_nearly_equal_eigenvalues(gap: float) -> None:
-    """Real ones, two pairs, and a pair near the real axis; without the direct sums the small gaps would not do."""
-    one = torch.tensor(1.0, dtype=torch.float64)
-
-    def rotation(angle: float) -> Tensor:
-        a = angle * one
-        return torch.stack([torch.stack([a.cos(), -a.sin()]), torch.stack([a.sin(), a.cos()])])
-
-    parts = [0.9 * one[None, None], (0.9 + gap) * one[None, None], rotation(1.0), rotation(1.0 + gap), rotation(gap)]
-    w = torch.block_diag(*parts)
-    q = haar(len(w), 8)
-    found, expected, pairs = gradients(q @ w @ q.mT, 40)
-    assert (found - expected).norm() <= 1e-10 * expected.norm()
-    assert (pairs > 0) == (gap < 2 / (LOSS * 40))
-
-
-def test_the_direct_sums_are_needed() -> None:
-    q, angles = haar(4, 8), (1.0, 1.0 + 1e-11)
-    parts = [
-        torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
-        for c, s in (
-            (float(torch.tensor(a, dtype=torch.float64).cos()), float(torch.tensor(a, dtype=torch.float64).sin()))
-            for a in angles
-        )
-    ]
-    w = q @ torch.block_diag(*parts) @ q.mT
-    none = torch.empty(0, 2, dtype=torch.int64)
-    found, expected, _ = gradients(w, 40, pairs=none)
-    assert (found - expected).norm() > 1e-7 * expected.norm()
-    found, expected, pairs = gradients(w, 40)
-    assert pairs and (found - expected).norm() <= 1e-12 * expected.norm()
-
-
-@pytest.mark.parametrize("T", [1, 3, 1000])
-def test_as_many_pairs_as_there_is_room_for(T: int) -> None:
-    """Without asking how many there are; rows that stand for none change no bit of the gradient."""
-    basis = diagonalise(haar(12, 3))
-    expected = close_pairs(basis, T)
-    for most in (1, 5, 500):
-        with NoWaiting():
-            pairs, count = first_close_pairs(basis, T, most)
-        assert count == len(expected) and len(pairs) == min(most, len(basis.re) ** 2)
-        kept = min(most, len(expected))
-        assert torch.equal(pairs[:kept], expected[:kept]) and (pairs[kept:] == -1).all()
-        M = len(basis.re)
-        h, re, im = randn(2 * M, 2 * M), randn(M), randn(M)
-        blocks = randn(len(pairs), 2, 2)
-        with NoWaiting():
-            found = gradient_of_w(basis, h, re, im, pairs, torch.where(pairs[:, :1, None] < 0, torch.nan, blocks))
-        assert torch.equal(found, gradient_of_w(basis, h, re, im, pairs[:kept], blocks[:kept]))
 
 
 def test_close_pairs_come_in_both_orders_and_grow_fewer_with_time() -> None:

@@ -16,7 +16,6 @@ from orthokern import functional
 from orthokern.diagnostics import tap
 from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
 from orthokern.ops.activations import NAMES
-from orthokern.ops.modal_scan import modal_scan
 
 KINDS = ("dense", "features", "tokens")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
@@ -231,10 +230,6 @@ def test_other_ops() -> None:
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     target = torch.tensor([0, 2, 4, 1])
-    angles = torch.rand(3, dtype=torch.float64, generator=generator)
-    re, im = angles.cos().requires_grad_(), angles.sin().requires_grad_()
-    ids = torch.tensor([[0, 1], [2, 2], [1, 0]])
-    padded = torch.tensor([3, 2])
     cases: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
         (lambda h, w, b: functional.linear_cross_entropy(h, w, b, target), [normal(4, 3), normal(5, 3), normal(5)]),
         (
@@ -242,8 +237,6 @@ def test_other_ops() -> None:
             [normal(4, 3), normal(5, 3)],
         ),
         (functional.skew_exp, [normal(3, 3)]),
-        (lambda x, *rest: modal_scan(x, *rest, lengths=padded), [normal(3, 2, 6), re, im, normal(2, 6)]),
-        (lambda re, im, z0, table: modal_scan(ids, re, im, z0, table), [re, im, normal(2, 6), normal(3, 6)]),
     ]
     for name in NAMES:
         param = act_param_for(name, 4, generator)

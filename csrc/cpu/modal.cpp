@@ -1,5 +1,5 @@
-// A linear recurrence in modal coordinates, its readout and the cross-entropy, loss and all gradients in one call;
-// neither states nor logits are stored.
+// A linear recurrence in modal coordinates: its states (modal_scan), and its readout and cross-entropy with all
+// gradients in one call, which stores neither states nor logits (modal_loss).
 //
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
@@ -7,29 +7,29 @@
 // A task processes a range of sequences, one after another. First the recurrence alone runs over a sequence and stores
 // the state before every chunk of kSteps steps. Then the chunks are processed from the last to the first: states are
 // computed again, as rows [step][Np] of type T, and logits [class][step], loss and gradients follow while this data is
-// in the nearest caches. A batch that leaves threads idle is cut in pieces of time: see Pass.
+// in the nearest caches. A batch of fewer sequences than threads leaves threads idle.
+//
+// modal_scan is limited by memory traffic: it reads x and writes z. The adjoint is the same recurrence from the end.
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
 // 7: 303, and 32 for the recurrence alone wherever a chunk has more than one token id. Loads, stores, conversions and
 // shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
 // (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
+#include "cpu/modal.h"
+
 #include <math.h>
 
-#include "cpu/modal.h"
 #include "cpu/parallel.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-constexpr int kClasses = 3;  // of a register tile
 // Steps of a chunk whose g stays in L1 until the adjoint reads it; a multiple of 4 that divides kSteps.
 constexpr int kBackSteps = 16;
-constexpr int kFlushChunks = 4;                // chunks whose readout gradient is summed in T
-constexpr int kProductClasses = 200;           // kProductClasses^kSteps is a double
-constexpr double kErrorBytes = 256 << 20;      // of d, kept where sequences are cut in pieces
-constexpr size_t kCheckpointBytes = 64 << 20;  // of all tasks together: longer sequences are cut in spans
+constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
+constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
@@ -119,41 +119,6 @@ void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
   }
 }
 
-// gradient[c][n .. n + NV vectors) += sum_r d[c][r] z[r][n ..]; d's rows are kSteps apart.
-template <class T, int CT, int NV>
-void readout_tile(const T* d, const T* z, int steps, int Np, T* gradient) {
-  constexpr int L = kLanes<T>;
-  V<T> acc[CT][NV];
-  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) {
-    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) acc[c][v] = load(gradient + static_cast<ptrdiff_t>(c) * Np + v * L);
-  }
-  for (int r = 0; r < steps; r++) {
-    ORTHOKERN_UNROLL for (int v = 0; v < NV; v++) {
-      V<T> s = load(z + v * L);
-      pin(s);
-      ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) acc[c][v] += s * d[c * kSteps + r];
-    }
-    z += Np;
-  }
-  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++)
-      store(gradient + static_cast<ptrdiff_t>(c) * Np + v * L, acc[c][v]);
-}
-template <class T, int CT>
-void readout_rows(const T* d, const T* z, int steps, int Np, T* gradient) {
-  constexpr int L = kLanes<T>, NV = k32Registers ? 8 : 4;
-  int n = 0;
-  for (; n + NV * L <= Np; n += NV * L) readout_tile<T, CT, NV>(d, z + n, steps, Np, gradient + n);
-  for (; n < Np; n += L) readout_tile<T, CT, 1>(d, z + n, steps, Np, gradient + n);
-}
-// gradient [C][Np] += d^T z
-template <class T>
-void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradient) {
-  int c = 0;
-  for (; c + kClasses <= C; c += kClasses)
-    readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
-  for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
-}
-
 // g[r][n ..] = sum_c d[c][r] readout[c][n ..], R rows, NV vectors.
 template <class T, int R, int NV>
 void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
@@ -181,22 +146,6 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// The passes over pieces. Whole sequences need one pass: kAll, or kLoss without gradients. With more pieces, kEnds
-// computes the states between them. kErrors computes the loss, stores d and computes the adjoints between pieces. kSums
-// computes states and adjoints again, and the sums over them.
-enum Pass { kAll, kLoss, kEnds, kErrors, kSums };
-
-template <class T>
-struct Call {
-  const ModalArgs* args;
-  ModalTables<T> tables;
-  Pieces pieces;
-  Scratch<T> readout, bias;  // [C][Np], [C]
-  Scratch<T> errors;         // [B][chunks][C][kSteps]: d, where sequences are cut in pieces
-  int64_t span;              // chunks whose states are kept at one time
-  Pass pass;
-};
-
 // The sums of a task. All zero bytes: empty.
 template <class T>
 struct Sums {
@@ -207,13 +156,21 @@ struct Sums {
   bool ok;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
-    if (hits) return true;  // by an earlier pass
     loss = 0;
     if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
     if (!a.need_grad) return true;
     return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) &&
            bias.allocate(static_cast<size_t>(a.C));
   }
+};
+
+template <class T>
+struct Call {
+  const ModalArgs* args;
+  ModalTables<T> tables;
+  Scratch<T> readout, bias;  // [C][Np], [C]
+  int tasks;
+  Sums<T>* sums;  // [tasks]
 };
 
 template <class T>
@@ -224,11 +181,10 @@ struct Worker {
   Sums<T>& sums;
   const int C, Np;
   ModalInput<T> input;
-  Scratch<T> z, g, buffer;        // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
-  T* d;                           // [C][kSteps]: in buffer, or in the call's errors
-  Scratch<T> gradient;            // [C][Np]: the readout's, over a few chunks
-  Scratch<double> state, delta;   // [Np]
-  Scratch<double> starts, spans;  // [span][Np]: states before the chunks of a span; [spans][Np]: before each span
+  Scratch<T> z, g, d;            // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
+  Scratch<T> gradient;           // [C][Np]: the readout's, over a few chunks
+  Scratch<double> state, delta;  // [Np]
+  Scratch<double> starts;        // [chunks][Np]: the states before the chunks of a sequence
   Id<T> targets[kSteps];
   int unflushed = 0;
 
@@ -236,15 +192,13 @@ struct Worker {
       : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
 
   bool allocate() {
-    const int64_t chunks = (args.T + kSteps - 1) / kSteps, kept = chunks < call.span ? chunks : call.span;
+    const int64_t chunks = (args.T + kSteps - 1) / kSteps;
     if (!input.allocate(args, modes, call.tables.table) || !z.allocate(static_cast<size_t>(1 + kSteps) * Np) ||
-        !buffer.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
+        !d.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
       return false;
-    d = buffer;
     if (!args.need_grad) return true;
     return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) &&
-           delta.allocate(Np) && starts.allocate(static_cast<size_t>(kept) * Np, false) &&
-           spans.allocate(static_cast<size_t>((chunks + call.span - 1) / call.span) * Np, false);
+           delta.allocate(Np) && starts.allocate(static_cast<size_t>(chunks) * Np, false);
   }
 
   // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
@@ -257,7 +211,7 @@ struct Worker {
     for (int r = steps; r % L; r++) targets[r] = -1;  // no class: counts for nothing
     V<double> loss = V<double>{}, product = loss + 1.0;
     for (int begin = 0; begin < steps; begin += L) {
-      T* at = d + begin;
+      T* at = d.get() + begin;
       const T* rows = z + static_cast<ptrdiff_t>(1 + begin) * Np;
       int c = 0;
       for (; c + kClasses <= C; c += kClasses)
@@ -322,139 +276,94 @@ struct Worker {
     unflushed = 0;
   }
 
-  // Processes a chunk, given the state before it and, except in kLoss, delta after it.
+  // Processes a chunk from the state before it and, with gradients, from delta after it.
   void chunk(int64_t b, int64_t t, int steps, const double* before) {
-    const Pass pass = call.pass;
     input.take(b, t, steps);
     if (before != state) memcpy(state, before, sizeof(double) * Np);
     for (int n = 0; n < Np; n++) z[n] = static_cast<T>(before[n]);
     advance<T, true>(modes, input.rows, steps, state, z + Np);
-    if (pass == kLoss) {
+    if (!args.need_grad) {
       readout_and_loss<false>(b, t, steps);
       return;
     }
-    if (call.errors) d = call.errors + (b * ((args.T + kSteps - 1) / kSteps) + t / kSteps) * C * kSteps;
-    if (pass != kSums) {
-      readout_and_loss<true>(b, t, steps);
-      readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
-      for (int c = 0; c < C; c++) {
-        V<T> sum = V<T>{};
-        for (int r = 0; r < steps; r += kLanes<T>) sum += load(d + c * kSteps + r);
-        sums.bias[c] += static_cast<double>(sum_lanes<T>(sum));
-      }
-      if (++unflushed == kFlushChunks) flush();
+    readout_and_loss<true>(b, t, steps);
+    readout_gradient<T>(d, C, z + Np, steps, Np, gradient);
+    for (int c = 0; c < C; c++) {
+      V<T> sum = V<T>{};
+      for (int r = 0; r < steps; r += kLanes<T>) sum += load(d + c * kSteps + r);
+      sums.bias[c] += static_cast<double>(sum_lanes<T>(sum));
     }
+    if (++unflushed == kFlushChunks) flush();
     for (int first = (steps - 1) / kBackSteps * kBackSteps; first >= 0; first -= kBackSteps) {
       const int count = steps - first < kBackSteps ? steps - first : kBackSteps;
       T* here = g + static_cast<ptrdiff_t>(first) * Np;
       back_product<T>(d + first, C, call.readout, count, Np, here);
-      retreat<T>(modes, count, delta, here, input.ids + first, pass == kErrors ? nullptr : sums.modal.table.get());
+      retreat<T>(modes, count, delta, here, input.ids + first, sums.modal.table.get());
     }
-    if (pass == kErrors) return;
     sums.modal.template add_chunk<T>(args, modes, steps, g, z);
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
   }
 
-  // Runs the recurrence alone over chunks [first, last). With `keep`, stores the state before each of them.
-  void run_span(int64_t b, int64_t length, int64_t first, int64_t last, bool keep) {
-    for (int64_t i = first; i < last; i++) {
-      const int64_t t = i * kSteps;
-      const int steps = static_cast<int>(length - t < kSteps ? length - t : kSteps);
-      if (keep) memcpy(starts + (i - first) * Np, state, sizeof(double) * Np);
-      if (keep && i + 1 == last) break;
-      input.take(b, t, steps);
-      if (steps == kSteps && input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
-      else advance<T, false>(modes, input.rows, steps, state, z);
+  static int steps_of(int64_t length, int64_t t) { return static_cast<int>(length - t < kSteps ? length - t : kSteps); }
+
+  // Runs the recurrence alone and stores the state before every chunk; then processes the chunks from the last to the
+  // first.
+  void backward(int64_t b, int64_t length) {
+    const int64_t chunks = (length + kSteps - 1) / kSteps;
+    for (int64_t i = 0; i < chunks; i++) {
+      memcpy(starts + i * Np, state, sizeof(double) * Np);
+      if (i + 1 == chunks) break;
+      input.take(b, i * kSteps, kSteps);
+      if (input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
+      else advance<T, false>(modes, input.rows, kSteps, state, z);
     }
+    for (int64_t i = chunks - 1; i >= 0; i--) chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + i * Np);
   }
 
-  // Processes chunks [begin, end) of a sequence from the last to the first, given state before them, delta after them.
-  void backward(int64_t b, int64_t length, int64_t begin, int64_t end) {
-    const int64_t span = call.span, count = (end - begin + span - 1) / span;
-    for (int64_t s = 0; s < count; s++) {
-      memcpy(spans + s * Np, state, sizeof(double) * Np);
-      if (s + 1 < count) run_span(b, length, begin + s * span, begin + (s + 1) * span, false);
-    }
-    for (int64_t s = count - 1; s >= 0; s--) {
-      const int64_t first = begin + s * span, last = s + 1 < count ? first + span : end;
-      memcpy(state, spans + s * Np, sizeof(double) * Np);
-      run_span(b, length, first, last, true);
-      for (int64_t i = last - 1; i >= first; i--) {
-        const int64_t t = i * kSteps;
-        chunk(b, t, static_cast<int>(length - t < kSteps ? length - t : kSteps), starts + (i - first) * Np);
-      }
-    }
-  }
-
-  void piece(int64_t b, int cut) {
-    const Pieces& pieces = call.pieces;
-    const Pass pass = call.pass;
+  void sequence(int64_t b) {
     const int64_t length = length_of(args, b);
-    const int64_t begin = (pieces.border(b, cut) + kSteps - 1) / kSteps,
-                  end = (pieces.border(b, cut + 1) + kSteps - 1) / kSteps;
-    if (pass == kEnds) memset(state, 0, sizeof(double) * Np);
-    else memcpy(state, pieces.at(pieces.states, modes, b, cut), sizeof(double) * Np);
-    if (pass == kEnds) {
-      run_span(b, length, begin, end, false);
-      memcpy(pieces.at(pieces.ends, modes, b, cut), state, sizeof(double) * Np);
+    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
+    if (!args.need_grad) {
+      for (int64_t t = 0; t < length; t += kSteps) chunk(b, t, steps_of(length, t), state);
       return;
     }
-    if (pass == kLoss) {
-      for (int64_t t = begin * kSteps; t < end * kSteps && t < length; t += kSteps)
-        chunk(b, t, static_cast<int>(length - t < kSteps ? length - t : kSteps), state);
-      return;
-    }
-    if (pass == kErrors) memset(delta, 0, sizeof(double) * Np);
-    else memcpy(delta, pieces.at(pieces.deltas, modes, b, cut), sizeof(double) * Np);
-    backward(b, length, begin, end);
-    if (pass == kErrors) {
-      memcpy(pieces.at(pieces.ends, modes, b, cut), delta, sizeof(double) * Np);
-      return;
-    }
-    if (cut == 0) {
-      step_back(modes, delta);
-      gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
-    }
+    memset(delta, 0, sizeof(double) * Np);
+    backward(b, length);
+    step_back(modes, delta);
+    gather(modes, delta.get(), static_cast<T*>(args.grad_z0) + b * 2 * modes.M);
     const SequenceRows<T> grad_x(static_cast<T*>(args.grad_x), args, b);
-    for (int64_t t = length; cut + 1 == pieces.cuts && args.grad_x && t < args.T; t++)
-      memset(grad_x[t], 0, sizeof(T) * 2 * modes.M);
+    for (int64_t t = length; args.grad_x && t < args.T; t++) memset(grad_x[t], 0, sizeof(T) * 2 * modes.M);
   }
 };
 
 template <class T>
-struct Context {
-  Call<T>* call;
-  Sums<T>* sums;
-};
-
-template <class T>
-void task_of(void* context, int task) {
-  Context<T>& c = *static_cast<Context<T>*>(context);
-  const ModalArgs& args = *c.call->args;
-  Sums<T>& sums = c.sums[task];
+void loss_task(void* context, int task) {
+  const Call<T>& call = *static_cast<Call<T>*>(context);
+  const ModalArgs& args = *call.args;
+  Sums<T>& sums = call.sums[task];
   const FlushDenormals flush;
-  Worker<T> worker(*c.call, sums);
-  sums.ok = sums.allocate(args, c.call->tables.modes) && worker.allocate();
+  Worker<T> worker(call, sums);
+  sums.ok = sums.allocate(args, call.tables.modes) && worker.allocate();
   if (!sums.ok) return;
-  c.call->pieces.each(task, [&](int64_t b, int cut) { worker.piece(b, cut); });
+  each_sequence(args, task, call.tasks, [&](int64_t b) { worker.sequence(b); });
   if (args.need_grad) worker.flush();
 }
 
 // The sums of all tasks, in order, into sums[0]; then out.
 template <class T>
-void collect(const Call<T>& call, Sums<T>* sums) {
+void collect(const Call<T>& call) {
+  Sums<T>* sums = call.sums;
   const ModalArgs& args = *call.args;
   const Modes& modes = call.tables.modes;
-  const int tasks = call.pieces.tasks;
-  for (int i = 1; i < tasks; i++) sums[0].loss += sums[i].loss;
+  for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
   for (int64_t t = 0; t < args.T; t++) {
     int64_t total = 0;
-    for (int i = 0; i < tasks; i++) total += sums[i].hits[t];
+    for (int i = 0; i < call.tasks; i++) total += sums[i].hits[t];
     args.hits[t] = total;
   }
   *static_cast<T*>(args.loss) = static_cast<T>(sums[0].loss * args.scale);
   if (!args.need_grad) return;
-  for (int i = 1; i < tasks; i++) {
+  for (int i = 1; i < call.tasks; i++) {
     sums[0].modal.merge(args, modes, sums[i].modal);
     ModalSums::add(sums[0].readout, sums[i].readout, args.C * modes.Np);
     ModalSums::add(sums[0].bias, sums[i].bias, args.C);
@@ -468,59 +377,85 @@ void collect(const Call<T>& call, Sums<T>* sums) {
 }
 
 template <class T>
-bool run(const ModalArgs& args) {
+bool run_loss(const ModalArgs& args) {
   Call<T> call;
   call.args = &args;
+  call.tasks = task_count(args);
   if (!call.tables.allocate(args)) return false;
   const Modes& modes = call.tables.modes;
-  const int64_t chunks = (args.T + kSteps - 1) / kSteps;
-  const double error_bytes =
-      static_cast<double>(args.B) * static_cast<double>(chunks) * static_cast<double>(args.C) * kSteps * sizeof(T);
-  if (!call.pieces.allocate(args, modes, error_bytes < kErrorBytes)) return false;
-  const int tasks = call.pieces.tasks;
-  const bool cut = call.pieces.cuts > 1;
-  const size_t kept = kCheckpointBytes / (sizeof(double) * modes.Np * tasks);
-  call.span = kept < 64 ? 64 : static_cast<int64_t>(kept);
   if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||
       !call.bias.allocate(static_cast<size_t>(args.C)))
-    return false;
-  if (cut && args.need_grad && !call.errors.allocate(static_cast<size_t>(args.B * chunks * args.C) * kSteps, false))
     return false;
   for (int64_t c = 0; c < args.C; c++) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
   }
-  for (int64_t b = 0; b < args.B; b++)
-    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, call.pieces.at(call.pieces.states, modes, b, 0));
   Scratch<char> memory;
-  if (!memory.allocate(sizeof(Sums<T>) * tasks)) return false;
-  Context<T> context{&call, reinterpret_cast<Sums<T>*>(memory.get())};  // all zero bytes: empty
+  if (!memory.allocate(sizeof(Sums<T>) * call.tasks)) return false;
+  call.sums = reinterpret_cast<Sums<T>*>(memory.get());  // all zero bytes: empty
+  parallel_run(call.tasks, loss_task<T>, &call);
   bool ok = true;
-  const auto pass_over = [&](Pass pass) {
-    call.pass = pass;
-    if (ok) parallel_run(tasks, task_of<T>, &context);
-    for (int i = 0; i < tasks; i++) ok = ok && context.sums[i].ok;
-  };
-  if (cut) {
-    pass_over(kEnds);
-    call.pieces.join(modes, false);
-  }
-  if (cut && args.need_grad) {
-    pass_over(kErrors);
-    call.pieces.join(modes, true);
-    pass_over(kSums);
-  } else {
-    pass_over(args.need_grad ? kAll : kLoss);
-  }
-  if (ok) collect(call, context.sums);
-  for (int i = 0; i < tasks; i++) context.sums[i].~Sums<T>();
+  for (int i = 0; i < call.tasks; i++) ok = ok && call.sums[i].ok;
+  if (ok) collect(call);
+  for (int i = 0; i < call.tasks; i++) call.sums[i].~Sums<T>();
+  return ok;
+}
+
+template <class T>
+struct ScanCall {
+  const ModalArgs* args;
+  ModalTables<T> tables;
+  int tasks;
+  bool* failed;  // [tasks]
+};
+
+template <class T>
+void scan_task(void* context, int task) {
+  const ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
+  const ModalArgs& args = *call.args;
+  const Modes& modes = call.tables.modes;
+  const FlushDenormals flush;
+  Scratch<double> state, in;  // [Np], [kSteps][Np]
+  Scratch<T> z;               // [kSteps][Np]
+  const size_t chunk = static_cast<size_t>(kSteps) * modes.Np;
+  call.failed[task] = !state.allocate(modes.Np) || !in.allocate(chunk) || !z.allocate(chunk);
+  if (call.failed[task]) return;
+  const double* rows[kSteps];
+  for (int r = 0; r < kSteps; r++) rows[r] = in + static_cast<ptrdiff_t>(r) * modes.Np;
+  each_sequence(args, task, call.tasks, [&](int64_t b) {
+    const SequenceRows<const T> x(static_cast<const T*>(args.x), args, b, args.reverse);
+    const SequenceRows<T> out(static_cast<T*>(args.z), args, b, args.reverse);
+    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
+    for (int64_t t = 0; t < args.T; t += kSteps) {
+      const int steps = static_cast<int>(args.T - t < kSteps ? args.T - t : kSteps);
+      read_rows(modes, x, t, steps, in.get());
+      advance<T, true>(modes, rows, steps, state, z.get());
+      write_rows<T>(modes, z, out, t, steps);
+    }
+  });
+}
+
+template <class T>
+bool run_scan(const ModalArgs& args) {
+  ScanCall<T> call;
+  call.args = &args;
+  call.tasks = task_count(args);
+  Scratch<bool> failed;
+  if (!call.tables.allocate(args) || !failed.allocate(call.tasks)) return false;
+  call.failed = failed;
+  parallel_run(call.tasks, scan_task<T>, &call);
+  bool ok = true;
+  for (int i = 0; i < call.tasks; i++) ok = ok && !failed[i];
   return ok;
 }
 
 }  // namespace
 
-bool modal_cross_entropy_fwd(const ModalArgs& args) {
-  return args.dtype == kFloat64 ? run<double>(args) : run<float>(args);
+bool modal_scan(const ModalArgs& args) {
+  return args.dtype == kFloat64 ? run_scan<double>(args) : run_scan<float>(args);
+}
+bool modal_loss(const ModalArgs& args) {
+  return args.dtype == kFloat64 ? run_loss<double>(args) : run_loss<float>(args);
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -1,7 +1,7 @@
-"""dL/dW of a linear recurrence from sums taken in its modes.
+"""dL/dW of a linear recurrence from sums in its modes.
 
 Note [Divided differences]
-    In modal coordinates (Note [Modes of a recurrent matrix] in ``_modal_basis.py``), z_t = L z_{t-1} + x_t, and
+    In modal coordinates (Note [Modes of a recurrent matrix] in ``basis.py``), z_t = L z_{t-1} + x_t, and
     delta_t, the gradient of the loss with respect to z_t by way of this step and all later ones, is delta_t =
     L^T delta_{t+1} + g_t with g_t from outside the recurrence. With a constant R, W = R L R^-1 gives
 
@@ -42,28 +42,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern.ops._modal_basis import Basis, to_complex, to_real
+from orthokern.ops.modal.basis import Basis, to_complex, to_real
 
 LOSS = 16.0
 
 
 def close_pairs(basis: Basis, T: int) -> Tensor:
-    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs]."""
-    return _are_close(basis, T).nonzero()
-
-
-def first_close_pairs(basis: Basis, T: int, most: int) -> tuple[Tensor, Tensor]:
-    """(the first ``most`` rows of ``close_pairs``, filled up with (-1, -1); the number of all pairs, 0-dim int64),
-    without a synchronisation with the device."""
-    close = _are_close(basis, T)
-    M = len(close)
-    order = close.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:most]
-    pairs = torch.stack([order // M, order % M], 1)
-    return torch.where(close.flatten()[order, None], pairs, -1), close.sum()
-
-
-def _are_close(basis: Basis, T: int) -> Tensor:
-    """Whether pairs are close, bool [M, M].
+    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs].
 
     (j, j) is a close pair if a mode's eigenvalue is close to its conjugate. Pairs of modes in the null space of a
     factored W are not needed: their block of M is multiplied by V^T R = 0 or R^-1 U = 0 in the gradients of U, s and V.
@@ -78,7 +63,7 @@ def _are_close(basis: Basis, T: int) -> Tensor:
     crossed.diagonal().masked_fill_(basis.im == 0, torch.inf)  # for a real mode, P_jj is Q_jj
     close = torch.minimum(same, crossed) < 2.0 / (LOSS * n)
     close[M - basis.nulls :, M - basis.nulls :] = False
-    return close
+    return close.nonzero()
 
 
 def gradient_of_w(
@@ -86,7 +71,7 @@ def gradient_of_w(
 ) -> Tensor:
     """dL/dW [N, N], Note [Divided differences], from H [2M, 2M] and the gradients of the eigenvalues [M], all float64.
 
-    pairs: [P, 2], from ``close_pairs``, of which rows (-1, -1) are ignored; grad_pairs: [P, 2, 2], their blocks of M.
+    pairs: [P, 2], from ``close_pairs``; grad_pairs: [P, 2, 2], their blocks of M.
     """
     values = basis.values
     M = len(values)
@@ -97,16 +82,10 @@ def gradient_of_w(
     p = torch.where(crossed == 0, 0, p / crossed)
     diagonal = torch.complex(grad_re, grad_im) / 2
     q.diagonal().copy_(diagonal)
-    real = basis.im == 0
-    p.diagonal().copy_(torch.where(real, diagonal, p.diagonal()))
+    p.diagonal().copy_(torch.where(basis.im == 0, diagonal, p.diagonal()))
     q[M - basis.nulls :, M - basis.nulls :] = 0
     p[M - basis.nulls :, M - basis.nulls :] = 0
     m = to_real(q, p)
-    if len(pairs):
-        j, k = torch.where(pairs < 0, 2 * M, pairs).unbind(1)
-        m = torch.nn.functional.pad(m, (0, M + 1, 0, M + 1))  # room for the ignored pairs
-        for a in (0, 1):
-            for b in (0, 1):
-                m[j + a * M, k + b * M] = grad_pairs[:, a, b]
-        m = m[: 2 * M, : 2 * M]
+    j, k = pairs.unbind(1)
+    m.view(2, M, 2, M)[:, j, :, k] = grad_pairs
     return basis.left.mT @ m @ basis.right.mT

@@ -2,7 +2,7 @@
 
 Note [Modes of a recurrent matrix]
     Let W = Q Lambda Q^-1 be real [N, N], with P pairs of conjugate eigenvalues and N - 2P real ones. There are
-    M = N - P modes: a pair is one mode, given by its eigenvalue lambda = a + ib with b > 0. A state is
+    M = N - P modes: a pair is one mode, with the eigenvalue lambda = a + ib with b > 0. A state is
     h = sum_j Re(q_j z_j), in real numbers h = R z with z = [Re z_1 ... Re z_M, Im z_1 ... Im z_M] and
     R = [Re q_1 ..., -Im q_1 ...] [N, 2M], and W maps z_j to lambda_j z_j: h_t = W h_{t-1} + e_t becomes
     z_t = lambda z_{t-1} + R^-1 e_t, mode by mode. The imaginary part of a real mode's z is always 0: its column of R
@@ -23,13 +23,6 @@ Note [Refining a basis]
     depends on W and the start R only; started from its own result, the refinement takes no step and returns the same
     bits.
 
-Note [A deferred refinement]
-    The host reads the result of every step of a refinement; on a GPU it would have to wait for all queued work. A
-    deferred refinement always queues DEFERRED_STEPS steps. A step from a basis that is accurate enough changes nothing,
-    so that the bits are those of a loop that stops there. The host reads a ``report`` (``Pending``) after it has queued
-    the work that uses the basis, so that the device is busy while the host waits. If the report says that the
-    refinement failed, the results are discarded, and the host computes a new basis.
-
     W = U diag(s) V^T of rank K < N has N - K eigenvalues 0, whose eigenvectors may be any basis of the null space of
     V^T. These modes come last; among them D vanishes, lambda is 0 by definition, and no E is needed.
 """
@@ -43,7 +36,6 @@ import torch
 from torch import Tensor
 
 MAX_STEPS = 6  # of a refinement; quadratic convergence from 0.1 takes four
-DEFERRED_STEPS = 3  # after a step of training, one to three are needed
 FARTHEST = 0.3  # largest element of E from which the refinement may converge
 REFINED = {torch.float32: 2.0**-27, torch.float64: 2.0**-40}  # largest element of E at the end, by dtype of the call
 EPSILON = torch.finfo(torch.float64).eps
@@ -62,19 +54,16 @@ class Basis:
     right: Tensor  # R [N, 2M]
     left: Tensor  # R^-1 [2M, N]
     nulls: int  # number of modes, the last ones, in the null space of a factored W
-    # |R|_F |R^-1|_F / N, the factor by which the basis enlarges a rounding error on average: 1 for a normal W, NaN
-    # after a deferred refinement
-    condition: float
-    steps: int  # of the refinement; for a deferred one, those that are queued
-    report: Tensor | None = None  # float64 [2] of a deferred refinement: 1.0 if it converged, and the condition
+    condition: float  # |R|_F |R^-1|_F / N, by which R enlarges a rounding error on average: 1 for a normal W
+    steps: int  # of the refinement
 
     @property
     def values(self) -> Tensor:
         """The eigenvalues [M], complex128."""
         return torch.complex(self.re, self.im)
 
-    def neglected(self, w: Tensor, T: int) -> Tensor:
-        """The relative change of a state in T steps by the part of w [N, N] outside its diagonal form, at most; 0-dim.
+    def neglected(self, w: Tensor, T: int) -> float:
+        """The relative change of a state in T steps by the part of w [N, N] outside its diagonal form, at most.
 
         The largest of |A_jk| and |B_jk|, divided by the distance of the two eigenvalues, but at least 1 / T. Near a
         defective W it is large even where A and B are rounding errors, since these are large too.
@@ -87,7 +76,7 @@ class Basis:
         a[null, null] = 0
         b[null, null] = 0
         same, crossed = (values - values[:, None]).abs(), (values.conj() - values[:, None]).abs()
-        return torch.maximum(a / same.clamp(min=1 / T), b / crossed.clamp(min=1 / T)).max()
+        return float(torch.maximum(a / same.clamp(min=1 / T), b / crossed.clamp(min=1 / T)).max())
 
 
 def to_complex(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,31 +92,8 @@ def to_real(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([a.imag + b.imag, a.real - b.real], 1)])
 
 
-class Pending:
-    """An asynchronous copy of a tensor [n] to the host, queued on the current stream."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._arrived = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
-
-    def get(self) -> list[float]:
-        """The numbers. Waits for the copy."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [float(value) for value in self._values]
-
-
 def diagonalise(
-    w: Tensor,
-    start: Tensor | None = None,
-    *,
-    v: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-    defer: bool = False,
+    w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Basis:
     """The eigenbasis of w [N, N], float64, by refinement of ``start`` where that converges, else by an eigensolver. It
     depends on the arguments only. NoBasis if w is not finite, or has no basis in which it is diagonal to rounding.
@@ -137,11 +103,8 @@ def diagonalise(
         v: [N, K], float64, of w = U diag(s) V^T with K < N; None: w may have any rank.
         dtype: of the call that uses the basis; a basis for float32 is less accurate. (The error of the eigenvalues is
             of second order, 1e-16 for float32 too.)
-        defer: with a start, refine without reading the result: Note [A deferred refinement]. Nothing is raised.
     """
     nulls = 0 if v is None else v.shape[0] - v.shape[1]
-    if defer and start is not None:
-        return _refined_later(w, start, nulls, REFINED[dtype])
     if not bool(w.isfinite().all()):
         raise NoBasis("W is not finite")
     if start is not None:
@@ -190,16 +153,16 @@ def _normed(right: Tensor, pairs: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """One evaluation of Note [Refining a basis], as tensors that the host has not read."""
+    """One evaluation of Note [Refining a basis]."""
 
     left: Tensor  # R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes
     values: Tensor  # [M], complex128, the eigenvalues
     e: Tensor  # E [M, M]
     f: Tensor  # F [M, M]
-    largest: Tensor  # 0-dim, the largest element of E and F
-    condition: Tensor  # 0-dim, of R; infinite where it is singular
-    null_space: Tensor  # 0-dim bool, the last modes span the null space
-    paired: Tensor  # 0-dim bool, no pair of eigenvalues has become real
+    largest: float  # the largest element of E and F
+    condition: float  # of R; infinite where it is singular
+    null_space: bool  # the last modes span the null space
+    paired: bool  # no pair of eigenvalues has become real
 
 
 def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
@@ -223,61 +186,38 @@ def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
     rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D, mostly from the inverse
     e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
     f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
-    return _Look(
-        left, values, e, f, torch.maximum(e.abs().max(), f.abs().max()), condition,
-        (remains <= 1e3 * rounding[null, null]).all(), (values.imag[:pairs] > 0).all(),
-    )  # fmt: skip
-
-
-def _basis(right: Tensor, look: _Look, nulls: int, condition: float, steps: int, report: Tensor | None = None) -> Basis:
-    im = look.values.imag.clone()
-    im[right.shape[0] - len(im) :] = 0
-    return Basis(look.values.real.clone(), im, right, look.left, nulls, condition, steps, report)
-
-
-def _without_imaginary_parts(right: Tensor) -> Tensor:
-    """R with zeros for the imaginary parts of real modes."""
-    N = right.shape[0]
-    return torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)
+    facts = (
+        torch.maximum(e.abs().max(), f.abs().max()),
+        condition,
+        (remains <= 1e3 * rounding[null, null]).all(),
+        (values.imag[:pairs] > 0).all(),
+    )
+    largest, size, null_space, paired = torch.stack([fact.double() for fact in facts]).tolist()  # one synchronisation
+    return _Look(left, values, e, f, largest, size, bool(null_space), bool(paired))
 
 
 def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
     """Note [Refining a basis]."""
-    pairs = right.shape[0] - right.shape[1] // 2
-    right = _without_imaginary_parts(right)
+    N, M = right.shape[0], right.shape[1] // 2
+    right = torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)  # no imaginary parts of real modes
     last = math.inf
     for step in range(MAX_STEPS + 1):
         look = _look(w, right, nulls)
-        largest, condition = float(look.largest), float(look.condition)
-        if not math.isfinite(condition):
+        if not math.isfinite(look.condition):
             raise NoBasis("its eigenvectors are linearly dependent (W is defective)")
-        if largest <= enough:
-            if not bool(look.null_space):
+        if look.largest <= enough:
+            if not look.null_space:
                 raise NoBasis("the null space of V^T is not where the basis has it")
-            if not bool(look.paired):
+            if not look.paired:
                 raise NoBasis("a pair of its eigenvalues has become real")
-            return _basis(right, look, nulls, condition, step)
-        if not largest < min(FARTHEST, last):
+            im = look.values.imag.clone()
+            im[N - M :] = 0
+            return Basis(look.values.real.clone(), im, right, look.left, nulls, look.condition, step)
+        if not look.largest < min(FARTHEST, last):
             raise NoBasis(
-                f"it is not diagonal in its eigenvectors (what remains is {largest:.1g}, their condition "
-                f"{condition:.1g}): W is defective, or eigenvalues are nearly equal"
+                f"it is not diagonal in its eigenvectors (what remains is {look.largest:.1g}, their condition "
+                f"{look.condition:.1g}): W is defective, or eigenvalues are nearly equal"
             )
-        last = largest
-        right = _normed(right + right @ to_real(look.e, look.f), pairs)
+        last = look.largest
+        right = _normed(right + right @ to_real(look.e, look.f), N - M)
     raise NoBasis(f"the refinement of its eigenvectors has not converged in {MAX_STEPS} steps")
-
-
-def _refined_later(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
-    """Note [A deferred refinement]: as ``_refined`` with at most DEFERRED_STEPS steps, without waiting."""
-    pairs = right.shape[0] - right.shape[1] // 2
-    right = _without_imaginary_parts(right)
-    look = _look(w, right, nulls)
-    near = look.largest < FARTHEST
-    for _ in range(DEFERRED_STEPS):
-        stepped = _normed(right + right @ to_real(look.e, look.f), pairs)
-        right = torch.where(look.largest <= enough, right, stepped)
-        last, look = look.largest, _look(w, right, nulls)
-        near = near & ((look.largest <= enough) | (look.largest < last))
-    good = near & (look.largest <= enough) & look.null_space & look.paired & look.condition.isfinite()
-    report = torch.stack([good.double(), look.condition])
-    return _basis(right, look, nulls, math.nan, DEFERRED_STEPS, report)

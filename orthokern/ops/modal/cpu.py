@@ -1,0 +1,70 @@
+"""The modal form on the CPU; the kernels: ``csrc/cpu/modal.cpp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orthokern._scan_contract import Readout
+from orthokern.cpu._call import as_bytes, call, new
+from orthokern.ops.modal.reference import Gradients, Inputs, Loss
+
+
+def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
+    """See ``reference.scan``; x and z0 have one dtype."""
+    (T, B), (M,), z = x.shape[:2], re.shape, new(*x.shape, dtype=x.dtype)
+    sizes = {"T": T, "B": B, "M": M, "reverse": int(reverse)}
+    call("modal_scan", x.dtype, sizes, {"x": x, "re": re, "im": im, "z0": z0, "z": z})
+    return z
+
+
+def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
+    """See ``reference.loss``. Ids are passed as bytes, with their width."""
+    x, re, im, z0, table, lengths, pairs = inputs
+    weight, bias, target, reduction = readout
+    (T, B), dtype, ids = target.shape, z0.dtype, None if table is None else x
+    count = target.numel() if lengths is None else int(lengths.sum())
+    result = Loss(torch.empty((), dtype=dtype, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu"))
+    named: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
+    if need_grad:
+        grads = Gradients(
+            x=None if ids is not None else new(*x.shape, dtype=dtype),
+            re=torch.empty_like(re),
+            im=torch.empty_like(im),
+            z0=new(*z0.shape, dtype=dtype),
+            table=None if table is None else new(*table.shape, dtype=dtype),
+            pairs=None if pairs is None else re.new_empty(len(pairs), 2, 2),
+            weight=new(*weight.shape, dtype=dtype),
+            bias=None if bias is None else new(*bias.shape, dtype=dtype),
+        )
+        result, named = result._replace(grads=grads), grads._asdict()
+    sizes = {
+        "T": T,
+        "B": B,
+        "M": len(re),
+        "D": 0 if table is None else len(table),
+        "C": len(weight),
+        "P": 0 if pairs is None else len(pairs),
+        "scale": 1.0 / count if reduction == "mean" else 1.0,
+        "need_grad": int(need_grad),
+        "id_bytes": 0 if ids is None else ids.element_size(),
+        "target_bytes": target.element_size(),
+    }
+    named["readout"] = named.pop("weight")
+    tensors = {
+        "x": x if ids is None else None,
+        "ids": None if ids is None else as_bytes(ids),
+        "re": re,
+        "im": im,
+        "z0": z0,
+        "table": table,
+        "lengths": lengths,
+        "pairs": pairs,
+        "readout": weight,
+        "bias": bias,
+        "target_ids": as_bytes(target),
+        "loss": result.loss,
+        "hits": result.hits,
+    }
+    call("modal_loss", dtype, sizes, tensors | {f"grad_{name}": grad for name, grad in named.items()})
+    return result

@@ -1,0 +1,202 @@
+"""States and loss of a linear recurrence in modal form, from W and the inputs, with the gradient of W."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern._autocast import keeps_dtype
+from orthokern._products import norms_of_steps
+from orthokern._scan_contract import Readout, ScanInputs
+from orthokern.errors import InputError
+from orthokern.ops import _taps
+from orthokern.ops._checks import ID_DTYPES
+from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
+from orthokern.ops._engine import save_tensors, saved_tensors
+from orthokern.ops.modal.basis import Basis
+from orthokern.ops.modal.choice import Modes
+from orthokern.ops.modal.gradient import gradient_of_w
+from orthokern.ops.modal.norms import last_step_norms, norms_through_time
+from orthokern.ops.modal.reference import Inputs, entering, sum_over_rows, turn, without_padding
+
+# A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
+SPAN_ROWS, SPAN_STEPS = 16384, 64
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right in float64."""
+    return left.double().mT @ right.double()
+
+
+def _alive(T: int, lengths: Tensor | None) -> Tensor | None:
+    """Whether a step is before the end of its sequence, [T, B]; None without lengths."""
+    return None if lengths is None else torch.arange(T, device=lengths.device)[:, None] < lengths
+
+
+def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor | None) -> None:
+    """Raise InputError for ids [T, B] outside of [0, size), except on padding. Kernels of the CPU index with them; on a
+    GPU the check would wait for the device, and a wrong id gives NaN."""
+    if ids.dtype not in ID_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ID_DTYPES)
+        raise InputError(f"{argument} has dtype {str(ids.dtype).removeprefix('torch.')}: accepted is one of {names}")
+    if not ids.is_cuda:
+        check_range(argument, without_padding(ids, alive), size, what)
+
+
+class _ModalLoss(torch.autograd.Function):
+    """The cross-entropy with the gradient of W. Returns (loss, hits)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        modes: Modes,
+        readout: Readout,
+        lengths: Tensor | None,
+        w: Tensor,
+        x: Tensor,
+        z0: Tensor,
+        table: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        basis, pairs = modes.basis, modes.pairs if len(modes.pairs) else None
+        inputs = Inputs(x.contiguous(), basis.re, basis.im, z0.contiguous(), *map(contiguous, (table, lengths, pairs)))
+        readout = Readout(weight.contiguous(), contiguous(bias), readout.target.contiguous(), readout.reduction)
+        # ctx.needs_input_grad of parameters is true under no_grad too
+        loss, hits, grads = modes.backend.loss(inputs, readout, modes.backward)
+        ctx.mark_non_differentiable(hits)
+        ctx.set_materialize_grads(False)
+        ctx.modes, ctx.has_table, ctx.norms = modes, table is not None, None
+        if _taps.SINKS and lengths is None:
+            state_norms, ctx.norms = norms_through_time(modes.backend, inputs._replace(pairs=None), readout, basis)
+            _taps.record_state_norms("modal_cross_entropy", state_norms)
+        if grads is not None:
+            save_tensors(ctx, x if table is None else table, z0, weight, *grads)
+        return loss, hits
+
+    @staticmethod
+    @differentiable_once("the modal form", "algorithm='sequential'")
+    def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 9
+        rows, z0, weight, x, re, im, grad_z0, table, grad_pairs, grad_weight, bias = saved_tensors(ctx)
+        modes: Modes = ctx.modes
+        if ctx.norms is not None:
+            _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
+        grad_w = None
+        if ctx.needs_input_grad[3]:
+            inputs = _product(table, rows) if ctx.has_table else sum_over_rows(x, rows)
+            h = _product(weight, grad_weight) - inputs - _product(grad_z0, z0)
+            if grad_pairs is None:
+                grad_pairs = re.new_empty(0, 2, 2)
+            grad_w = gradient_of_w(modes.basis, h, re, im, modes.pairs, grad_pairs)
+        grads = (grad_w, x, grad_z0, table, grad_weight, bias)
+        return (None, None, None, *(None if grad is None else grad * grad_loss for grad in grads))
+
+
+class _ModalStates(torch.autograd.Function):
+    """hs [T, B, N] of the recurrence with the input terms e [T, B, N]; with the gradients of W, e and h0.
+
+    Note [States in spans]
+        In modal coordinates, inputs, states and their cotangents are as large as hs. They exist for one span of steps
+        at a time, in the cache. A span starts from the last state of the previous one, and its adjoint from the first
+        one of the following span. The gradient of W is sum_t d_t h_{t-1}^T with d_t = dL/de_t = R^-T delta_t.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, modes: Modes, alive: Tensor | None, w: Tensor, e: Tensor, h0: Tensor) -> Tensor:
+        basis, backend, dtype = modes.basis, modes.backend, e.dtype
+        left, right = basis.left.to(dtype), basis.right.to(dtype)
+        steps = len(e) if e.is_cuda else max(SPAN_ROWS // e.shape[1] // SPAN_STEPS, 1) * SPAN_STEPS
+        hs, z = e.new_empty(e.shape), (h0.double() @ basis.left.mT).to(dtype)
+        for x, out in zip(e.split(steps), hs.split(steps), strict=True):
+            states = backend.scan(x @ left.mT, basis.re, basis.im, z)
+            torch.matmul(states, right.mT, out=out)
+            z = states[-1].clone()
+        hs = without_padding(hs, alive)  # a state that grew out of range there would make the zeros of d NaN
+        ctx.set_materialize_grads(False)
+        ctx.modes, ctx.steps = modes, steps
+        save_tensors(ctx, alive, h0, hs)
+        return hs
+
+    @staticmethod
+    @differentiable_once("the modal form", "algorithm='sequential'")
+    def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_hs is None:
+            return (None,) * 5
+        alive, h0, hs = saved_tensors(ctx)
+        basis, backend, dtype = ctx.modes.basis, ctx.modes.backend, hs.dtype
+        left, right = basis.left.to(dtype), basis.right.to(dtype)
+        d, later = hs.new_empty(hs.shape), h0.new_zeros(len(h0), right.shape[1])
+        grad_hs = without_padding(grad_hs, alive)
+        for g, out in zip(reversed(grad_hs.split(ctx.steps)), reversed(d.split(ctx.steps)), strict=True):
+            delta = backend.scan(g @ right, basis.re, basis.im, later, reverse=True)
+            torch.matmul(delta, left, out=out)
+            later = delta[0].clone()
+        if _taps.SINKS:
+            _taps.record("modal_scan", norms_of_steps(d).to(dtype))
+        grad_w = None
+        if ctx.needs_input_grad[2]:
+            grad_w = sum_over_rows(d[1:], hs[:-1]) + _product(d[0], h0)
+        return None, None, grad_w, d, (turn(later.double(), basis.re, -basis.im) @ basis.left).to(dtype)
+
+
+@keeps_dtype
+def modal_states(inputs: ScanInputs, modes: Modes, lengths: Tensor | None) -> Tensor:
+    """hs [T, B, N] of the linear recurrence with W = ``modes.w``; inputs as those of ``factored_scan``."""
+    x, h0, weight, bias, *_ = inputs
+    assert x is not None
+    check_lengths(lengths, len(x))
+    alive = _alive(len(x), lengths)
+    if weight is not None and not x.is_floating_point():
+        _check_ids("x", x, weight.shape[1], "token ids", alive)
+        e = entering(x, weight.mT, alive)
+    else:
+        e = without_padding(x, alive)  # the gradient of a product reads all of x, and 0 * NaN is NaN
+        e = e if weight is None else torch.nn.functional.linear(e, weight)
+    hs: Tensor = _ModalStates.apply(modes, alive, modes.w, e if bias is None else e + bias, h0)
+    _taps.record_states("modal_scan", hs)
+    return hs
+
+
+def _into_modes(inputs: ScanInputs, readout: Readout, basis: Basis, lengths: Tensor | None) -> tuple[Inputs, Readout]:
+    """The arguments of a call in modal coordinates. Token ids stay, with a table that includes the bias; features are
+    multiplied by the table."""
+    (x, h0, weight, bias, *_), left = inputs, basis.left
+    assert x is not None
+    table = None if weight is None else (left @ weight.double()).mT
+    offset = None if weight is None or bias is None else left @ bias.double()
+    if x.is_floating_point():
+        x = without_padding(x, _alive(len(x), lengths))  # the gradient of a product reads all of x, and 0 * NaN is NaN
+        x = x @ (left.mT if table is None else table).to(x.dtype)
+        x, table = x if offset is None else x + offset.to(x.dtype), None
+    elif table is not None:
+        table = (table if offset is None else table + offset).to(h0.dtype)
+    z0 = (h0.double() @ left.mT).to(h0.dtype)
+    rows = (readout.weight.double() @ basis.right).to(readout.weight.dtype)
+    return Inputs(x, basis.re, basis.im, z0, table, lengths), readout._replace(weight=rows)
+
+
+@keeps_dtype
+def modal_loss(inputs: ScanInputs, readout: Readout, modes: Modes, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(loss, hits) for the linear recurrence with W = ``modes.w``; inputs as those of ``factored_scan``, the readout's
+    weight [C, N]."""
+    check_lengths(lengths, len(readout.target))
+    alive = _alive(len(readout.target), lengths)
+    _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
+    modal, readout = _into_modes(inputs, readout, modes.basis, lengths)
+    if modal.table is not None:
+        _check_ids("x", modal.x, len(modal.table), "token ids", alive)
+    loss, hits = _ModalLoss.apply(
+        modes, readout, lengths, modes.w, modal.x, modal.z0, modal.table, readout.weight, readout.bias
+    )
+    return loss, hits
+
+
+@torch.no_grad()
+def modal_last_step_norms(inputs: ScanInputs, readout: Readout, modes: Modes) -> Tensor:
+    """||dL/dh_t|| [T], NaN except at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone;
+    arguments as those of ``modal_loss``."""
+    return last_step_norms(modes.backend, *_into_modes(inputs, readout, modes.basis, None), modes.basis)

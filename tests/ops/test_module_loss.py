@@ -1,0 +1,289 @@
+"""The loss of the recurrent modules, the norms through time, and the limits of memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_modal_basis import randn
+from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from orthokern import _memory, functional
+from orthokern.diagnostics import profile_steps, tap
+from orthokern.errors import InputError
+from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
+from orthokern.ops.modal import choice, norms, op
+from orthokern.ops.modal import loss as scan_loss
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("Module", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN])
+@pytest.mark.parametrize("options", [{}, {"gain": 0.9, "learned_h0": True}], ids=["", "gain and h0"])
+def test_modules(Module: Any, layers: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    rnn = Module(5, 12, layers, nonlinearity="identity", dtype=torch.float64, **options)
+    readout = LinearCrossEntropy(12, 4, dtype=torch.float64)
+    ids, target = torch.randint(5, (20, 3)), torch.randint(4, (20, 3))
+    hs = rnn(ids)[0]
+    loss = readout.loss(hs, target)
+    parameters = [*rnn.parameters(), *readout.parameters()]
+    expected = torch.autograd.grad(loss, parameters)
+    for algorithm in ("modal", "sequential"):
+        result, hits = rnn.loss(ids.to(torch.uint8), readout, target.to(torch.uint8), algorithm=algorithm)
+        assert (result - loss).abs() < 1e-12
+        assert torch.equal(hits, (readout(hs).argmax(-1) == target).sum(1))
+        for a, b in zip(torch.autograd.grad(result, parameters), expected, strict=True):
+            assert (a - b).norm() <= 1e-9 * b.norm()
+
+
+def test_layouts() -> None:
+    torch.manual_seed(0)
+    rnn, readout = FactorizedRNN(3, 8, nonlinearity="identity", batch_first=True), nn.Linear(8, 4)
+    x, target, hx = torch.randn(2, 9, 3), torch.randint(4, (2, 9)), torch.randn(1, 2, 8)
+    expected = nn.functional.cross_entropy(readout(rnn(x, hx)[0]).flatten(0, 1), target.flatten())
+    loss, hits = rnn.loss(x, readout, target, hx, algorithm="modal")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and hits.shape == (9,)
+    one, hits = rnn.loss(x[0], readout, target[0], hx[:, 0], reduction="sum")
+    other, _ = rnn.loss(x[:1], readout, target[:1], hx[:, :1], reduction="sum")
+    assert one.item() == pytest.approx(other.item()) and hits.shape == (9,)
+
+
+@pytest.mark.parametrize("nonlinearity", ["identity", "tanh"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("ids", [False, True])
+def test_padding_is_not_read(nonlinearity: str, layers: int, ids: bool) -> None:
+    """By no layer: neither NaN nor ids out of range."""
+    torch.manual_seed(0)
+    rnn, readout = FactorizedRNN(3, 8, layers, nonlinearity=nonlinearity, dtype=torch.float64), nn.Linear(8, 4).double()
+    lengths, padding = torch.tensor([9, 5]), torch.arange(9)[:, None] >= torch.tensor([9, 5])
+    x = torch.randint(3, (9, 2)) if ids else torch.randn(9, 2, 3, dtype=torch.float64)
+    target = torch.randint(4, (9, 2))
+    parameters = [*rnn.parameters(), *readout.parameters()]
+    expected = nn.functional.cross_entropy(readout(rnn(x)[0])[~padding], target[~padding])
+    leaves = torch.autograd.grad(expected, parameters)
+    x[padding] = -1 if ids else torch.nan
+    loss, _ = rnn.loss(x, readout, target, lengths=lengths)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), leaves)
+
+
+def test_a_module_refuses() -> None:
+    rnn, readout = FactorizedRNN(3, 8), nn.Linear(8, 4)
+    x, target = torch.randn(9, 2, 3), torch.zeros(9, 2, dtype=torch.int64)
+    with pytest.raises(InputError, match="target is"):
+        rnn.loss(x, readout, target.mT)
+    with pytest.raises(InputError, match="readout is"):
+        rnn.loss(x, nn.Linear(7, 4), target)
+    with pytest.raises(InputError, match="readout is Tanh"):
+        rnn.loss(x, nn.Tanh(), target)
+    with pytest.raises(InputError, match="one direction"):
+        FactorizedRNN(3, 8, bidirectional=True).loss(x, readout, target)
+    with pytest.raises(InputError, match="activation is 'tanh'"):
+        rnn.loss(x, readout, target, algorithm="modal")
+    with pytest.raises(InputError, match="^input of loss is a PackedSequence; accepted: a Tensor, with lengths="):
+        rnn.loss(pack_sequence([x[:, 0]]), readout, target[:, :1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activation", ["identity", "tanh"])
+def test_the_reduction_is_that_of_the_readout(activation: str) -> None:
+    torch.manual_seed(0)
+    rnn = RNN(5, 8, nonlinearity=activation, dtype=torch.float64)
+    ids = torch.randint(5, (40, 3))
+    mean, total = (LinearCrossEntropy(8, 4, dtype=torch.float64, reduction=kind) for kind in ("mean", "sum"))
+    for readout in (mean, total):
+        loss, _ = rnn.loss(ids, readout, ids % 4)
+        torch.testing.assert_close(loss, readout.loss(rnn(ids)[0], ids % 4), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        rnn.loss(ids, total, ids % 4, reduction="mean")[0] * ids.numel(), loss, rtol=1e-9, atol=0
+    )
+    assert torch.equal(rnn.loss(ids, torch.compile(total, backend="eager"), ids % 4)[0], loss)
+    linear = nn.Linear(8, 4, dtype=torch.float64)
+    assert torch.equal(rnn.loss(ids, linear, ids % 4)[0], rnn.loss(ids, linear, ids % 4, reduction="mean")[0])
+
+
+def test_the_basis_is_part_of_the_state() -> None:
+    """Kept in training alone; with it a run that goes on has the bits of one that never stopped."""
+    torch.manual_seed(0)
+    rnn, readout = FactorizedRNN(5, 24, nonlinearity="identity"), nn.Linear(24, 4)
+    optimizer = torch.optim.SGD([*rnn.parameters(), *readout.parameters()], 1e-2)
+
+    def step(rnn: Any, readout: Any, optimizer: Any, seed: int) -> float:
+        ids = torch.randint(5, (40, 3), generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss, _ = rnn.loss(ids, readout, ids % 4, algorithm="modal")
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    assert not any("modal" in key for key in rnn.state_dict())
+    for seed in range(4):
+        step(rnn, readout, optimizer, seed)
+    state = copy.deepcopy(rnn.state_dict())
+    assert state["modal_basis_l0"].dtype == torch.float64
+
+    other, other_readout = FactorizedRNN(5, 24, nonlinearity="identity"), nn.Linear(24, 4)
+    assert not other.load_state_dict(state).unexpected_keys
+    other_readout.load_state_dict(readout.state_dict())
+    other_optimizer = torch.optim.SGD([*other.parameters(), *other_readout.parameters()], 1e-2)
+
+    ids = torch.randint(5, (40, 3))
+    with torch.no_grad():  # looking changes nothing
+        rnn.loss(ids, readout, ids % 4, algorithm="modal")
+    rnn.eval()
+    rnn.loss(ids, readout, ids % 4, algorithm="modal")
+    rnn.train()
+    assert torch.equal(rnn.state_dict()["modal_basis_l0"], state["modal_basis_l0"])
+    for seed in range(4, 8):
+        assert step(rnn, readout, optimizer, seed) == step(other, other_readout, other_optimizer, seed)
+    for a, b in zip(rnn.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+    del state["modal_basis_l0"]
+    other.load_state_dict(state)
+    assert "modal_basis_l0" not in other.state_dict()
+    for wrong in (torch.ones(3), torch.ones(24, 25), torch.ones(24, 22), torch.ones(24, 50), [1.0]):
+        state["modal_basis_l0"] = wrong
+        with pytest.raises(RuntimeError, match=r"modal_basis_l0 (has shape \[.*\]|is list), .* no basis of 24 units"):
+            other.load_state_dict(state)
+
+
+def test_the_basis_in_a_state_of_torch_distributed_checkpoint() -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    def model() -> nn.ModuleDict:
+        return nn.ModuleDict({"rnn": FactorizedRNN(5, 24, nonlinearity="identity"), "readout": nn.Linear(24, 4)})
+
+    ids, trained, loaded = torch.randint(5, (40, 3)), model(), model()
+    trained["rnn"].loss(ids, trained["readout"], ids % 4, algorithm="modal")
+    state = copy.deepcopy(get_model_state_dict(trained))
+    assert not set_model_state_dict(loaded, state).unexpected_keys
+    result = get_model_state_dict(loaded)
+    assert "rnn.modal_basis_l0" in result and result.keys() == state.keys()
+    assert all(torch.equal(result[name], value) for name, value in state.items())
+
+
+def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse tap gets the norms of the sequential scan at the steps that a record keeps; a full one makes it run."""
+    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
+    torch.manual_seed(0)
+    rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64)
+    readout = LinearCrossEntropy(12, 4, dtype=torch.float64)
+    ids = torch.randint(5, (200, 3))
+    taps = {}
+    for algorithm in ("modal", "sequential"):
+        with tap(sparse=True) as taps[algorithm]:
+            rnn.loss(ids, readout, ids % 4, algorithm=algorithm)[0].backward()
+    kept = profile_steps(200)
+    for name in ("state_norms", "grad_norms"):
+        (result,), (expected,) = getattr(taps["modal"], name), getattr(taps["sequential"], name)
+        assert torch.allclose(result[kept], expected[kept], rtol=1e-9)
+        assert int(result.isnan().sum()) == 200 - len(kept)
+    with tap(), torch.no_grad():
+        assert functional.explain_scan_cross_entropy(**big())[0] == "sequential"
+    with tap(sparse=True), torch.no_grad():
+        assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
+        assert functional.explain_scan_cross_entropy(**big(), lengths=True)[0] == "sequential"
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
+@pytest.mark.parametrize("need_w", [False, True])
+def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every step, in spans too, and in each of two backwards of one graph."""
+    monkeypatch.setattr(op, "SPAN_STEPS", 5)
+    monkeypatch.setattr(op, "SPAN_ROWS", 4 * 5)
+    _, a = problem(kind, 8, 8, 17, 4, dense=True, lengths=lengths)
+    x = a["x"] if a["x"].is_floating_point() else a["x"].long()
+    options = {name: a.get(name) for name in ("weight", "bias", "lengths", "activation")}
+    w, cotangent, taps = a["matrix"][0].detach().requires_grad_(need_w), randn(17, 4, 8, seed=30), {}
+    for algorithm in ("modal", "sequential"):
+        with tap() as taps[algorithm]:
+            hs = functional.dense_scan(x, w, a["h0"], algorithm=algorithm, **options)
+            for factor in (1.0, -3.0):
+                torch.autograd.grad(hs, a["h0"], factor * cotangent, retain_graph=True)
+    for names in ("state_norms", "grad_norms"):
+        result, expected = getattr(taps["modal"], names), getattr(taps["sequential"], names)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+    assert taps["modal"].ops == 2 * taps["modal"].state_ops == ["modal_scan"] * 2
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
+@pytest.mark.parametrize(("activation", "message_clip"), [("identity", 0.0), ("tanh", 0.0), ("tanh", 1e-3)])
+def test_norms_of_a_scan_in_chunks(
+    activation: str, message_clip: float, lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tap hears one scan of all steps, not one of each chunk."""
+    leaves, arguments = problem(IDS, 8, 8, 19, 3, lengths=lengths)
+    arguments |= {"activation": activation, "message_clip": message_clip}
+    recorded = {}
+    for name, kept in (("whole", 10**9), ("chunks", 0)):
+        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
+        monkeypatch.setattr(scan_loss, "CHUNK", 4 * 3 * 8 * 8)
+        with tap() as recorded[name]:
+            loss = functional.scan_cross_entropy(**arguments, algorithm="sequential").loss
+            torch.autograd.grad(-3.0 * loss, leaves)
+    for names in ("state_norms", "grad_norms"):
+        (expected,), (result,) = getattr(recorded["whole"], names), getattr(recorded["chunks"], names)
+        assert (result - expected).norm() <= 1e-13 * expected.norm()
+    assert recorded["chunks"].ops == recorded["chunks"].state_ops == ["factored_scan"]
+    with tap() as looked, torch.no_grad():
+        functional.scan_cross_entropy(**arguments, algorithm="sequential")
+    assert torch.equal(looked.state_norms[0], recorded["chunks"].state_norms[0]) and not looked.grad_norms
+
+
+@pytest.mark.parametrize("inputs", ["ids", "features"])
+def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the states of all steps as with them."""
+    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
+    torch.manual_seed(0)
+    rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
+    readout = nn.Linear(12, 4, dtype=torch.float64)
+    x = torch.randint(5, (150, 3)) if inputs == "ids" else torch.randn(150, 3, 5, dtype=torch.float64)
+    target = torch.randint(4, (150, 3))
+    with tap() as recorded:
+        nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
+    result = rnn._last_step_norms(x, readout, target, "modal")
+    assert result is not None
+    kept = profile_steps(150)
+    assert torch.allclose(result[kept], recorded.grad_norms[0][kept], rtol=1e-9)
+    assert rnn._last_step_norms(x, readout, target, "sequential") is None
+
+
+def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
+    monkeypatch.setattr(choice, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
+    name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
+    assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
+    assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
+
+
+def test_the_share_of_the_memory() -> None:
+    total = _memory.machine_memory("cpu", swap=False)
+    assert total is not None and total <= (_memory.machine_memory("cpu") or 0)
+    assert _memory.kept_states(torch.device("cpu")) == total // 16
+
+
+def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of all steps are stored up to the limit, beyond it those of a chunk; the modal form stores none."""
+    step, sizes, scan = 3 * 16 * 4, [], scan_loss.ScanCall.__call__
+
+    def watched(self: Any, *arguments: Any) -> Tensor:
+        hs = scan(self, *arguments)
+        sizes.append(hs.nbytes)
+        return hs
+
+    monkeypatch.setattr(scan_loss.ScanCall, "__call__", watched)
+    monkeypatch.setattr(scan_loss, "CHUNK", 10 * step)
+    ids, target, readout = torch.randint(5, (100, 3)), torch.randint(4, (100, 3)), nn.Linear(16, 4)
+    for kept, largest in ((100 * step, 100 * step), (99 * step, 10 * step)):
+        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
+        sizes.clear()
+        RNN(5, 16).loss(ids, readout, target)[0].backward()
+        assert max(sizes) == largest
+    sizes.clear()
+    RNN(5, 16, nonlinearity="identity").loss(ids, readout, target, algorithm="modal")[0].backward()
+    assert not sizes
