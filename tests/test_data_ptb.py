@@ -67,6 +67,8 @@ def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None,
         char_file(lines),
         char_file(lines)[:-1],  # editors take a space off the end
         b"\xef\xbb\xbf" + word_file(lines),
+        word_file(lines).replace(b"\n", b"\r\n"),
+        char_file(lines).replace(b"\n", b"\r\n"),
         "\n\n".join(lines).encode() + b"\n",  # blank lines, and no spaces at the ends
     ]
     for content in variants:
@@ -181,21 +183,19 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
 
 GOOD = LINES[:2]
 REFUSED = {
-    "empty": (b"", "is empty: 0 bytes; expected: one sentence a line"),
+    "empty": (b"", "is empty: 0 bytes; expected: one sentence per line"),
     "blank": (b" \n \n", "is empty: 4 bytes"),
-    "a mark and nothing else": (b"\xef\xbb\xbf", "is empty: 0 bytes"),
+    "a mark and nothing else": (b"\xef\xbb\xbf", "is empty: 3 bytes"),
     "capital": (word_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet; expected: a to z"),
     "capital in a char file": (char_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet"),
     "accent": (word_file([*GOOD, "caf\u00e9"]), "line 3: character '\u00e9' is outside the alphabet"),
     "accent in a char file": (char_file(["caf\u00e9", *GOOD]), "line 1: character '\u00e9' is outside the alphabet"),
     "angle": (word_file(["a", "a < b"]), "line 2: character '<' is outside the alphabet"),
     "underline in a word file": (word_file(["a", "a_b ab"]), "line 2: character '_' is outside the alphabet"),
-    "carriage return": (word_file(GOOD).replace(b"\n", b"\r\n"), r"line 1: character '\\r' is outside the alphabet"),
+    "carriage return": (word_file(["a", "a\rb"]), r"line 2: character '\\r' is outside the alphabet"),
     "zero byte": (word_file(["a", "a\0b"]), r"line 2: character '\\x00' is outside the alphabet"),
-    "one byte": (word_file(["a", "a\1b"]), r"line 2: character '\\x01' is outside the alphabet"),
-    "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is no text in UTF-8; expected: .* ASCII"),
-    "UTF-16": (word_file(GOOD).decode().encode("utf-16"), "line 1: byte 0xff is no text in UTF-8"),
-    "gzip": (b"\x1f\x8b\x08\x00" + bytes(range(256)), "line 1: byte 0x8b is no text in UTF-8"),
+    "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is not UTF-8; expected: text"),
+    "gzip": (b"\x1f\x8b\x08\x00" + bytes(range(256)), "line 1: byte 0x8b is not UTF-8"),
     "cut off": (word_file(GOOD)[:-4], "does not end with a line end: is it cut off"),
     "cut off char file": (char_file(GOOD)[:-5], "does not end with a line end: is it cut off"),
     "damaged char file": (
@@ -214,7 +214,7 @@ def test_refusals(tmp_path: Path, what: str) -> None:
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
-def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="^missing data file nothing.txt; looked for in /"):
         read_sentences(tmp_path / "nothing.txt")
     for part in ("train", "valid"):
@@ -223,14 +223,6 @@ def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.Monkey
         load_ptb(tmp_path)
     with pytest.raises(InputError, match="nowhere does not exist"):
         load_ptb(tmp_path / "nowhere")
-
-    def refuse(path: Path, flags: int) -> int:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (tmp_path / "ptb.test.txt").write_bytes((tmp_path / "ptb.train.txt").read_bytes())
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(InputError, match="ptb.train.txt cannot be read: permission denied; expected: a file that"):
-        load_ptb(tmp_path)
 
 
 def test_load(tmp_path: Path) -> None:
@@ -263,14 +255,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 # what becomes of the lines of valid, and what the error says
+DAMAGED = r"damaged or cut off: \d+ bytes with a wrong checksum; expected: the Penn Treebank's valid, \d+ bytes$"
 DAMAGES: dict[str, tuple[Callable[[dict[str, list[str]]], list[str]], str]] = {
     "another's": (lambda t: t["train"], "holds the Penn Treebank's train; expected: its valid$"),
-    "cut off at a line's end": (
-        lambda t: t["valid"][:-3],
-        r"cut off: \d+ bytes; expected: the Penn .* valid, \d+ bytes$",
-    ),
-    "a letter": (lambda t: [*t["valid"][:-1], t["valid"][-1].replace("N", "a")], "damaged: wrong checksum in bytes"),
-    "too long": (lambda t: [*t["valid"], "a"], "damaged: wrong checksum in bytes"),
+    "cut off at a line's end": (lambda t: t["valid"][:-3], DAMAGED),
+    "a letter": (lambda t: [*t["valid"][:-1], t["valid"][-1].replace("N", "a")], DAMAGED),
+    "too long": (lambda t: [*t["valid"], "a"], DAMAGED),
 }
 
 
