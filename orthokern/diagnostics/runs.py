@@ -3,6 +3,7 @@
 A run in progress can be read at any time: an incomplete last line of metrics.jsonl is ignored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -204,7 +205,7 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
+def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
     """See `RunRecord.series`."""
     name = quantity.split(".", 1)[0]
     found = []
