@@ -108,16 +108,14 @@ class RunRecord:
     @cached_property
     def quantities(self) -> list[str]:
         """The names of all quantities for which `series` finds numbers, in order of first appearance."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for record in self.records:
             for key, value in record.items():
-                if key in found:
-                    continue
                 if isinstance(value, dict):
-                    found |= {f"{key}.{part}": None for part, inner in value.items() if number(inner) is not None}
+                    names |= {f"{key}.{part}": None for part, inner in value.items() if number(inner) is not None}
                 elif key != "iteration" and number(value) is not None:
-                    found[key] = None
-        return list(found)
+                    names[key] = None
+        return list(names)
 
 
 def load_run(folder: Path | str) -> RunRecord:
@@ -212,14 +210,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
 
 def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
     """See `RunRecord.series`."""
-    name = quantity.split(".", 1)[0]
-    found = []
-    for record in records:
-        if name in record:  # most records of a long run lack most fields
-            value = number_at(record, quantity)
-            if value is not None:
-                found.append((record["iteration"], value))
-    pairs = np.asarray(found, dtype=float).reshape(-1, 2)
+    points = [(record["iteration"], value) for record in records if (value := number_at(record, quantity)) is not None]
+    pairs = np.asarray(points, dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
@@ -256,9 +248,8 @@ def numbers_at(record: Record, name: str) -> list[float | None] | None:
     values = record.get(name)
     if not isinstance(values, list) or not values:
         return None
-    found = [number(value) for value in values]
-    fine = all(each is not None or value is None for each, value in zip(found, values, strict=True))
-    return found if fine else None
+    numbers = [number(value) for value in values]
+    return numbers if numbers.count(None) == values.count(None) else None
 
 
 def _object(file: Path) -> dict[str, Any] | None:
