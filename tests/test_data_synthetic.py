@@ -161,7 +161,7 @@ def test_small_dtypes_hold_the_same_draws() -> None:
     for a, b in zip(*batches, strict=True):
         assert b.dtype == torch.uint8 and torch.equal(a, b.long())
     for symbols, dtype in ((255, torch.uint8), (8, torch.int8), (8, torch.float32)):
-        with pytest.raises(InputError, match="dtype is"):
+        with pytest.raises(InputError, match="dtype must be"):
             CopyTask(7, symbols=symbols, dtype=dtype)
 
 

@@ -143,8 +143,7 @@ class Sentences:
             generator: a generator on the CPU that is used by this iterator only.
             bucket: number of batches whose sentences are drawn together and sorted by length before they are divided
                 into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives batches with
-                sentences of similar length. With padding to the longest sentence, batches of 50 sentences of up to 300
-                characters would have 54 % padding for 1, and 8 % for 16.
+                sentences of similar length, which pad less.
             part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
                 processes that share the batches.
 
