@@ -16,8 +16,6 @@ The leaves of the other ops have the functions:
     modal_cross_entropy_fwd(inputs, readout, *, need_grad=True) -> ModalLoss
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
 
-On the CPU grad_hs may be a `LastGrad`.
-
 All tensors are contiguous; those of the reference may have any strides. B batch, T time, N hidden, K rank, D features
 or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same
 names.
@@ -28,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
@@ -45,28 +42,6 @@ class Map(NamedTuple):
     def op(self) -> str:
         """The name of the op."""
         return "dense_scan" if self.first is None else "factored_scan"
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class LastGrad:
-    """A gradient [T, B, N] of all states that is zero except for the last state, in place of a tensor."""
-
-    last: Tensor  # [B, N]
-    T: int
-    layout = torch.strided
-    ndim = 3
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.T, *self.last.shape)
-
-    def contiguous(self) -> LastGrad:
-        return LastGrad(self.last.contiguous(), self.T)
-
-
-def stored_steps(grad_hs: Tensor | LastGrad) -> tuple[int, Tensor]:
-    """Fields grad_steps and grad_hs of ScanArgs and GruArgs in ``csrc/cpu/ops.h``."""
-    return (1, grad_hs.last) if isinstance(grad_hs, LastGrad) else (grad_hs.shape[0], grad_hs)
 
 
 class ScanInputs(NamedTuple):

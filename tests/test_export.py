@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_small_calls import D, N, made
+from module_kinds import D, N, made
 from torch import Tensor, nn
 from torch.export import Dim, export, save
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_small_calls import KINDS, D, N, made
+from module_kinds import KINDS, D, N, made
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm

@@ -228,7 +228,12 @@ def functions(op: str, backend: str) -> dict[str, inspect.Signature]:
     found = {name: getattr(module, name) for name in names if inspect.isfunction(getattr(module, name, None))}
     return {
         name: inspect.Signature(
-            [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
+            [
+                p.replace(annotation=inspect.Parameter.empty)
+                for p in inspect.signature(function).parameters.values()
+                # cotangents of a forward's further results, which a second derivative gives the reference
+                if not (backend == "reference" and p.name in ("grad_gates", "grad_pre"))
+            ]
         )
         for name, function in found.items()
     }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import LastGrad, Map, ScanGradients, ScanInputs, ScanOptions, ScanStates, stored_steps
-from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
-from orthokern.cpu._steps import MOST_ROWS
+from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern.cpu._call import call, has_amx, has_bf16, new
 
+# T B up to which the kernels compute exact products, kStepRows of csrc/cpu/direct.h
+MOST_ROWS = 16
 # the fields of ScanGradients by their names in ScanArgs
 _NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
 # the tensors that have T in front, first those that models may share
@@ -74,19 +75,11 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     return ScanStates(hs, ckpt, pre)
 
 
-def prepared_scan(map_: Map, inputs: ScanInputs, activation: str, parts: Sequence[Tensor]) -> Prepared:
-    """A forward for inference, called with x, h0 and hs; parts: see `Prepared`."""
-    assert inputs.x is not None
-    sizes, tensors = _arguments(map_, inputs, ScanOptions(activation), inputs.x.shape[0])
-    tensors |= {"hs": inputs.h0, "ckpt": None, "pre": None}
-    return Prepared(f"{map_.op}_fwd", inputs.h0.dtype, sizes, tensors, ("x", "h0", "hs"), parts)
-
-
 def scan_bwd(
     map_: Map,
     inputs: ScanInputs,
     options: ScanOptions,
-    grad_hs: Tensor | LastGrad,
+    grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
     *,
@@ -94,15 +87,6 @@ def scan_bwd(
     need_params: bool = True,
 ) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    return _backward(map_, inputs, options, (grad_hs, states, pre), need_x, need_params, None)
-
-
-def _backward(
-    map_: Map, inputs: ScanInputs, options: ScanOptions, saved: tuple[Any, ...], need_x: bool, need_params: bool,
-    delta: Tensor | None,
-) -> ScanGradients:  # fmt: skip
-    """The gradients from (grad_hs, states, pre); delta [T,B,N], if given, becomes that of the pre-activations."""
-    grad_hs, states, pre = saved
     T, (*replicas, B, N), dtype = grad_hs.shape[0], inputs.h0.shape, inputs.h0.dtype
     sizes, tensors = _arguments(map_, inputs, options, T)
 
@@ -120,68 +104,8 @@ def _backward(
         norm=new(*replicas, T, dtype=dtype),
     )
     sizes["message_clip"] = options.message_clip
-    sizes["grad_steps"], tensors["grad_hs"] = stored_steps(grad_hs)
-    tensors |= {"states": states, "saved_pre": pre, "grad_delta": delta}
+    sizes["grad_steps"] = T
+    tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre, "grad_delta": None}
     tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
     _call(map_, "_bwd", sizes, tensors)
     return grads
-
-
-def scan_bwd_kept(
-    map_: Map, inputs: ScanInputs, options: ScanOptions, *saved: Any, need_x: bool, need_params: bool
-) -> tuple[ScanGradients, Tensor]:
-    """The backward with delta [T,B,N], the gradient of the pre-activations, which its derivative needs."""
-    delta = None if inputs.weight is None else new(*saved[0].shape, dtype=saved[0].dtype)
-    found = _backward(map_, inputs, options, saved, need_x or delta is None, need_params, delta)
-    if delta is None:
-        assert found.x is not None
-        delta = found.x
-    return found, delta
-
-
-class ScanSecond(NamedTuple):
-    """Gradients from cotangents of the results of the backward, but for those that pass through the states; None for
-    what does not apply or is not needed."""
-
-    grad_hs: Tensor | None  # [T,B,N]
-    hs: Tensor | None  # [T,B,N]
-    x: Tensor | None  # [T,B,D]
-    m: Tensor | None  # [N,N], of W
-    h0: Tensor | None  # [B,N]
-    weight: Tensor | None  # [N,D]
-
-
-def scan_second(
-    map_: Map, inputs: ScanInputs, options: ScanOptions, states: Tensor, pre: Tensor | None, delta: Tensor,
-    *cotangents: Tensor | None, need_grad_hs: bool, need_map: bool,
-) -> ScanSecond:  # fmt: skip
-    """Note [Second derivative of a scan] in ``orthokern/ops/_second_native.py``; delta: of the backward; cotangents:
-    contiguous, None for zeros. Options without resets, clip and checkpoints; ids on padding are valid."""
-    of_x, of_map, of_h0, of_weight, of_bias = cotangents
-    (T, B, N), dtype, x, weight = delta.shape, delta.dtype, inputs.x, inputs.weight
-    sizes, tensors = _arguments(map_, inputs, options, T)
-    e = of_x if weight is None else None
-    if x is not None and tensors["tokens"] is not None and of_weight is not None:
-        e = torch.index_select(of_weight.mT, 0, x.flatten())
-    features = weight is not None and tensors["tokens"] is None
-    of_x, of_weight = (of_x, of_weight) if features else (None, None)
-    bends = options.activation in ("tanh", "softsign")
-    before = new(T + 1, B, N, dtype=dtype) if bends or of_map is not None else None
-    found = ScanSecond(
-        grad_hs=new(T, B, N, dtype=dtype) if need_grad_hs else None,
-        hs=None if before is None else before[1:],
-        x=new(T, B, sizes["D"], dtype=dtype) if of_weight is not None else None,
-        m=new(N, N, dtype=dtype) if need_map or of_x is not None else None,
-        h0=None if before is None else before[0],
-        weight=new(N, sizes["D"], dtype=dtype) if of_x is not None else None,
-    )
-    names = ("B", "T", "N", "K", "D", "activation", "act_param_size")
-    shared = ("lengths", "first", "scale", "second", "h0", "weight", "x", "act_param")
-    call(
-        "scan_second", dtype, {name: sizes[name] for name in names},
-        {**{name: tensors[name] for name in shared}, "states": states, "saved_pre": pre, "delta": delta,
-         "of_x": of_x, "e": e, "of_map": of_map, "of_h0": of_h0, "of_weight": of_weight, "of_bias": of_bias,
-         "grad_hs": found.grad_hs, "grad_before": before, "grad_x": found.x, "grad_map": found.m,
-         "grad_weight": found.weight},
-    )  # fmt: skip
-    return found

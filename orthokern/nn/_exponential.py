@@ -48,9 +48,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn import _few_rows
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, positive_int
-from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._checks import whole
 from orthokern.ops._register import untraced
@@ -147,13 +145,6 @@ class _Exponential(Recurrent):
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
 
-    def _matrix_buffers(self, suffix: str) -> tuple[str, ...]:
-        return (f"base_{suffix}",)
-
-    def _made_of(self, suffix: str) -> tuple[str, ...]:
-        """Names of the tensors that the matrix depends on."""
-        return f"skew_{suffix}", *self._matrix_buffers(suffix)
-
     def _composed(self, suffix: str) -> Tensor:
         """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
         raise NotImplementedError
@@ -168,21 +159,7 @@ class _Exponential(Recurrent):
         return [self._composed(suffix) for suffix in self._suffixes()]
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled():
-            return (self._gained(self._composed(suffix)),)
-        parts = [self._tensor(name) for name in self._made_of(suffix)]
-        settings = (self.backend, getattr(self, "mask", None))
-        return (self._gained(kept(self, suffix, parts, settings, lambda: self._composed(suffix))),)
-
-    def _kept_orthogonal(self, suffix: str) -> Tensor:
-        """`_orthogonal` without gradients."""
-        parts = [self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")]
-        return kept(self, f"p_{suffix}", parts, self.backend, lambda: self._orthogonal(suffix))
-
-    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
-        """What the gradient of A from few rows needs of it."""
-        skew = self._tensor(f"skew_{suffix}")
-        return kept(self, f"series_{suffix}", [skew], None, lambda: _few_rows.series(skew_from(skew)))
+        return (self._gained(self._composed(suffix)),)
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

@@ -18,12 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
-from orthokern._scan_contract import ScanInputs
-from orthokern.cpu._scan import prepared_scan
-from orthokern.cpu._steps import Parts, Plan, scan_plan
 from orthokern.errors import InputError, unknown_name
-from orthokern.nn import _loss, _quick
-from orthokern.nn._both import both_directions
+from orthokern.nn import _loss
 from orthokern.nn._checks import (
     check_backend,
     check_held,
@@ -41,7 +37,6 @@ from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
 from orthokern.ops._checks import strided
-from orthokern.ops._scan_op import SCANS
 
 NONLINEARITIES = tuple(ACTIVATIONS)
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
@@ -211,66 +206,6 @@ class Recurrent(nn.Module):
         scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
         return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
 
-    # The methods for ``_quick``, whose arguments are checked: a batch in the layout [T,B,D] on a CPU.
-
-    def _quick_scan(self, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-        """hs [T,B,N] and hs[-1], differentiable."""
-        matrix, bias = self._factors(suffix)
-        return SCANS[self._op()[0]].with_last(
-            self.backend, x, *matrix, h0, self._gained(self._tensor(f"weight_ih_{suffix}")), bias,
-            self._act_param(suffix), self.nonlinearity, self.checkpoint_every, self.backend, self.precision, "auto",
-            None, self.message_clip, None, None,
-        )  # fmt: skip
-
-    def _quick_states(
-        self, leaf: Any, suffix: str, x: Tensor, h0: Tensor
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """hs [T,B,N] without gradients; what else a backward reads of this call; and the tensors that were made of
-        parameters, for `_backward_plan`."""
-        matrix, bias = self._factors(suffix)
-        weight, act_param = self._gained(self._tensor(f"weight_ih_{suffix}")), self._act_param(suffix)
-        scan = SCANS[self._op()[0]]
-        found = scan.states(leaf, x, matrix, h0, weight, bias, act_param, self.nonlinearity, self.precision)
-        return found.hs, (found.pre,), (act_param, *matrix)
-
-    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
-        """The prepared call of l0 for ``_repeated``, for tensors like x [T,B,D] and h0 [B,N]. It has no references to
-        the module and its parameters."""
-        matrix, bias = self._factors("l0")
-        weight, map_ = self._gained(self._tensor("weight_ih_l0")), SCANS[self._op()[0]].map_of(*matrix)
-        inputs = ScanInputs(x, h0, weight, bias, self._act_param("l0"))
-        prepared = prepared_scan(map_, inputs, self.nonlinearity, parts)
-
-        def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
-            return (None,) if prepared(x, h0, hs) else None
-
-        # the kernel keeps no pre-activations here
-        recorded = self._one_node() and not ACTIVATIONS[self.nonlinearity].needs_input
-        return run, (inputs.act_param, *matrix) if recorded else None
-
-    def _one_node(self) -> bool:
-        """Whether a call of a few steps may be one node of the graph. With a message clip it may not: create_graph runs
-        the full path again, and would clip the messages of each of the two graphs."""
-        return self.gain == 1.0 and not self.checkpoint_every and not self.message_clip
-
-    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
-        """Further tensors for `_backward_plan`."""
-        return ()
-
-    def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
-        """The backward of l0, if `_one_node`; made: what `_quick_states` and `_backward_kept` give. What is a
-        parameter there is read from `parameters`."""
-        learned = ACTIVATIONS[self.nonlinearity].learned
-        name = None if learned is None else f"{learned.stem}_l0"
-        return scan_plan(
-            self._backward_parts(parameters, made[1:]), x, parameters["weight_ih_l0"],
-            made[0] if name is None else parameters[name], self.nonlinearity, tuple(self._shapes), name,
-        )  # fmt: skip
-
-    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        """The parts of the recurrent matrix for the backward; made: without the activation's parameter."""
-        raise NotImplementedError
-
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """The recurrent matrix with the gain: (w,), or (u, s, v)."""
         raise NotImplementedError
@@ -380,14 +315,6 @@ class Recurrent(nn.Module):
             >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
-        plain = resets is None and reset_state is None
-        if plain and (found := _quick.forward(self, input, hx, torch.is_grad_enabled())) is not None:
-            return found
-        return self._full_forward(input, hx, resets, reset_state)
-
-    def _full_forward(
-        self, input: Tensor | PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
@@ -574,10 +501,6 @@ class Recurrent(nn.Module):
     def _begin(self) -> None:
         """Called before the layers run."""
 
-    def _matrix_buffers(self, suffix: str) -> tuple[str, ...]:
-        """Names of the buffers that a recurrent matrix is computed from."""
-        return ()
-
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,N] of one recurrence, the index-th of hx."""
         if hx is not None:
@@ -604,14 +527,7 @@ class Recurrent(nn.Module):
         ways = (False, True) if self.bidirectional else (False,)
         for layer in range(count):
             outputs: list[Tensor] = []
-            if self.bidirectional and cuts is None and isinstance(layout, Dense):
-                suffixes = [self._suffix(layer, reverse) for reverse in ways]
-                states = [self._initial_state(s, hx, len(last) + i, layout) for i, s in enumerate(suffixes)]
-                found = both_directions(self, data, states, suffixes)
-                if found is not None:
-                    outputs, ends = found
-                    last += ends
-            for reverse in () if outputs else ways:
+            for reverse in ways:
                 suffix = self._suffix(layer, reverse)
                 h0 = self._initial_state(suffix, hx, len(last), layout)
                 own = None if cuts is None else cuts.of(len(last))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from orthokern.cpu._steps import Parts, exponential_parts
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
 
@@ -108,9 +105,6 @@ class ExpRNN(_Exponential):
         """Parameter name -> "skew" (A) or "other"."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
-
-    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        return exponential_parts(*made)
 
     def extra_repr(self) -> str:
         return self._repr_exponential()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
-from orthokern.cpu._steps import Parts, factored_parts
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
     check_device,
@@ -21,7 +20,6 @@ from orthokern.nn._checks import (
     warn_unless_orthonormal,
     watch_bases,
 )
-from orthokern.nn._kept import kept
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._linear import linear
 
@@ -249,37 +247,13 @@ class FactorizedRNN(Recurrent):
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
+    @_autocast.keeps_dtype
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
-        composed, recorded = self.apply_mode == "composed", torch.is_grad_enabled()
-        if recorded:
+        if torch.is_grad_enabled():
             watch_bases(self, suffix, u, v)
-            return self._made(u, p, v)
-        parts, settings = [u, p, v] if composed else [p], (composed, self.margin, self.spectrum_map, self.gain)
-        made = kept(self, suffix, parts, settings, lambda: self._made(u, p, v))
-        return made if composed else (u, made[1], v)
-
-    @_autocast.keeps_dtype
-    def _made(self, u: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
         return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
-
-    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
-        """s, and ds/dp."""
-        p, margin = self._tensor(f"spectrum_{suffix}"), self.margin
-        if margin is None:
-            return p, None
-        half = 0.5 if self.spectrum_map == "sigmoid" else 1.0
-
-        def make() -> tuple[Tensor, Tensor]:
-            s = functional.spectrum(p, margin, self.spectrum_map)
-            return s, margin * half * (1 - (p * half).tanh() ** 2)
-
-        return kept(self, f"slope_{suffix}", [p], (margin, half), make)
-
-    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        s = parameters["spectrum_l0"] if self.margin is None else made[-2]
-        return factored_parts(parameters["u_l0"], s, parameters["v_l0"], made[-1])
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":

@@ -11,7 +11,6 @@ from torch import Tensor
 from orthokern import _autocast
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
-from orthokern.nn import _quick
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
 
@@ -47,10 +46,6 @@ class _Frozen(Recurrent):
         Raises:
             InputError: as forward; or the module is bidirectional, and needs the whole sequence.
         """
-        if type(x) is Tensor and x.dim() == (1 if x.dtype is torch.int64 else 2):
-            found = _quick.forward(self, x, h, False, one_step=True)
-            if found is not None:
-                return found
         if self.bidirectional:
             raise InputError("step is for one direction; accepted for a bidirectional module: forward")
         if not isinstance(x, Tensor):
@@ -62,9 +57,6 @@ class _Frozen(Recurrent):
         time = 1 if self.batch_first and x.dim() == most else 0
         output, h = self.forward(x.unsqueeze(time), h)
         return output.squeeze(time), h
-
-    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> _quick.Ready:
-        return super()._prepared(x, h0, parts)[0], None  # without gradients
 
     def frozen(self) -> Recurrent:
         """The module itself."""

@@ -11,19 +11,15 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern import init as init_
 from orthokern._gru_parameters import constrained_weights
-from orthokern._scan_contract import GruInputs, GruOptions
-from orthokern.cpu._steps import Plan, gru_plan
-from orthokern.cpu.gru_scan import prepared_gru
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
 from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Cuts
-from orthokern.nn._quick import Ready
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops._checks import own_parameter
 from orthokern.ops._linear import linear
-from orthokern.ops.gru_scan import VARIANTS, gru_scan_with_last
+from orthokern.ops.gru_scan import VARIANTS
 
 __all__ = ["GRU"]
 
@@ -191,37 +187,6 @@ class GRU(TorchRecurrent):
             self._input_term(x, suffix), w, h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
             resets=None if cuts is None else cuts.resets, reset_state=None if cuts is None else cuts.reset_state,
         )  # fmt: skip
-
-    def _quick_scan(self, suffix: str, x: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
-        (w,), bias = self._factors(suffix)
-        return gru_scan_with_last(self._input_term(x, suffix), w, h0, bias, self.variant, self.backend)
-
-    def _quick_states(
-        self, leaf: Any, suffix: str, x: Tensor, h0: Tensor
-    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        w, bias = self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
-        found = leaf.gru_scan_fwd(GruInputs(self._input_term(x, suffix), w, h0, bias), GruOptions(self.variant))
-        return found.hs, (found.gates, found.pre), ()
-
-    def _prepared(self, x: Tensor, h0: Tensor, parts: list[Tensor]) -> Ready:
-        names = ("weight_ih_l0", "bias_ih_l0", "weight_hh_l0", "bias_hh_l0")
-        # not the parameters, whose hooks may hold the module
-        w_in, b_in, w, b = (self._tensor(n).detach() if self.bias or n.startswith("weight") else None for n in names)
-        assert w_in is not None and w is not None
-        prepared = prepared_gru(GruInputs(x, w, h0, b), GruOptions(self.variant))
-        (T, B), N, dtype, kanai = x.shape[:2], self.hidden_size, x.dtype, self.variant == "kanai"
-
-        def run(x: Tensor, h0: Tensor, hs: Tensor) -> tuple[Tensor | None, ...] | None:
-            term = linear(x, w_in, b_in)
-            gates = torch.empty(T, B, 3 * N, dtype=dtype, device="cpu")
-            pre = None if kanai else torch.empty(T, B, N, dtype=dtype, device="cpu")
-            return (gates, pre) if prepared(term, h0, hs, gates, pre) else None
-
-        return run, ()
-
-    def _backward_plan(self, x: Tensor, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Plan:
-        w, w_in = parameters["weight_hh_l0"], parameters["weight_ih_l0"]
-        return gru_plan(x, w, w_in, self.variant == "kanai", tuple(self._shapes))
 
     def loss(self, *args: Any, **options: Any) -> NoReturn:
         """Not for a GRU: raises InputError. Its states can be passed to LinearCrossEntropy.loss."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
-from orthokern.cpu._steps import Parts, schur_parts
 from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._draws import draw
@@ -176,18 +174,6 @@ class NonNormalRNN(_Exponential):
         triangle = self._tensor(f"triangle_{suffix}")
         return triangle * triangular_mask(self.hidden_size, self.mask, triangle.device)
 
-    def _made_of(self, suffix: str) -> tuple[str, ...]:
-        parts = (*super()._made_of(suffix), f"gamma_{suffix}", f"theta_{suffix}")
-        return (*parts, f"triangle_{suffix}") if self.triangular else parts
-
-    def _backward_kept(self, suffix: str) -> tuple[Tensor | None, ...]:
-        return self._kept_orthogonal(suffix), *super()._backward_kept(suffix)
-
-    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        v, basis, *series = made
-        turn, s, weights = series
-        return schur_parts(v, basis, (turn, s, weights), parameters["gamma_l0"], parameters["theta_l0"], self.mask)
-
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")
         if readable(gamma) and not bool(gamma.isfinite().all()):
@@ -196,8 +182,7 @@ class NonNormalRNN(_Exponential):
                 f"gamma_{suffix} holds {bad} NaN or infinite values of {len(gamma)}; accepted: finite moduli"
             )
         triangle = self._triangle(suffix) if self.triangular else None
-        p = self._orthogonal(suffix) if torch.is_grad_enabled() else self._kept_orthogonal(suffix)
-        return schur_product(p, gamma, self._tensor(f"theta_{suffix}"), triangle)
+        return schur_product(self._orthogonal(suffix), gamma, self._tensor(f"theta_{suffix}"), triangle)
 
     def extra_repr(self) -> str:
         text = f"{self._repr_exponential()}, mask={self.mask!r}"

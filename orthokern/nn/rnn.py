@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init as init_
-from orthokern.cpu._steps import Parts, dense_parts
 from orthokern.errors import unknown_name
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._draws import draw
@@ -141,9 +139,6 @@ class RNN(TorchRecurrent):
         if not self.bias:
             return None
         return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
-
-    def _backward_parts(self, parameters: dict[str, Tensor], made: tuple[Any, ...]) -> Parts:
-        return dense_parts(parameters["weight_hh_l0"], "weight_hh_l0")
 
     def extra_repr(self) -> str:
         return self._repr_common() + self._repr_init(self.init is None, self.init, self.max_angle)

@@ -63,16 +63,12 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
 def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
     """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding is not checked.
-    With replicas, ids are [T, R, B] or [T, B], and lengths [R, B].
 
     Not checked on a GPU, as in check_lengths; the kernels there turn a wrong id into NaN.
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
         if lengths is not None:
-            ended = torch.arange(x.shape[0], device=x.device).view(-1, *(1,) * lengths.ndim) >= lengths
-            if x.ndim < ended.ndim:  # replicas share the ids
-                ended = ended.all(1)
-            x = x.masked_fill(ended, 0)
+            x = x.masked_fill(torch.arange(x.shape[0], device=x.device).unsqueeze(1) >= lengths, 0)
         check_range("x", x, weight.shape[-1], "token ids")
 
 
@@ -86,15 +82,6 @@ def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]
     # torch.empty: new_empty is many times slower below autograd
     dtype, device = like.dtype, like.device
     return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
-
-
-def total(*terms: Tensor | None) -> Tensor | None:
-    """The sum of those that are not None."""
-    found = None
-    for term in terms:
-        if term is not None:
-            found = term if found is None else found + term
-    return found
 
 
 def refusal(op: str, way_out: str) -> RuntimeError:
@@ -132,6 +119,6 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
     return decorate
 
 
-def given(grad: Tensor, wanted: bool) -> Tensor | None:
+def needed(grad: Tensor | None, need: bool) -> Tensor | None:
     """The gradient for autograd, None for one that is not needed."""
-    return grad if wanted else None
+    return grad if need else None

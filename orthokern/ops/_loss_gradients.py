@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orthokern.ops import _route, _vmap
-from orthokern.ops._common import given, no_second_derivative
+from orthokern.ops._common import needed, no_second_derivative
 from orthokern.ops._register import CustomOp, custom_op
 
 
@@ -42,9 +42,9 @@ def register_gradients(forward: CustomOp, first: int, differentiable: Callable[.
             raise RuntimeError(f"{name}_fwd was called with need_grad=False: it kept no gradients")
         needs = ctx.needs_input_grad[:count]
         if differentiable is not None and _route.recording():
-            return tuple(map(given, differentiable(grad_loss, *saved[count:], *ctx.options), needs))
+            return tuple(map(needed, differentiable(grad_loss, *saved[count:], *ctx.options), needs))
         if refusing is not None and torch.is_grad_enabled():  # create_graph=True
-            return tuple(map(given, refusing.overload(grad_loss, *saved), needs))
+            return tuple(map(needed, refusing.overload(grad_loss, *saved), needs))
         return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
 
     forward.register_autograd(derivative, setup_context=setup_context)

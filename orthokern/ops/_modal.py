@@ -133,7 +133,7 @@ def why_not_now(call: Call) -> str | None:
     """
     if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
-    if _route.plain(call.backend):
+    if _route.derived() or _route.by_reference(call.backend):
         return "a derivative of torch.func or forward mode is being taken"
     if dispatch.choose(OPS[call.kind], call.backend, dispatch.Call(call.device, call.dtype, {})) == "reference":
         return f"{OPS[call.kind]} has no kernel for {call.device.type} tensors"

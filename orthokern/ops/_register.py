@@ -16,11 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import LastGrad
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
 from orthokern.ops._alone import alone, vmapped
@@ -30,7 +28,6 @@ NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 Function = Callable[..., Any]
-_LAST = object()  # see CustomOp.with_last
 _NUMBERS = ("lr", "grad_loss", "squarings")  # arguments that may be 0-dimensional
 
 
@@ -78,19 +75,6 @@ class CustomOp:
         if torch.is_grad_enabled() and self.derivative is not None:
             return self.derivative.apply(*given, *self.defaults[len(given) :], None)
         return self.kernel(*given)
-
-    def with_last(self, *given: Any) -> tuple[Tensor, Tensor]:
-        """The first result [T, ...], and a copy of its last step. A backward of the last step alone gets a `LastGrad`,
-        and allocates no zeros for the other steps. The op has a derivative, and its leaf is that of the CPU."""
-        if not alone(given):
-            result: Tensor = self(*given)[0]
-            return result, result[-1]
-        given = (*given, *self.defaults[len(given) :])
-        if torch.is_grad_enabled():
-            found = self.derivative.apply(*given, _LAST)
-            return found[0], found[-1]
-        result = self.kernel(*given)[0]
-        return result, result[-1].clone()
 
     def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
         """The call under vmap, with the arguments that the dispatcher or the caller left out."""
@@ -148,7 +132,7 @@ class CustomOp:
         op = self.overload
 
         def forward(ctx: Any, *arguments: Any) -> Any:
-            *inputs, keys = arguments  # None: from __call__, _LAST: from with_last
+            *inputs, keys = arguments  # keys: None from __call__
             dispatched = isinstance(keys, torch._C.DispatchKeySet)
             # a Function turns grad mode off, but transforms of torch.func below this one have to record
             below = torch._C._are_functorch_transforms_active()
@@ -158,15 +142,12 @@ class CustomOp:
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)
                 note_dtypes(ctx)
-            ctx.steps = len(output[0]) if keys is _LAST else None
-            return output if ctx.steps is None else (*output, output[0][-1].clone())
+            return output
 
         @one_cotangent_at_a_time
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
-            if ctx.steps is not None:
-                grads = _with_last_step(grads, ctx.steps, recorded)
             if recorded:
                 found = backward(ctx, saved, *grads)
             else:  # without create_graph nothing is recorded: call the kernels of the ops without autograd
@@ -193,17 +174,6 @@ class CustomOp:
                 return op.redispatch(keys, *inputs)
 
         _LIBRARY.impl(self.name, untraced(autograd_kernel), "Autograd", with_keyset=True)
-
-
-def _with_last_step(grads: tuple[Any, ...], T: int, recorded: bool) -> tuple[Any, ...]:
-    """The gradients of an op's results, from those and, at the end, that of the last step of the first result."""
-    first, *others, last = grads
-    if last is None:
-        return grads[:-1]
-    if first is None and not recorded and all(other is None for other in others):
-        return LastGrad(last, T), *others
-    whole = torch.ops.aten.select_backward(last, (T, *last.shape), 0, -1)
-    return whole if first is None else first + whole, *others
 
 
 def custom_op(name: str, schema: str) -> Callable[[Function], CustomOp]:

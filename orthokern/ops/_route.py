@@ -1,8 +1,8 @@
-"""Select the implementation of a differentiable op by the kind of derivative that is being taken."""
+"""Whether a call of a differentiable op runs the op or the plain torch code of the reference."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,48 +13,38 @@ from orthokern.ops._alone import vmapped
 from orthokern.ops._common import values
 
 
-def route(backend: str | None) -> Literal["op", "function", "reference"]:
-    """The implementation that a call runs: the op; an autograd Function around it, under forward mode and derivatives
-    of torch.func, for which a torch.library op can have no rule; or the plain torch code of the reference, for an
-    explicit "reference".
+def by_reference(backend: str | None, *arguments: Any) -> bool:
+    """Whether a call runs the reference, which torch can differentiate in every way: for an explicit "reference", in
+    forward mode, and under torch.func for all but one derivative in reverse mode.
 
-    Forward mode over forward mode also runs the reference, since torch silently loses the outer tangent in the jvp of
-    any Function (pytorch/pytorch#197867).
+    arguments: those of the op. A tensor that an autograd outside of torch.func tracks needs a second derivative.
     """
     if torch.compiler.is_compiling():
-        return "op"
+        return False
     if dispatch.plain_reference(backend):
-        return "reference"
-    if torch._C._are_functorch_transforms_active():
-        levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-        if levels.count("Jvp") > 1:
-            return "reference"
-        return "function" if "Jvp" in levels or "Grad" in levels else "op"
-    return "function" if forward_ad._current_level >= 0 else "op"
-
-
-def first_reverse() -> bool:
-    """Whether torch.func takes exactly one derivative, in reverse mode and inside any vmaps: the ops support that."""
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return forward_ad._current_level >= 0
     levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-    return levels.count("Grad") == 1 and "Jvp" not in levels
+    if "Jvp" in levels or levels.count("Grad") > 1:
+        return True
+    return "Grad" in levels and any(isinstance(a, Tensor) and values(a).requires_grad for a in arguments)
 
 
-def plain(backend: str | None) -> bool:
-    """Whether a call of an op without such a Function runs the plain torch code of the reference."""
-    return route(backend) != "op"
+def derived() -> bool:
+    """Whether torch.func takes a derivative, for ops that serve none of them."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key().name in ("Grad", "Jvp") for level in levels)
 
 
-def recording(*tensors: Tensor | None) -> bool:
-    """Whether a backward has to be differentiable: create_graph=True.
-
-    Never under torch.compile, which has no second derivative. torch.func always sets create_graph; where it takes only
-    one derivative, the graph is needed only if autograd outside of torch.func tracks one of the tensors.
-    """
+def recording() -> bool:
+    """Whether a backward has to be differentiable (create_graph=True). Never under torch.compile, which has no second
+    derivative, and not under torch.func, where `by_reference` has decided."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if tensors and torch._C._are_functorch_transforms_active() and first_reverse():
-        return any(tensor is not None and values(tensor).requires_grad for tensor in tensors)
-    return True
+    return not torch._C._are_functorch_transforms_active()
 
 
 def last() -> bool:

@@ -283,7 +283,7 @@ def _is_kept_whole(T: int, step: int, device: torch.device, backend: str | None)
     reference code, forward mode and torch.func always do, since the chunks have no second derivative and no rules for
     transforms."""
     transformed = torch._C._are_functorch_transforms_active()
-    return T * step <= kept_states(device) or transformed or _route.plain(backend)
+    return T * step <= kept_states(device) or transformed or _route.by_reference(backend)
 
 
 def _chunk_steps(step: int) -> int:

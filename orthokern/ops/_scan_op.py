@@ -5,8 +5,7 @@ The schema is flat. Below it, leaves take and return the types of ``orthokern/_s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +13,16 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import LastGrad, Map, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.dispatch import Support
-from orthokern.ops import _replicas, _route, _second, _second_native, _taps, _vmap
+from orthokern.ops import _route, _taps
 from orthokern.ops._common import (
     SCAN_FEATURES,
     check_lengths,
     check_tokens,
     contiguous,
     filled,
-    given,
+    needed,
     no_second_derivative,
     scan_features,
 )
@@ -32,11 +31,9 @@ from orthokern.ops._register import custom_op
 _GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=SCAN_FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=(*SCAN_FEATURES, "replicas")),
-    "triton": Support(
-        dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=(*SCAN_FEATURES, "replicas"), **_GPU
-    ),
-    "cuda": Support(dtypes=(torch.float32,), features=(*SCAN_FEATURES, "replicas"), **_GPU),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=SCAN_FEATURES),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=SCAN_FEATURES, **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), features=SCAN_FEATURES, **_GPU),
 }
 
 # Arguments of both schemas, behind x and the factors. The backward has need_x and need_params between the two parts.
@@ -56,7 +53,10 @@ class ScanOp:
     The forward returns (hs, ckpt, pre). The backward takes (grad_hs, states, pre, x, ...), where states is hs, or ckpt
     with checkpoints, and x may be None where it is not read (no weight, no checkpoints). It returns (grad_x, a gradient
     for each factor, grad_h0, grad_weight, grad_bias, grad_act_param, grad_reset_state, grad_norm [T]). What does not
-    apply or is not needed is an empty tensor. Both take R models at once, see ``_replicas``.
+    apply or is not needed is an empty tensor.
+
+    A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there hs
+    and pre are functions of the inputs through the forward op.
 
     Args:
         factors: names of the tensors that make up the recurrent map, in the order of the schema.
@@ -87,64 +87,27 @@ class ScanOp:
         bwd.register_fake(self._backward_fake)
         fwd.register_autograd(self._derivative, setup_context=self._setup_context)
         bwd.register_autograd(no_second_derivative(name))
-        fwd.register_vmap(_vmap.scan(fwd, 1, self.count, behind_time=3))
-        bwd.register_vmap(_vmap.scan(bwd, 4, self.count, saved=3))
         self.fwd, self.bwd = fwd, bwd
 
     def __call__(self, backend: str | None, *arguments: Any) -> Tensor:
         """hs of the forward op's arguments, all of them; ``backend`` is one of them."""
-        route = _route.route(backend)
-        if route == "op" or (route == "function" and _route.first_reverse()):
+        if not _route.by_reference(backend, *arguments):
             hs: Tensor = self.fwd(*arguments)[0]
             return hs
-        if route == "function":
-            factors, rest = arguments[1 : self.count + 1], arguments[self.count + 1 :]
-            (*tensors, activation, _), (*choices, lengths, clip, resets, reset_state) = rest[:6], rest[6:]
-            plan = self._plan(activation, choices, clip)
-            rest = (*tensors, lengths, resets, reset_state, *factors)
-            hs = _second.Scan.apply(self.fwd, plan, arguments[0], *rest)[0]
-            return hs
         _, map_, inputs, options = self._read(*arguments)
-        second = map_.second
-        facts: dict[str, Any] = {"device": second.device, "dtype": second.dtype, "algorithm": options.algorithm}
-        leaf = dispatch.resolve(self.name, "reference", **facts)
+        module = self._reference(map_, options)
         check_lengths(options.lengths, arguments[0].shape[0])
         check_tokens(inputs.x, inputs.weight, options.lengths)
         options.checkpoint_every = 0  # changes nothing in plain torch code
-        hs = getattr(leaf, f"{self.name}_fwd")(map_, inputs, options).hs
+        hs = getattr(module, f"{self.name}_fwd")(map_, inputs, options).hs
         _taps.record_states(self.name, hs)
         return hs
 
-    def with_last(self, backend: str | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """(hs, hs[-1]) of the arguments of a call; see ``CustomOp.with_last``."""
-        if _route.route(backend) == "op":
-            return self.fwd.with_last(*arguments)
-        hs = self(backend, *arguments)
-        return hs, hs[-1]
-
-    def _plan(self, activation: str, choices: Sequence[Any], clip: float) -> _second.Plan:
-        """The description of a call for ``_second``; choices: backend, precision and algorithm."""
-        return _second.Plan(self.bwd, self.map_of, self.gradients, activation, tuple(choices), clip, True)
-
-    def states(
-        self,
-        leaf: Any,
-        x: Tensor,
-        factors: tuple[Tensor, ...],
-        h0: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        act_param: Tensor | None,
-        activation: str,
-        precision: str,
-    ) -> ScanStates:
-        """The forward on checked CPU tensors by the leaf of the cpu backend, where no gradient is recorded and no tap
-        is open. The arguments are those of the op."""
-        if x.dtype is torch.int64:
-            check_tokens(x, weight, None)
-        inputs, options = ScanInputs(x, h0, weight, bias, act_param), ScanOptions(activation, precision=precision)
-        found: ScanStates = getattr(leaf, self.name + "_fwd")(self.map_of(*factors), inputs, options)
-        return found
+    def _reference(self, map_: Map, options: ScanOptions) -> Any:
+        """The module of the reference backend."""
+        second = map_.second
+        facts: dict[str, Any] = {"device": second.device, "dtype": second.dtype, "algorithm": options.algorithm}
+        return dispatch.resolve(self.name, "reference", **facts)
 
     def _read(self, x: Tensor | None, *rest: Any) -> tuple[str | None, Map, ScanInputs, ScanOptions]:
         """The backend, and the arguments of the leaf, from x, the factors and the arguments of _HEAD and _TAIL."""
@@ -164,37 +127,29 @@ class ScanOp:
             features=scan_features(lengths, options.message_clip, options.resets),
             **dict(zip(self.facts, second.shape[-2:], strict=False)),
         )  # fmt: skip
-        map_, inputs, options = _replicas.given_to_all(self.name, map_, inputs, options)
         check_lengths(options.lengths, T)
         check_tokens(inputs.x, inputs.weight, options.lengths)
-        options.lengths, options.resets = contiguous(options.lengths), _replicas.for_leaf(options.resets, second)
-        inputs = ScanInputs(_replicas.for_leaf(inputs.x, second), *(contiguous(t) for t in inputs[1:]))  # type: ignore[arg-type]
-        return leaf, Map._make(contiguous(t) for t in map_), inputs, options
-
-    def _function(
-        self, leaf: Any, way: str, map_: Map, inputs: ScanInputs, options: ScanOptions, T: int
-    ) -> Callable[..., Any]:
-        call = (map_, options, T, inputs.h0.shape[-2])
-        return _replicas.function_of(self.name, leaf, way, map_.second.ndim == 3, *call)
+        options.lengths, options.resets = contiguous(options.lengths), contiguous(options.resets)
+        inputs = ScanInputs._make(map(contiguous, inputs))
+        return leaf, Map._make(map(contiguous, map_)), inputs, options
 
     def _forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         leaf, map_, inputs, options = self._leaf(x.shape[0], x, *rest)
-        found = self._function(leaf, "fwd", map_, inputs, options, x.shape[0])(map_, inputs, options)
-        _taps.record_states(self.name, found.hs)
-        return filled(found, found.hs)
+        result = getattr(leaf, f"{self.name}_fwd")(map_, inputs, options)
+        _taps.record_states(self.name, result.hs)
+        return filled(result, result.hs)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, need_x, need_params = self._without_needs(rest)
         leaf, map_, inputs, options = self._leaf(grad_hs.shape[0], *arguments)
-        function = self._function(leaf, "bwd", map_, inputs, options, grad_hs.shape[0])
-        saved = (grad_hs, states, pre if options.keeps_pre else None)
-        given_ = (_replicas.for_leaf(tensor, map_.second) for tensor in saved)
-        found = function(map_, inputs, options, *given_, need_x=need_x, need_params=need_params)
+        saved = map(contiguous, (grad_hs, states, pre if options.keeps_pre else None))
+        backward = getattr(leaf, f"{self.name}_bwd")
+        result = backward(map_, inputs, options, *saved, need_x=need_x, need_params=need_params)
         if _taps.SINKS:
-            _taps.record(self.name, found.norm)
-        grad_x, m, *others = found
+            _taps.record(self.name, result.norm)
+        grad_x, m, *others = result
         grads = (None,) * self.count if m is None else self.gradients(m, map_)
-        return filled((grad_x, *grads, *others), found.h0)
+        return filled((grad_x, *grads, *others), result.h0)
 
     def _without_needs(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
         """(the arguments that the forward has too, need_x, need_params)."""
@@ -203,33 +158,33 @@ class ScanOp:
 
     def _forward_fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         _, map_, inputs, options = self._read(*arguments)
-        (B, N), T, every = inputs.h0.shape[-2:], arguments[0].shape[0], options.checkpoint_every
-        second, empty = map_.second, _replicas.empty
-        rows = (*second.shape[:-2], B, N)  # R in front for replicas
-        ckpt = empty(second, (T + every - 1) // every, *rows) if every else second.new_empty(0)
-        pre = empty(second, T, *rows) if options.keeps_pre else second.new_empty(0)
-        return empty(second, T, *rows), ckpt, pre
+        (B, N), T, every = inputs.h0.shape, arguments[0].shape[0], options.checkpoint_every
+        new = map_.second.new_empty
+        ckpt = new((T + every - 1) // every, B, N) if every else new(0)
+        return new(T, B, N), ckpt, new(T, B, N) if options.keeps_pre else new(0)
 
     def _backward_fake(self, grad_hs: Tensor, states: Tensor, pre: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (x, *tensors), need_x, need_params = self._without_needs(rest)
         resets, reset_state = tensors[-2:]
         factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count : self.count + 4]
-        new, dtype, replicas = h0.new_empty, h0.dtype, grad_hs.shape[1:-2]
+        new, dtype = h0.new_empty, h0.dtype
 
-        def like(tensor: Tensor | None, ndim: int, wanted: bool = need_params) -> Tensor:
+        def like(tensor: Tensor | None, required: bool = need_params) -> Tensor:
             # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
-            return new(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else new(0)
+            return new(tensor.shape) if tensor is not None and required else new(0)
 
         features = grad_hs if weight is None else x if x is not None and x.is_floating_point() else None
         columns = features.shape[-1] if features is not None and need_x else 0
-        grad_x = _replicas.empty(h0, *grad_hs.shape[:-1], columns) if columns else new(0)
+        grad_x = new(*grad_hs.shape[:-1], columns) if columns else new(0)
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        norm = new(*replicas, grad_hs.shape[0], dtype=wide)
         return (
-            grad_x, *[like(factor, factor.ndim - len(replicas)) for factor in factors],
-            like(h0, 2, True), like(weight, 2), like(bias, 1), like(act_param, 1),
-            like(reset_state, 2, resets is not None), norm,
-        )  # fmt: skip
+            grad_x,
+            *map(like, factors),
+            like(h0, True),
+            *map(like, (weight, bias, act_param)),
+            like(reset_state, resets is not None),
+            new(grad_hs.shape[0], dtype=wide),
+        )
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         tensors = self.count + 5  # x, the factors, h0, weight, bias, act_param
@@ -242,10 +197,6 @@ class ScanOp:
             ctx.mark_non_differentiable(ckpt, pre)
         ctx.set_materialize_grads(False)
         ctx.head, ctx.choices = (activation, every), choices
-        # replicas may share some of the tensors
-        replicas = parameters[0].ndim == 3
-        given_ = (x, *parameters, reset_state)
-        ctx.dimensions = [0 if t is None else t.ndim for t in given_] if replicas else None
         # a precomputed input term is only needed to recompute states, and may be as large as all of them
         x_needed = parameters[-3] is not None or every > 0  # the weight
         ctx.save_for_backward(
@@ -253,50 +204,58 @@ class ScanOp:
         )
 
     def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | LastGrad | None, _: None, grad_pre: Tensor | None
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
     ) -> tuple[Any, ...]:
         if grad_hs is None and grad_pre is None:
             return ()
         *tensors, lengths, resets, reset_state = saved
         needs = ctx.needs_input_grad[: self.count + 5]
-        wanted = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
-        if not isinstance(grad_hs, LastGrad) and (grad_pre is not None or _route.recording(grad_hs, *saved)):
-            *found, last = self._differentiable(ctx, saved, grad_hs, grad_pre, (*needs, wanted))
-            return (*found, *(None,) * 8, last)
         h0 = self.count + 1
-        run = self.bwd.kernel if isinstance(grad_hs, LastGrad) else self.bwd
-        grads = run(
-            grad_hs, *tensors, *ctx.head, needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :]), *ctx.choices, lengths,
-            ctx.message_clip, resets, reset_state,
-        )  # fmt: skip
-        found = [given(grad, needed) for grad, needed in zip(grads, needs, strict=False)]
-        found.append(given(grads[-2], wanted))
-        if ctx.dimensions is not None:
-            found = _replicas.summed(found, ctx.dimensions)
-        return (*found[:-1], *(None,) * 8, found[-1])  # None for the options; last, reset_state
+        need_x, need_params = needs[0], any(needs[1:h0]) or any(needs[h0 + 1 :])
+        if grad_pre is not None or _route.recording():
+            grads = self._differentiable(ctx, saved, grad_hs, grad_pre, need_x, need_params)
+        else:
+            grads = self.bwd(
+                grad_hs, *tensors, *ctx.head, need_x, need_params, *ctx.choices, lengths, ctx.message_clip, resets,
+                reset_state,
+            )  # fmt: skip
+        result = [needed(grad, need) for grad, need in zip(grads, needs, strict=False)]
+        need_reset_state = resets is not None and reset_state is not None and ctx.needs_input_grad[self.count + 13]
+        # None for the options; last, reset_state
+        return (*result, *(None,) * 8, needed(grads[-2], need_reset_state))
 
     def _differentiable(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_pre: Tensor | None, needs: tuple[bool, ...]
-    ) -> tuple[Any, ...]:
-        """The same gradients, computed by differentiable operations."""
+        self,
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_hs: Tensor | None,
+        grad_pre: Tensor | None,
+        need_x: bool,
+        need_params: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """The results of the backward op, computed by the reference as differentiable functions of all tensors."""
         hs, pre, x, *tensors, lengths, resets, reset_state = saved
-        factors, (h0, weight, bias, act_param) = tensors[: self.count], tensors[self.count :]
         activation, every = ctx.head
+        options = activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
         if every:  # hs holds the checkpoints: recompute the states as a differentiable function of the inputs
             with _taps.set_aside():
-                options = activation, 0, *ctx.choices, lengths, ctx.message_clip, resets, reset_state
                 hs, _, pre = self.fwd(x, *tensors, *options)
-        taken = _second.Taken(hs, pre, x, h0, weight, bias, act_param, lengths, resets, reset_state, tuple(factors))
-        plan = self._plan(activation, ctx.choices, ctx.message_clip)
-        if ctx.dimensions is None:
-            by = functools.partial(_second_native.products_by, self.name)
-            return _second.gradients(plan, taken, grad_hs, grad_pre, needs, by)
-        R, names = hs.shape[1], ("second",) if self.count == 1 else ("second", "scale", "first")
-        models = [
-            _second.gradients(
-                plan, _replicas.taken(taken, names, r, R, self.name), _replicas.behind_time(grad_hs, r),
-                _replicas.behind_time(grad_pre, r), needs,
-            )
-            for r in range(R)
-        ]  # fmt: skip
-        return tuple(_replicas.summed(_replicas.gradients_of_all(models), ctx.dimensions))
+        _, map_, inputs, scan_options = self._read(x, *tensors, *options)
+        backward = getattr(self._reference(map_, scan_options), f"{self.name}_bwd")
+        cotangent = torch.zeros_like(hs) if grad_hs is None else grad_hs
+        result = backward(
+            map_,
+            inputs,
+            scan_options,
+            cotangent,
+            hs,
+            pre if scan_options.keeps_pre else None,
+            need_x=need_x,
+            need_params=need_params,
+            grad_pre=grad_pre,
+        )
+        if _taps.SINKS and grad_pre is None:
+            _taps.record(self.name, result.norm.detach())
+        grad_x, m, *others = result
+        grads = (None,) * self.count if m is None else self.gradients(m, map_)
+        return (grad_x, *grads, *others)

@@ -12,7 +12,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import contiguous, given, no_second_derivative
+from orthokern.ops._common import contiguous, needed, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -61,7 +61,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     """
     if activation == "identity":
         return x
-    if _route.plain(backend):
+    if _route.by_reference(backend, x, act_param):
         y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
         return y
     y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)
@@ -117,7 +117,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ..
         grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
     else:
         grads = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
-    return tuple(map(given, grads, ctx.needs_input_grad))
+    return tuple(map(needed, grads, ctx.needs_input_grad))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

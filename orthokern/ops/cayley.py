@@ -13,7 +13,6 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops import _vmap
 from orthokern.ops._common import contiguous, values
 from orthokern.ops._register import custom_op
 
@@ -138,4 +137,3 @@ def _refuse(ctx: Any, saved: tuple[Any, ...], *grads: Tensor) -> Any:
 
 
 _cayley.register_autograd(_refuse)
-_cayley.register_vmap(_vmap.cayley(_cayley))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +9,16 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import GruInputs, GruOptions, GruStates, LastGrad
+from orthokern._scan_contract import GruInputs, GruOptions, GruStates
 from orthokern.dispatch import Support
-from orthokern.ops import _replicas, _route, _second_gru, _taps, _vmap
-from orthokern.ops._common import check_lengths, contiguous, filled, given, no_second_derivative
+from orthokern.ops import _route, _taps
+from orthokern.ops._common import check_lengths, contiguous, filled, needed, no_second_derivative
 from orthokern.ops._register import custom_op
 
 VARIANTS = ("kanai", "torch")
 FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
-_GPU: dict[str, Any] = {"devices": ("cuda",), "features": (*FEATURES, "replicas"), "capability": (8, 0)}
+_GPU: dict[str, Any] = {"devices": ("cuda",), "features": FEATURES, "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
@@ -84,44 +83,42 @@ def gru_scan(
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)); its relative error is small until it underflows.
     """
-    route = _route.route(backend)
-    if route == "reference":
-        reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
-        check_lengths(lengths, x.shape[0])
-        inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
-        hs: Tensor = reference.gru_scan_fwd(inputs, options).hs
-        _taps.record_states("gru_scan", hs)
+    if not _route.by_reference(backend, x, w, h0, bias, reset_state):
+        hs: Tensor = _fwd(x, w, h0, bias, variant, backend, lengths, resets, reset_state)[0]
         return hs
-    by_op = route == "op" or (route == "function" and _route.first_reverse())
-    forward = _fwd if by_op else _second_gru.Gru.apply
-    hs, _, _ = forward(x, w, h0, bias, variant, backend, lengths, resets, reset_state)
+    reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
+    check_lengths(lengths, x.shape[0])
+    inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
+    hs = reference.gru_scan_fwd(inputs, options).hs
+    _taps.record_states("gru_scan", hs)
     return hs
 
 
-def gru_scan_with_last(
-    x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """(hs, hs[-1]) of gru_scan, see ``CustomOp.with_last``."""
-    if _route.route(backend) == "op":
-        return _fwd.with_last(x, w, h0, bias, variant, backend)
-    hs = gru_scan.__wrapped__(x, w, h0, bias, variant=variant, backend=backend)  # type: ignore[attr-defined]
-    return hs, hs[-1]
+def _arguments(
+    x: Tensor | None,
+    w: Tensor,
+    h0: Tensor,
+    bias: Tensor | None,
+    variant: str,
+    backend: str | None,
+    lengths: Tensor | None,
+    resets: Tensor | None,
+    reset_state: Tensor | None,
+) -> tuple[str | None, GruInputs, GruOptions]:
+    """The backend, and the arguments of its functions."""
+    inputs = GruInputs(x, w, h0, bias, None if resets is None else reset_state)
+    return backend, inputs, GruOptions(variant, lengths, resets)
 
 
-def _leaf(
-    T: int, x: Tensor | None, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str, backend: str | None,
-    lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
-) -> tuple[Any, GruInputs, GruOptions]:  # fmt: skip
-    """The leaf that serves a call of T steps, and its arguments, whose values are checked. A w [R, 3N, N] means R
-    models, see ``_replicas``."""
-    used = tuple(name for name, tensor in zip(FEATURES, (lengths, resets), strict=True) if tensor is not None)
+def _leaf(T: int, *arguments: Any) -> tuple[Any, GruInputs, GruOptions]:
+    """The leaf that serves a call of T steps, and its arguments, whose values are checked."""
+    backend, inputs, options = _arguments(*arguments)
+    w, cuts = inputs.w, (options.lengths, options.resets)
+    used = tuple(name for name, tensor in zip(FEATURES, cuts, strict=True) if tensor is not None)
     leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
-    inputs, options = _replicas.gru_given_to_all(
-        GruInputs(x, w, h0, bias, None if resets is None else reset_state), GruOptions(variant, lengths, resets)
-    )
-    check_lengths(lengths, T)
-    options.lengths, options.resets = contiguous(options.lengths), _replicas.for_leaf(options.resets, w)
-    return leaf, GruInputs(_replicas.for_leaf(inputs.x, w), *map(contiguous, inputs[1:])), options  # type: ignore[arg-type]
+    check_lengths(options.lengths, T)
+    options.lengths, options.resets = map(contiguous, cuts)
+    return leaf, GruInputs._make(map(contiguous, inputs)), options
 
 
 @custom_op(
@@ -132,16 +129,15 @@ def _leaf(
 def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """(hs, gates, pre); pre is empty in variant "kanai"."""
     leaf, inputs, options = _leaf(x.shape[0], x, *rest)
-    states = _replicas.function_of("gru_scan", leaf, "fwd", inputs.w.ndim == 3, inputs)(inputs, options)
+    states = leaf.gru_scan_fwd(inputs, options)
     _taps.record_states("gru_scan", states.hs)
     return filled(states, states.hs)
 
 
 @_fwd.register_fake
 def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
-    T, rows, N = x.shape[0], (*w.shape[:-2], h0.shape[-2]), h0.shape[-1]  # rows: R in front for replicas
-    pre = _replicas.empty(w, T, *rows, N) if variant == "torch" else w.new_empty(0)
-    return _replicas.empty(w, T, *rows, N), _replicas.empty(w, T, *rows, 3 * N), pre
+    T, (B, N), new = x.shape[0], h0.shape, w.new_empty
+    return new(T, B, N), new(T, B, 3 * N), new(T, B, N) if variant == "torch" else new(0)
 
 
 @custom_op(
@@ -151,15 +147,13 @@ def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, 
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
-    need_params: bool, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
     """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
-    leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *rest)
-    saved = (grad_hs, hs, gates, None if options.kanai else pre)
-    given_: list[Any] = [_replicas.for_leaf(tensor, w) for tensor in saved]
-    function = _replicas.function_of("gru_scan", leaf, "bwd", inputs.w.ndim == 3, inputs)
-    grads = function(inputs, options, given_[0], GruStates(*given_[1:]), need_params=need_params)
+    variant, need_params, *others = rest
+    leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *others)
+    states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
+    grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
     return filled(grads, h0)
@@ -167,31 +161,27 @@ def _bwd(
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, variant: str,
-    need_params: bool, backend: str | None, lengths: Tensor | None, resets: Tensor | None, reset_state: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    replicas = w.shape[:-2]
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    _, need_params, _, _, resets, reset_state = rest
 
-    def like(tensor: Tensor | None, ndim: int, wanted: bool) -> Tensor:
-        return w.new_empty(*replicas, *tensor.shape[-ndim:]) if tensor is not None and wanted else w.new_empty(0)
+    def like(tensor: Tensor | None, required: bool) -> Tensor:
+        return w.new_empty(tensor.shape if tensor is not None and required else 0)
 
     norm_dtype = torch.float32 if w.dtype in (torch.float16, torch.bfloat16) else w.dtype
     return (
-        _replicas.empty(gates, *gates.shape),
-        like(w, 2, need_params),
-        like(h0, 2, True),
-        like(bias, 1, need_params),
-        like(reset_state, 2, resets is not None),
-        w.new_empty(*replicas, grad_hs.shape[0], dtype=norm_dtype),
+        w.new_empty(gates.shape),
+        like(w, need_params),
+        like(h0, True),
+        like(bias, need_params),
+        like(reset_state, resets is not None),
+        w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
+    _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
     hs, gates, pre = output
-    # replicas may share some of the tensors
-    given_ = (x, w, h0, bias, cuts[-1])
-    ctx.dimensions = [0 if t is None else t.ndim for t in given_] if w.ndim == 3 else None
     if ctx.variant != "torch":
         ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
     ctx.set_materialize_grads(False)
@@ -201,71 +191,47 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(
     ctx: Any,
     saved: tuple[Any, ...],
-    grad_hs: Tensor | LastGrad | None,
+    grad_hs: Tensor | None,
     grad_gates: Tensor | None,
     grad_pre: Tensor | None,
 ) -> tuple[Any, ...]:
-    if isinstance(grad_hs, LastGrad):
-        return _first_backward(_bwd.kernel, ctx, saved, grad_hs)
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
     needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
-    recording = _route.recording(grad_hs, *saved)
-    if not of_saved and not recording:
-        return _first_backward(_bwd, ctx, saved, grad_hs)
-    if ctx.dimensions is None:
-        leaf = _second_gru.cpu_leaf(ctx.backend, saved, grad_hs, grad_gates, grad_pre)
-        options = GruOptions(ctx.variant, contiguous(saved[6]))
-        if leaf is not None and not of_saved:
-            found = _second_gru.First.apply(leaf, options, tuple(needs[:4]), grad_hs, *saved[:6])
-            return (*map(given, found, needs[:4]), *(None,) * 5)
-        if leaf is not None and not recording:
-            found = _second_gru.of_saved(leaf, options, saved, (grad_hs, grad_gates, grad_pre), needs)
-            return (*(grad if need else None for grad, need in zip(found, needs, strict=False)), *(None,) * 5)
-    wanted = (*needs[:4], resets is not None and needs[8])
-    *found, last = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), wanted)
-    return (*found, *(None,) * 4, last)
-
-
-def _first_backward(
-    run: Callable[..., tuple[Tensor, ...]], ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | LastGrad | None
-) -> tuple[Any, ...]:
-    """The gradients by the backward op."""
-    needs, resets = ctx.needs_input_grad, saved[7]
     need_params = needs[1] or needs[3]
-    *grads, grad_reset_state, _ = run(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
-    found = [*map(given, grads, needs[:4]), given(grad_reset_state, resets is not None and needs[8])]
-    if ctx.dimensions is not None:
-        found = _replicas.summed(found, ctx.dimensions)
-    return (*found[:-1], *(None,) * 4, found[-1])
+    if of_saved or _route.recording():
+        grads = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), need_params)
+    else:
+        grads = _bwd(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
+    of_reset_state = needed(grads[4], resets is not None and needs[8])
+    return (*map(needed, grads[:4], needs[:4]), *(None,) * 4, of_reset_state)
 
 
 def _differentiable(
-    ctx: Any, saved: tuple[Any, ...], cotangents: tuple[Any, Any, Any], needs: tuple[bool, ...]
-) -> list[Tensor | None]:
-    """The same gradients, computed by differentiable operations."""
-    if ctx.dimensions is None:
-        return list(_second_gru.gradients(_second_gru.Taken(ctx.variant, *saved), *cotangents, needs))
-    hs, gates, pre, w, h0, bias, lengths, resets, reset_state = saved
-
-    def front(name: str, tensor: Tensor | None, r: int) -> Any:
-        whole = _replicas.everywhere(name, tensor, len(w), "gru_scan")
-        return None if whole is None else whole[r]
-
-    models = []
-    for r in range(len(w)):
-        taken = _second_gru.Taken(
-            ctx.variant, hs[:, r], gates[:, r], pre if pre.ndim == 1 else pre[:, r], w[r], front("h0", h0, r),
-            front("bias", bias, r), front("lengths", lengths, r),
-            resets if resets is None or resets.ndim == 2 else resets[:, r], front("reset_state", reset_state, r),
-        )  # fmt: skip
-        own = [None if cotangent is None else cotangent[:, r] for cotangent in cotangents]
-        models.append(_second_gru.gradients(taken, own[0], own[1], own[2], needs))
-    return _replicas.summed(_replicas.gradients_of_all(models), ctx.dimensions)
+    ctx: Any, saved: tuple[Any, ...], cotangents: tuple[Tensor | None, ...], need_params: bool
+) -> tuple[Tensor | None, ...]:
+    """The results of the backward op, computed by the reference as differentiable functions of all tensors. There hs,
+    gates and pre are functions of the inputs through the forward op."""
+    hs, gates, pre, w, h0, bias, *cuts = saved
+    grad_hs, grad_gates, grad_pre = cotangents
+    _, inputs, options = _arguments(None, w, h0, bias, ctx.variant, ctx.backend, *cuts)
+    reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
+    result: tuple[Tensor | None, ...] = reference.gru_scan_bwd(
+        inputs,
+        options,
+        torch.zeros_like(hs) if grad_hs is None else grad_hs,
+        GruStates(hs, gates, None if options.kanai else pre),
+        need_params=need_params,
+        grad_gates=grad_gates,
+        grad_pre=grad_pre,
+    )
+    if _taps.SINKS and grad_gates is None and grad_pre is None:
+        norm = result[-1]
+        assert norm is not None
+        _taps.record("gru_scan", norm.detach())
+    return result
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("gru_scan"))
-_fwd.register_vmap(_vmap.scan(_fwd, 1, 1, behind_time=3))
-_bwd.register_vmap(_vmap.scan(_bwd, 4, 1, saved=4))

@@ -19,7 +19,7 @@ from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route
 from orthokern.ops._checks import ID_DTYPES, at_least_one, positive
-from orthokern.ops._common import check_lengths, check_range, contiguous, filled, given, no_second_derivative
+from orthokern.ops._common import check_lengths, check_range, contiguous, filled, needed, no_second_derivative
 from orthokern.ops._register import custom_op
 
 FEATURES = ("lengths",)  # optional arguments that a backend may lack, see Support.features
@@ -78,7 +78,7 @@ def modal_scan(
         same bits for the same inputs, machine and thread count.
     """
     inputs = ModalInputs(x, re, im, z0, table, lengths)
-    if not _route.plain(backend):
+    if not _route.derived() and not _route.by_reference(backend):
         return run_fwd(inputs, backend)
     check_inputs(inputs, x.shape[0])
     z: Tensor = dispatch.leaf("modal_scan", "reference").modal_scan_fwd(inputs)
@@ -200,7 +200,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_z: Tensor | None) -> tuple[
         grads = dispatch.leaf("modal_scan", "reference").modal_scan_bwd(inputs, grad_z, z, need_x=needs[0])
     else:
         grads = run_bwd(inputs, grad_z, z, needs[0], ctx.backend)
-    return tuple(map(given, grads[:5], needs[:5]))
+    return tuple(map(needed, grads[:5], needs[:5]))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

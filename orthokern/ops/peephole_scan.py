@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import PeepholeInputs, PeepholeStates
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import contiguous, given, no_second_derivative
+from orthokern.ops._common import contiguous, needed, no_second_derivative
 from orthokern.ops._register import custom_op
 
 _SAME = "the steps are torch products and elementwise operations, which run on a GPU"
@@ -60,7 +60,7 @@ def peephole_scan(
 
     A second derivative is not available, except with the reference.
     """
-    if _route.plain(backend):
+    if _route.by_reference(backend, x, w, peephole, h0, c0):
         return _plain(x, w, peephole, h0, c0)
     hs, cs, _ = torch.ops.orthokern.peephole_scan_fwd(x, w, peephole, h0, c0, backend)
     return hs, cs
@@ -126,7 +126,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs:
     if grad_hs is None and grad_cs is None:
         return ()
     grads = torch.ops.orthokern.peephole_scan_bwd(grad_hs, grad_cs, *saved, ctx.backend)
-    return tuple(map(given, grads, ctx.needs_input_grad))
+    return tuple(map(needed, grads, ctx.needs_input_grad))
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.dispatch import Support
-from orthokern.ops import _route, _vmap
+from orthokern.ops import _route
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
 
@@ -56,8 +56,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         eps |A|_2 at worst. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN, and so does one that
         holds NaN or infinity. r is between |A|_2 and N^(1/12) |A|_2, and is |A|_2 where one pair of angles dominates.
     """
-    route = _route.route(backend)
-    if route == "reference" or (route == "function" and not _route.first_reverse()):
+    if _route.by_reference(backend, x):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
     result = _fwd(x, backend)[0]
@@ -114,7 +113,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
     if grad_p is None:
         return ()
     x, *rest = saved
-    if _route.recording(grad_p, *saved):  # the same formulas, with the saved tensors recomputed from x
+    if _route.recording():  # the same formulas, with the saved tensors recomputed from x
         reference = dispatch.leaf("skew_exp", "reference")
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)
@@ -124,6 +123,3 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 _bwd.register_autograd(no_second_derivative("skew_exp"))
-# powers and terms are [3, ..., N, N]
-_fwd.register_vmap(_vmap.batched(_fwd, (0,), (0, 1, 1, 0, 0, 0)))
-_bwd.register_vmap(_vmap.batched(_bwd, (0, 0, 1, 1, 0, 0, 0), (0,)))

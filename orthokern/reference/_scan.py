@@ -161,8 +161,13 @@ def scan_bwd(
     *,
     need_x: bool = True,
     need_params: bool = True,
+    grad_pre: Tensor | None = None,
 ) -> ScanGradients:
-    """The adjoint recurrence of Note [Factored scan backward], for any W."""
+    """The adjoint recurrence of Note [Factored scan backward], for any W.
+
+    It is differentiable, which double backward uses: then hs and pre are functions of the inputs, and a second backward
+    sends a gradient to each, the one of pre as ``grad_pre`` [T, B, N] (without checkpoints).
+    """
     x, h0, weight, bias, act_param, reset_state = inputs
     resets = options.resets
     activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
@@ -193,16 +198,17 @@ def scan_bwd(
 
         deltas: list[Tensor] = []
         cut_rows = (None,) * (stop - start) if cut is None else cut.unbind(0)
-        for g_t, h_t, a_t, cut_t in zip(
-            reversed(grad_hs[start:stop].unbind(0)), reversed(hs.unbind(0)), reversed(pre_rows), reversed(cut_rows),
-            strict=True,
-        ):  # fmt: skip
+        of_pre = (None,) * (stop - start) if grad_pre is None else without_padding(grad_pre, alive).unbind(0)
+        rows = zip(grad_hs[start:stop].unbind(0), hs.unbind(0), pre_rows, cut_rows, of_pre, strict=True)
+        for g_t, h_t, a_t, cut_t, of_pre_t in reversed(list(rows)):
             ghat = g_t + carry
             norms.append(norm_over_batch(ghat))
             delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
             if elementwise is not None and grad_act_param is not None:
                 assert act_param is not None
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
+            if of_pre_t is not None:
+                delta = delta + of_pre_t
             if message_clip > 0:
                 delta = clip_message(delta, message_clip)
             carry = transposed_product(map_, delta)

@@ -66,14 +66,28 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
 
 
 def gru_scan_bwd(
-    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
+    inputs: GruInputs,
+    options: GruOptions,
+    grad_hs: Tensor,
+    states: GruStates,
+    *,
+    need_params: bool = True,
+    grad_gates: Tensor | None = None,
+    grad_pre: Tensor | None = None,
 ) -> GruGradients:
-    """See Note [GRU scan backward]."""
+    """See Note [GRU scan backward].
+
+    It is differentiable, which double backward uses: then the states are functions of the inputs, and a second backward
+    sends a gradient to each of them, grad_gates [T, B, 3N] and grad_pre [T, B, N].
+    """
     _, w, h0, bias, reset_state = inputs
     resets = options.resets
     hs, gates, pre = states
     T, _, N = grad_hs.shape
-    grad_hs = without_padding(grad_hs, running(T, options.lengths))
+    alive = running(T, options.lengths)
+    grad_hs = without_padding(grad_hs, alive)
+    of_gates = (torch.zeros_like(gates) if grad_gates is None else without_padding(grad_gates, alive)).split(N, 2)
+    of_pre = None if grad_pre is None else without_padding(grad_pre, alive)
     w_r, w_z, w_n = w.split(N)
     before = started(torch.cat([h0.unsqueeze(0), hs[:-1]]), resets, reset_state)  # h', [T, B, N]
     carry = torch.zeros_like(h0)
@@ -84,17 +98,18 @@ def gru_scan_bwd(
         r, z, n = gates[t].split(N, 1)
         ghat = grad_hs[t] + carry
         norms.append(norm_over_batch(ghat))
-        d_z = ghat * (h - n) * (z * (1 - z))
-        d_n = ghat * (1 - z) * (1 - n * n)
+        of_r, of_z, of_n = (gradient[t] for gradient in of_gates)
+        d_z = (ghat * (h - n) + of_z) * (z * (1 - z))
+        d_n = (ghat * (1 - z) + of_n) * (1 - n * n)
         if options.kanai:
             d_m = d_n @ w_n
-            d_r = d_m * h * (r * (1 - r))
+            d_r = (d_m * h + of_r) * (r * (1 - r))
             through_n = r * d_m
             to_w_n.append(d_n)
         else:
             assert pre is not None
-            d_q = d_n * r
-            d_r = d_n * pre[t] * (r * (1 - r))
+            d_q = d_n * r if of_pre is None else d_n * r + of_pre[t]
+            d_r = (d_n * pre[t] + of_r) * (r * (1 - r))
             through_n = d_q @ w_n
             to_w_n.append(d_q)
         carry = ghat * z + d_r @ w_r + d_z @ w_z + through_n

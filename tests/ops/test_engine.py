@@ -108,20 +108,3 @@ def test_saved_tensors_that_hooks_round(name: str, dtype: torch.dtype) -> None:
 
     expected, actual = found(rounded), found(lambda t: t.to(dtype) if t.is_floating_point() else t)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["factorized", "identity", "modrelu", "kanai"])
-def test_few_steps_of_a_module_with_such_hooks(kind: str) -> None:
-    """The gradient is that of the rounded tensors, in the dtype of the original ones."""
-    module, x = MODULES[kind](), torch.randn(1, B, D, requires_grad=True)
-
-    def found(pack: Callable[[Tensor], Tensor]) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            states = module(x)[0]
-        (gradient,) = torch.autograd.grad(states, x, torch.ones_like(states))
-        return gradient
-
-    for _ in range(3):  # the second call keeps its arguments
-        expected = found(lambda t: t.bfloat16().to(t.dtype))
-        torch.testing.assert_close(found(lambda t: t.bfloat16()), expected, rtol=0, atol=0)
-        assert not torch.equal(expected, found(lambda t: t)), "the rounding has no effect"

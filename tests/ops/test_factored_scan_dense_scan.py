@@ -29,8 +29,7 @@ from helpers import (
     with_poisoned_padding,
 )
 
-from orthokern import cpu, dispatch, functional
-from orthokern._scan_contract import LastGrad
+from orthokern import functional
 from orthokern.ops.activations import NAMES
 
 # odd sizes, sizes of one, and sizes that fill several register tiles and column panels
@@ -84,30 +83,6 @@ def test_scan_parity(op: str, case: dict[str, Any], dtype: torch.dtype, backend:
 @pytest.mark.parametrize(("op", "case", "dtype", "backend"), scan_params(LARGE, one_kind=True))
 def test_scan_parity_large(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     check_scan(scan_problem(op, D=11, gap=1e-6 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-@pytest.mark.parametrize("every", [0, 3])
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize(("B", "T", "N"), [(3, 7, 34), (130, 4, 6), (2, 1, 16), (2, 2, 20)])
-@pytest.mark.parametrize("op", SCANS)
-def test_gradient_of_the_last_state_alone(op: str, B: int, T: int, N: int, activation: str, every: int) -> None:
-    """The bits of a gradient that holds zeros for the other states; close for a few rows, which have a kernel of their
-    own for that."""
-    options: dict[str, Any] = {"activation": activation, "inputs": "features", "gap": -1.0}
-    problem = scan_problem(op, B=B, T=T, N=N, D=3, **options).to(torch.float32)
-    problem.grad_hs[:-1] = 0
-    map_, inputs, choices = problem.leaf_arguments(checkpoint_every=every)
-    leaf = dispatch.resolve(op, "cpu", device=torch.device("cpu"), dtype=torch.float32)
-    found = getattr(leaf, f"{op}_fwd")(map_, inputs, choices)
-    whole, last = (
-        getattr(leaf, f"{op}_bwd")(map_, inputs, choices, grad, found.ckpt if every else found.hs, found.pre)
-        for grad in (problem.grad_hs, LastGrad(problem.grad_hs[-1], T))
-    )
-    for one, other in zip(whole, last, strict=True):
-        torch.testing.assert_close(
-            one, other, **({"rtol": 1e-5, "atol": 1e-5} if B * T == 4 else {"rtol": 0, "atol": 0})
-        )
 
 
 @each(*SCANS)

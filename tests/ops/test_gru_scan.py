@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import orthokern
 from orthokern import dispatch, functional
-from orthokern._scan_contract import LastGrad
 from orthokern.errors import InputError
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.reference import gru_scan as reference
@@ -79,18 +77,6 @@ def test_torch_variant_is_torchs_gru(backend: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), (4, 20, 130), (3, 5, 200), (2, 230, 20)]
-
-
-@needs_cpu
-@pytest.mark.parametrize("size", [(7, 3, 34), (3, 230, 5), (1, 2, 16)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradient_of_the_last_state_alone(variant: str, size: tuple[int, int, int]) -> None:
-    """The bits of a gradient that holds zeros for the other states."""
-    p = GruProblem.random(variant, *size)
-    p.grad_hs[:-1] = 0
-    leaf = dispatch.resolve("gru_scan", "cpu", device=p.w.device, dtype=p.w.dtype)
-    last: Any = LastGrad(p.grad_hs[-1], size[0])
-    assert_same_bits(p.run_leaves(leaf), dataclasses.replace(p, grad_hs=last).run_leaves(leaf))
 
 
 @needs_cpu

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SCANS, GruProblem, ScanProblem, act_param_for, run_scan, scan_problem
+from helpers import SCANS, GruProblem, act_param_for, run_scan, scan_problem
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from orthokern import cpu, dispatch, functional
-from orthokern.cpu import gru_scan as native
+from orthokern import functional
 from orthokern.diagnostics import tap
 from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
-from orthokern.ops import _second, _second_gru, _second_native
 from orthokern.ops.activations import NAMES
 from orthokern.ops.modal_scan import modal_scan
 
@@ -125,139 +123,6 @@ def test_double_backward_and_forward_mode_of_the_gru(variant: str, lengths: Tens
     case = gru_case(variant, lengths)
     assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
     assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
-
-
-def several_derivatives(
-    problem: GruProblem | ScanProblem, lengths: Tensor | None, wanted: tuple[str, ...]
-) -> list[Tensor | None]:
-    """First gradients, those of a function of the ones that are wanted, with h's part or without, and third ones."""
-    names = ("x", "w", "h0", "bias") if isinstance(problem, GruProblem) else problem.input_names()[:-1]
-    values = (problem.x, problem.w, problem.h0, problem.bias) if isinstance(problem, GruProblem) else problem.inputs()
-    given = dict(zip(names, values, strict=False))
-    leaves = {k: t.clone().requires_grad_() for k, t in given.items() if t is not None and t.is_floating_point()}
-    given |= leaves
-    grad_hs = problem.grad_hs.clone().requires_grad_()
-    if isinstance(problem, GruProblem):
-        hs = functional.gru_scan(**given, variant=problem.variant, lengths=lengths)
-    else:
-        act = {"activation": problem.activation, "act_param": problem.act_param}
-        hs = getattr(functional, problem.op)(**given, **act, lengths=lengths)
-    asked = [leaf for name, leaf in leaves.items() if name in wanted]
-    first = torch.autograd.grad(hs, asked, grad_hs, create_graph=True)
-    every = [*leaves.values(), grad_hs]
-    one = sum(grad.sin().sum() for grad in first)
-    second = torch.autograd.grad(one, every, retain_graph=True, allow_unused=True)
-    both = torch.autograd.grad(one + hs.square().sum(), every, create_graph=True)
-    third = torch.autograd.grad(sum(grad.square().sum() for grad in both if grad is not None), every)
-    return [*first, *second, *both, *third]
-
-
-def check_kernels(
-    problem: GruProblem | ScanProblem,
-    wanted: tuple[str, ...],
-    runs: list[int],
-    without: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Second derivatives by the kernels against the formulas in torch ops, which finite differences check above; with
-    lengths; in both dtypes. runs: grows with each call of a kernel; without: makes the formulas serve all calls."""
-    T, B = problem.grad_hs.shape[:2]
-    for lengths in (None, (torch.arange(B) % T) + 1):
-        found, threads = several_derivatives(problem, lengths, wanted), torch.get_num_threads()
-        torch.set_num_threads(3)
-        again = several_derivatives(problem, lengths, wanted)
-        torch.set_num_threads(threads)
-        assert len(runs) >= 4  # in second derivatives, and in third ones
-        rough = several_derivatives(problem.map(Tensor.float), lengths, wanted)
-        served = len(runs)
-        with monkeypatch.context() as patch:
-            without(patch)
-            exact = several_derivatives(problem, lengths, wanted)
-        assert len(runs) == served
-        runs.clear()
-        for one, other, single, true in zip(found, again, rough, exact, strict=True):
-            if true is None:
-                assert one is other is single is None
-                continue
-            # measured in float32: 2e-6; thread counts change the order of sums
-            for value, expected, limit in ((one, true, 1e-12), (other, one, 1e-12), (single, true, 2e-5)):
-                assert (value - expected).norm() / expected.norm().clamp(min=1e-2) < limit
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-@pytest.mark.parametrize("variant", ["kanai", "torch"])
-@pytest.mark.parametrize(
-    ("sizes", "wanted"),
-    [
-        ((1, 1, 1), ("x", "w", "h0", "bias")),
-        ((5, 3, 7), ("x", "w", "h0", "bias")),
-        ((4, 110, 9), ("x",)),
-        ((3, 2, 34), ("w", "bias")),
-        ((2, 5, 33), ("bias",)),
-        ((6, 4, 16), ("h0", "w")),
-    ],
-)
-def test_the_kernels_of_second_derivatives_of_the_gru(
-    variant: str, sizes: tuple[int, int, int], wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    T, B, N = sizes
-    kernels, runs = native.gru_second, []
-    monkeypatch.setattr(native, "gru_second", lambda *a, **o: runs.append(1) or kernels(*a, **o))
-    problem = GruProblem.random(variant, T, B, N, bias="bias" in wanted)
-    check_kernels(
-        problem, wanted, runs, lambda patch: patch.setattr(_second_gru, "cpu_leaf", lambda *_: None), monkeypatch
-    )
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize(
-    ("sizes", "inputs", "wanted"),
-    [
-        ((1, 1, 2, 1), "features", ("x", "w", "u", "s", "v", "h0", "weight", "bias")),
-        ((5, 3, 18, 7), "features", ("x", "w", "u", "s", "v", "h0", "weight", "bias")),
-        ((7, 110, 34, 5), "dense", ("x", "w", "u", "h0")),
-        ((9, 40, 10, 33), "features", ("x", "bias")),
-        ((17, 9, 6, 3), "tokens", ("w", "s", "v", "weight", "bias")),
-        ((3, 2, 34, 34), "features", ("w", "u", "weight")),
-        ((6, 4, 16, 3), "tokens", ("h0", "bias")),
-    ],
-)
-def test_the_kernels_of_second_derivatives_of_the_scans(
-    op: str,
-    activation: str,
-    sizes: tuple[int, int, int, int],
-    inputs: str,
-    wanted: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    T, B, N, D = sizes
-    leaf, runs = dispatch.leaf(op, "cpu"), []
-    kernels = leaf.scan_second
-    monkeypatch.setattr(leaf, "scan_second", lambda *a, **o: runs.append(1) or kernels(*a, **o))
-    K = {"K": (N + 1) // 2} if op == "factored_scan" else {}
-    problem = scan_problem(op, T=T, B=B, N=N, D=D, activation=activation, inputs=inputs, gap=1e-4, **K)
-    problem.grad_hs /= 10 * (T * B) ** 0.5  # gradients of about one, of which the sine keeps its digits
-    check_kernels(
-        problem, wanted, runs, lambda patch: patch.setattr(_second_native, "products_by", by_formulas), monkeypatch
-    )
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-def test_second_derivatives_of_large_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the first backward writes delta, beside the gradient of the features, with streaming stores."""
-    problem = scan_problem("dense_scan", T=66, B=250, N=128, D=3, inputs="features").map(Tensor.float)
-    problem.grad_hs /= 10 * (66 * 250) ** 0.5
-    lengths = torch.arange(250) % 66 + 1
-    found = several_derivatives(problem, lengths, ("x", "w", "weight"))
-    monkeypatch.setattr(_second_native, "products_by", by_formulas)
-    for one, true in zip(found, several_derivatives(problem, lengths, ("x", "w", "weight")), strict=True):
-        assert one is true is None or (one - true).norm() / true.norm().clamp(min=1e-2) < 2e-5
-
-
-def by_formulas(_: str, *arguments: Any) -> tuple[Tensor | None, ...]:
-    return _second.products(*arguments)
 
 
 @pytest.mark.parametrize("variant", ["kanai", "torch"])
@@ -446,7 +311,7 @@ def test_jvp_is_the_transpose_of_vjp(make: Callable[[], Case]) -> None:
     generator = torch.Generator().manual_seed(3)
     directions = tuple(torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in case.plain)
     out, tangent = torch.func.jvp(case, case.plain, directions)[:2]
-    assert torch.equal(out, case(*case.plain))
+    torch.testing.assert_close(out, case(*case.plain))
     grads = torch.autograd.grad(case(*case.leaves), case.leaves, case.cotangent)
     by_vjp = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
     torch.testing.assert_close((tangent * case.cotangent).sum(), by_vjp)

@@ -1,0 +1,31 @@
+"""A small recurrent module of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN
+
+D, N = 3, 6
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "rnn": RNN,
+    "factorized": FactorizedRNN,
+    "composed": lambda *args, **options: FactorizedRNN(*args, apply="composed", **options),
+    "low rank": lambda *args, **options: FactorizedRNN(*args, rank=2, **options),
+    "exponential": ExpRNN,
+    "non-normal": NonNormalRNN,
+    "gru": lambda *args, **options: GRU(*args, bias=True, **options),
+}
+
+
+def made(kind: str, **options: Any) -> nn.Module:
+    """D inputs, N units; every parameter differs from its initial value."""
+    torch.manual_seed(0)
+    module = KINDS[kind](D, N, **options)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return module

@@ -1,0 +1,266 @@
+"""Derivatives of modules: twice, of many cotangents, in threads; calls that hooks, modes and vmap observe."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from module_kinds import KINDS, D, N, made
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from orthokern import cpu, functional
+from orthokern.errors import InputError
+from orthokern.nn import _layouts
+
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("options", [{}, {"learned_h0": True, "nonlinearity": "modrelu", "batch_first": True}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_of_a_few_steps(kind: str, options: dict[str, Any], shape: tuple[int, int]) -> None:
+    """First and second derivatives against finite differences."""
+    if kind == "gru":
+        options = {name: value for name, value in options.items() if name != "nonlinearity"}
+    module = made(kind, dtype=torch.float64, **options)
+    values = {name: value.detach().requires_grad_() for name, value in module.named_parameters()}
+    x = torch.randn(*shape, D, dtype=torch.float64, requires_grad=True)
+    hx = None if options else torch.randn(1, shape[1], N, dtype=torch.float64, requires_grad=True)
+
+    def call(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        given = dict(zip(values, rest, strict=False))
+        found: tuple[Tensor, Tensor] = torch.func.functional_call(
+            module, given, (x, rest[-1] if hx is not None else None)
+        )
+        return found
+
+    arguments = (x, *values.values()) if hx is None else (x, *values.values(), hx)
+    assert torch.autograd.gradcheck(call, arguments)
+    assert torch.autograd.gradgradcheck(lambda *a: call(*a)[0].sin() * call(*a)[1].sum(), arguments, fast_mode=True)
+
+
+def test_second_derivatives_of_a_clipped_message() -> None:
+    """Those of the reference: the messages of the states' gradients are summed before they are clipped."""
+    found = []
+    for backend in (None, "reference"):
+        module = made("rnn", dtype=torch.float64, message_clip=0.3, backend=backend)
+        x = torch.linspace(-1, 1, 3 * D, dtype=torch.float64).view(3, 1, D).requires_grad_()
+        slope = torch.autograd.grad(module(x)[0].square().sum(), x, create_graph=True)[0]
+        second = torch.autograd.grad(slope.square().sum() + module(x)[0].sum(), [x, *module.parameters()])
+        found.append([slope.detach(), *second])
+    torch.testing.assert_close(*found)
+
+
+def test_a_hook_sees_each_gradient_once() -> None:
+    module, x = made("exponential"), torch.randn(1, 1, D)
+    seen: list[Tensor] = []
+    module.weight_ih_l0.register_hook(seen.append)
+    grads = torch.autograd.grad(module(x)[0].sin().sum(), list(module.parameters()), create_graph=True)
+    assert len(seen) == 1
+    sum(grad.square().sum() for grad in grads).backward()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["output", "h_n"])
+@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_cotangents_at_once(kind: str, steps: int, result: int) -> None:
+    """By torch.autograd, whose vmap is not that of torch.func."""
+    module, x = made(kind, dtype=torch.float64), torch.randn(steps, 1, D, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    for _ in range(3):
+        output = module(x)[result]
+        cotangents = torch.randn(3, *output.shape, dtype=output.dtype)
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        found = torch.autograd.grad(output, wanted, cotangents, is_grads_batched=True, **options)
+        single = [torch.autograd.grad(output, wanted, cotangent, **options) for cotangent in cotangents]
+        for one, others in zip(found, zip(*single, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(others))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_in_threads(kind: str) -> None:
+    """They leave the module alone, which other threads use."""
+    module, x, switch = made(kind), torch.randn(1, 1, D), sys.getswitchinterval()
+    parameters = list(module.parameters())
+
+    def derivatives() -> list[Tensor]:
+        grads = torch.autograd.grad(module(x)[0].sin().sum(), parameters, create_graph=True)
+        return list(torch.autograd.grad(torch.cat([g.flatten() for g in grads]).square().sum(), parameters))
+
+    expected = derivatives()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = [future.result() for future in [pool.submit(derivatives) for _ in range(40)]]
+    finally:
+        sys.setswitchinterval(switch)
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    for one in found:
+        torch.testing.assert_close(one, expected)
+
+
+BAD: list[tuple[Any, ...]] = [
+    (torch.zeros(1, 1, D + 1), None),
+    (torch.zeros(1, 1, D, dtype=torch.float64), None),
+    (torch.zeros(1, 1, D, dtype=torch.bfloat16), None),
+    (torch.zeros(0, 1, D), None),
+    (torch.zeros(1, D, 1, 1), None),
+    (torch.zeros(1, 1, D, device="meta"), None),
+    (torch.zeros(1, 1, D).to_sparse(), None),
+    (torch.full((1, 1), D), None),
+    (torch.full((1, 1), -1), None),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N + 1)),
+    (torch.zeros(1, 1, D), torch.zeros(1, N)),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N, dtype=torch.float64)),
+    (torch.zeros(1, 1, D), torch.zeros(1, 1, N).to_sparse()),
+    (torch.zeros(1, 1, D), "zeros"),
+    ([0.0], None),
+]
+
+
+class Names(TorchDispatchMode):
+    """Keeps the names of the ops that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_whoever_listens_sees_the_op(grad: bool) -> None:
+    """Modes, the profiler and fake tensors."""
+    module, x = made("low rank"), torch.randn(1, 1, D)
+    with torch.set_grad_enabled(grad):
+        expected = module(x)[0]
+        with Names() as seen:
+            torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=0)
+        assert "orthokern.factored_scan_fwd.default" in seen.names
+        with torch.profiler.profile() as profiler:
+            module(x)
+        assert any("orthokern::factored_scan_fwd" in event.key for event in profiler.key_averages())
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            assert type(module(torch.randn(1, 1, D))[0]) is torch._subclasses.FakeTensor
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -> None:
+    """As Module.to and load_state_dict do after torch.__future__.set_swap_module_params_on_conversion(True)."""
+    module, other, x = made(kind), made(kind), torch.randn(1, 1, D)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            module(x)
+    for name, parameter in other.named_parameters():
+        parameter.data += 0.125
+        torch.utils.swap_tensors(module.get_parameter(name), nn.Parameter(parameter.detach().clone()))
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            torch.testing.assert_close(module(x), other(x), rtol=0, atol=0)
+    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
+    with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
+        module(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 5, 16, 34, 70])
+def test_weights_read_in_place_give_the_bits_of_packed_ones(isa: str, n: int, dtype: torch.dtype) -> None:
+    """A call of up to four steps reads them in place, a call of more packs them."""
+    torch.manual_seed(n)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype)
+
+    steps, batch, features = 3, 6, 5
+    k = (n + 1) // 2
+    u, s, v = random(n, k), random(k), random(n, k)
+    h0, weight, bias = random(batch, n), random(n, features), random(n)
+    inputs = [
+        (random(steps, batch, features), weight, bias),
+        (random(steps, batch, features), weight, None),
+        (torch.randint(features, (steps, batch)), weight, bias),
+        (random(steps, batch, n), None, None),
+    ]
+    for activation in ("tanh", "modrelu", "prelu", "relu" if n % 2 else "oplu"):
+        act_param = {"modrelu": random(n), "prelu": random(1)}.get(activation)
+        for x, w_in, b in inputs:
+            for scan in (
+                lambda *a, **o: functional.dense_scan(a[0], u @ (v * s).mT / n, *a[1:], **o),
+                lambda *a, **o: functional.factored_scan(a[0], u / n, s, v, *a[1:], **o),
+            ):
+                options = {
+                    "weight": w_in,
+                    "bias": b,
+                    "activation": activation,
+                    "act_param": act_param,
+                    "backend": "cpu",
+                }
+                whole = scan(x, h0, **options)
+                for row in range(batch):
+                    alone = scan(x[:, row : row + 1], h0[row : row + 1], **options)
+                    torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
+    for variant in ("kanai", "torch"):
+        for b in (None, random(3 * n)):
+            x, w = random(steps, batch, 3 * n), random(3 * n, n) / n
+            whole = functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="cpu")
+            for row in range(batch):
+                alone = functional.gru_scan(
+                    x[:, row : row + 1], w, h0[row : row + 1], bias=b, variant=variant, backend="cpu"
+                )
+                torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rank", [None, 200])
+@pytest.mark.parametrize("ids", [False, True])
+def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, ids: bool) -> None:
+    """One sequence with weights of more than 256 KiB; and more threads than there are processors."""
+    n, features = 330, 7
+    torch.manual_seed(0)
+    h0, weight, bias, slope = torch.randn(2, n), torch.randn(n, features), torch.randn(n), torch.randn(n)
+    maps = (
+        [torch.randn(n, n) / n] if rank is None else [torch.randn(n, rank), torch.rand(rank), torch.randn(n, rank) / n]
+    )
+    scan = functional.dense_scan if rank is None else functional.factored_scan
+    threads = torch.get_num_threads()
+    try:
+        for batch, steps in ((1, 9), (2, 5), (1, 1)):
+            x = torch.randint(features, (steps, batch)) if ids else torch.randn(steps, batch, features)
+            found = []
+            for count in (1, 2, 3, 5):
+                torch.set_num_threads(count)
+                found.append(
+                    scan(
+                        x, *maps, h0[:batch], weight=weight, bias=bias, activation="modrelu", act_param=slope,
+                        backend="cpu",
+                    )
+                )  # fmt: skip
+            for other in found[1:]:
+                torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 3, 1], [2, 5, 3]])
+def test_packed_rows_and_their_derivatives(lengths: list[int], bidirectional: bool) -> None:
+    """Against each sequence alone; batches of one length are not copied; the copy of rows has both derivatives."""
+    module = made("rnn", dtype=torch.float64, bidirectional=bidirectional)
+    sequences = [torch.randn(n, D, dtype=torch.float64) for n in lengths]
+    packed = nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    parameters = list(module.parameters())
+    output, h_n = module(packed)
+    found = torch.autograd.grad(output.data.square().sum() + h_n.sum(), parameters)
+    alone = [module(one) for one in sequences]
+    loss = sum(y.square().sum() + h.sum() for y, h in alone)
+    torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))
+    rows, place = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 3])
+    assert torch.autograd.gradcheck(lambda rows: _layouts._rows(rows, place), rows)
+    assert torch.autograd.gradgradcheck(lambda rows: _layouts._rows(rows, place).square(), rows)
