@@ -74,11 +74,6 @@ def test_scipy_is_optional(tmp_path: Path, parts: dict[str, list[np.ndarray]], m
     check(tmp_path, parts)
 
 
-def test_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:
-    np.savez_compressed(tmp_path / "nottingham.npz", **npz_arrays(parts))
-    check(tmp_path, parts)
-
-
 def refused(folder: Path, collection: str = "nottingham") -> str:
     with pytest.raises(InputError) as caught:
         load_music(folder, collection)

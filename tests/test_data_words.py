@@ -66,15 +66,6 @@ def test_refused(tmp_path: Path, changes: dict[str, bytes], message: str) -> Non
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    folder(tmp_path)
-    (tmp_path / "ptb.valid.txt").unlink()
-    with pytest.raises(InputError, match=r"missing data file ptb.valid.txt; looked for in"):
-        load_words(tmp_path)
-    with pytest.raises(InputError, match="does not exist"):
-        load_words(tmp_path / "no")
-
-
 @pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")
 def test_the_real_files() -> None:
     words = load_words(Path(os.environ["ORTHOKERN_DATA"]) / "ptb")
