@@ -57,6 +57,12 @@ def check_png(path: Path) -> None:
     assert not path.with_name(path.name + ".tmp").exists()
 
 
+def axes(figure: Any) -> list[Any]:
+    """The axes of a figure that must have been drawn."""
+    assert figure is not None
+    return list(figure.axes)
+
+
 def shown(axis: Any) -> dict[str, list[Any]]:
     """The legend's texts with what their lines show."""
     return {line.get_label(): line.get_ydata() for line in axis.get_lines()}
@@ -83,9 +89,7 @@ def test_curves_of_several_runs_by_panel() -> None:
         for T in (500, 200)
         for m in (None, 0.1, 0.01)
     ]
-    figure = plots.compare_curves(grid, "accuracy", panel="T")
-    assert figure is not None
-    left, right = figure.axes
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T"))
     assert (left.get_title(), right.get_title()) == ("T 200", "T 500"), "numbers in order"
     assert set(shown(left)) == set(shown(right)) == {"margin none", "margin 0.1", "margin 0.01"}
     assert shown(left)["margin 0.1"][-1] == pytest.approx(50.0), "in percent"
@@ -96,11 +100,11 @@ def test_curves_of_several_runs_by_panel() -> None:
     figure = plots.compare_curves(grid, "accuracy")
     assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
 
-    grid = [made(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
-            for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))]  # fmt: skip
-    figure = plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"])
-    assert figure is not None
-    left, right = figure.axes
+    grid = [
+        made(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
+        for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))
+    ]
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"]))
     assert list(shown(left)) == ["margin 0.1", "margin 1"], "all have seed 0"
     assert list(shown(right)) == ["seed 0", "seed 1"], "all have margin 0.1"
     assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
@@ -108,17 +112,16 @@ def test_curves_of_several_runs_by_panel() -> None:
 
 def test_runs_with_labels_of_their_own() -> None:
     """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
+    records = [{"iteration": i, "accuracy": i / 100} for i in range(1, 81)]
     grid = [
-        replace(made(f"{T}-{seed}-{name}", T=T, seed=seed, margin=0.1, records=[
-            {"iteration": i, "accuracy": i / 100} for i in range(1, count + 1)
-        ]), label=name)
-        for T, count in ((200, 40), (500, 80)) for seed in (0, 1) for name in ("zero", "learned")
-    ]  # fmt: skip
-    figure = plots.compare_curves(grid, "accuracy", panel="T", legend_title="weights of the blank")
-    assert figure is not None
-    left, right = figure.axes
+        replace(made(f"{T}-{seed}-{name}", T=T, seed=seed, records=records[:count]), label=name)
+        for T, count in ((200, 40), (500, 80))
+        for seed in (0, 1)
+        for name in ("zero", "learned")
+    ]
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend_title="weights of the blank"))
     assert left.get_legend() is None and right.get_legend() is None
-    (legend,) = figure.legends
+    (legend,) = left.figure.legends
     assert legend.get_title().get_text() == "weights of the blank"
     assert [text.get_text() for text in legend.get_texts()] == ["zero", "learned"]
     for axis in (left, right):
@@ -132,9 +135,8 @@ def test_a_diverged_run_leaves_room_for_the_others() -> None:
     def run(name: str, *values: float) -> RunRecord:
         return made(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
 
-    figure = plots.compare_curves([run("a", 9.0, 5.0, 4.0), run("b", 8.0, 6.0), run("c", 7.0, 1e9, 1e12)], "loss")
-    assert figure is not None
-    (axis,) = figure.axes
+    diverged = [run("a", 9.0, 5.0, 4.0), run("b", 8.0, 6.0), run("c", 7.0, 1e9, 1e12)]
+    (axis,) = axes(plots.compare_curves(diverged, "loss"))
     assert axis.get_ylim()[1] == pytest.approx(80.0), "ten times the first values"
     (beyond,) = (line for line in axis.get_lines() if line.get_marker() == "^")
     assert list(beyond.get_xdata()) == [2, 3] and set(beyond.get_ydata()) == {80.0}
@@ -153,9 +155,7 @@ def test_curves_by_epoch_with_their_baseline() -> None:
         RunRecord(Path(name), {"baseline": 1 / 6}, {"margin": m, "iterations_per_epoch": 100}, "adding", records)
         for name, m in (("a", 1.0), ("b", 10.0))
     ]
-    figure = plots.compare_curves(told, "loss")
-    assert figure is not None
-    (axis,) = figure.axes
+    (axis,) = axes(plots.compare_curves(told, "loss"))
     assert axis.get_xlabel() == "epoch" and axis.get_lines()[0].get_xdata()[-1] == pytest.approx(10.0)
     assert shown(axis)["baseline 0.1667"][0] == pytest.approx(1 / 6)
     counted = [r | {"epoch": round(r["iteration"] / 817, 4)} for r in records]
@@ -197,9 +197,7 @@ def heat_map(axis: Any) -> np.ndarray:
 def test_gradients_of_several_runs(tmp_path: Path) -> None:
     steady = load_run(a_run(tmp_path / "a", fade=0.0, margin=0.0))
     fading = load_run(a_run(tmp_path / "b", fade=math.log(1e3), margin=0.1))
-    figure = plots.compare_gradients([steady, fading])
-    assert figure is not None
-    first, second, bar = figure.axes
+    first, second, bar = axes(plots.compare_gradients([steady, fading]))
     assert [axis.get_title() for axis in (first, second)] == ["margin 0", "margin 0.1"]
     assert heat_map(first).shape == (64, 5) and heat_map(first) == pytest.approx(0.0)
     assert heat_map(second)[0] == pytest.approx(-3.0) and heat_map(second)[-1] == pytest.approx(0.0)
@@ -236,9 +234,7 @@ def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
     assert shares[0] == pytest.approx([100 * i / (i + 35) for i in range(1, 6)])
     assert figure.axes[0].get_ylim() == pytest.approx((-math.pi, math.pi))
 
-    figure = plots.compare_spectra(both)
-    assert figure is not None
-    bounded, free = figure.axes
+    bounded, free = axes(plots.compare_spectra(both))
     assert shown(free)["maximum"] == pytest.approx([1.01, 1.02, 1.03, 1.04, 1.05])
     assert sorted(line.get_ydata()[0] for line in bounded.get_lines() if line.get_linestyle() == "--") == [0.98, 1.02]
     assert not [line for line in free.get_lines() if line.get_linestyle() == "--"]
