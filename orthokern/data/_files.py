@@ -53,13 +53,9 @@ def text_of(path: Path, content: bytes) -> str:
         raise InputError(f"{path} line {line}: byte {content[error.start]:#04x} is not UTF-8; expected: text") from None
     if not text.strip():
         raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence per line")
-    return text
-
-
-def check_end(path: Path, text: str) -> None:
-    """InputError if a text does not end with a line end."""
-    if not text.endswith("\n"):
+    if not text.rstrip(" ").endswith("\n"):
         raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence per line")
+    return text
 
 
 @dataclass(frozen=True)

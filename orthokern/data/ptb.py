@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.data._checks import check_state, integer
-from orthokern.data._files import Standard, check_end, check_standard, data_folder, read_first, text_of
+from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
 from orthokern.errors import InputError
 
 # The text of the three standard files, as it stands in the word files.
@@ -374,7 +374,6 @@ def _lines(path: Path, content: bytes) -> list[str]:
             f"{path} line {line}: character {foreign[0]!r} is outside the alphabet; expected: a to z, 0 to 9, N, the "
             "space, #$&'*-./\\ and <unk>"
         )
-    check_end(path, text)
     return [f" {stripped} \n" for line in text.split("\n") if (stripped := line.strip(" "))]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
-from orthokern.data._files import check_end, data_folder, read_first, text_of
+from orthokern.data._files import data_folder, read_first, text_of
 from orthokern.data.ptb import check_part
 from orthokern.errors import InputError
 
@@ -92,7 +92,6 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
 
 def _words(path: Path, content: bytes, part: str) -> list[str]:
     text = text_of(path, content)
-    check_end(path, text)
     # splitlines and split know more ends of lines and more spaces, as U+2028 and \x1c
     rows = [re.findall(r"[^ \t\r]+", row) if row.strip() else [] for row in text.split("\n")]
     for number, row in enumerate(rows, 1):

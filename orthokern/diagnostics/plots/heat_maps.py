@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,58 +53,57 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         None if no record has such a list (with the length of `profile_steps(T)`, if T is given).
     """
     points = min(64, length) if length is not None else 0
-    found = [(r["iteration"], norms) for r in records if (norms := numbers_at(r, key)) is not None]
-    rows = [row for row in found if not points or len(row[1]) == points]
+    rows = _rows(records, key, lambda norms: not points or len(norms) == points, columns)
     if not rows:
         return None
-    rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))]
-    lists = [np.asarray([math.nan if x is None else x for x in norms], dtype=float) for _, norms in rows]
-    if length is not None:
-        steps = np.asarray(profile_steps(length), dtype=float)
-    else:
-        steps = np.linspace(0.0, 1.0, FRACTIONS)
-        lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
     at = np.asarray([iteration for iteration, _ in rows], dtype=float)
-    return Profiles(at, steps, np.stack(lists), length is not None)
+    lists = [np.asarray(norms, dtype=float) for _, norms in rows]  # NaN for null
+    if length is not None:
+        return Profiles(at, np.asarray(profile_steps(length), dtype=float), np.stack(lists), True)
+    steps = np.linspace(0.0, 1.0, FRACTIONS)
+    lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
+    return Profiles(at, steps, np.stack(lists), False)
 
 
-def _normalized(found: Profiles | None) -> Profiles | None:
+def _rows(records: Records, key: str, fits: Callable[[list[Any]], bool], columns: int) -> list[tuple[int, list[Any]]]:
+    """At most `columns` evenly spaced pairs of an iteration and a list that fits."""
+    rows = [(r["iteration"], values) for r in records if (values := numbers_at(r, key)) is not None and fits(values)]
+    return [rows[i] for i in profile_steps(len(rows), max(2, columns))] if rows else []
+
+
+def _normalized(norms: Profiles | None) -> Profiles | None:
     """log10 of norms divided by the largest over time. Iterations with a zero gradient are left out, for example the
     first one if the readout is initialised to zero."""
-    if found is None:
+    if norms is None:
         return None
-    largest = found.values.max(axis=1)  # NaN if any is
+    largest = norms.values.max(axis=1)  # NaN if any is
     seen = np.isfinite(largest) & (largest > 0)
-    if not seen.any():
-        return None
-    decades = np.log10(np.maximum(found.values[seen] / largest[seen, None], 1e-12))
-    return Profiles(found.iterations[seen], found.steps, decades, found.in_steps)
+    decades = np.log10(np.maximum(norms.values[seen] / largest[seen, None], 1e-12))
+    return replace(norms, iterations=norms.iterations[seen], values=decades) if seen.any() else None
 
 
-def _decades(found: Profiles | None) -> Profiles | None:
+def _decades(norms: Profiles | None) -> Profiles | None:
     """log10 of norms; a norm of zero is replaced by the smallest norm above zero."""
-    if found is None:
+    if norms is None:
         return None
-    finite = np.isfinite(found.values).all(axis=1)
-    values = found.values[finite]
-    positive = values[values > 0]
-    if not len(positive):
+    finite = np.isfinite(norms.values).all(axis=1)
+    values = norms.values[finite]
+    if not (values > 0).any():
         return None
-    return Profiles(found.iterations[finite], found.steps, np.log10(np.maximum(values, positive.min())), found.in_steps)
+    decades = np.log10(np.maximum(values, values[values > 0].min()))
+    return replace(norms, iterations=norms.iterations[finite], values=decades)
 
 
 def _angle_profiles(records: Records, key: str) -> Profiles | None:
     """Shares of the eigenvalues, in percent, by angle in radians."""
-    found = [(record["iteration"], shares) for record in records if (shares := numbers_at(record, key)) is not None]
-    bins = len(found[-1][1]) if found else 0
-    rows = [
-        (iteration, shares)
-        for iteration, shares in found
-        if len(shares) == bins and all(share is not None and share >= 0 for share in shares) and any(shares)
-    ]
+    bins = next((len(shares) for r in reversed(records) if (shares := numbers_at(r, key)) is not None), 0)
+
+    def fits(shares: list[Any]) -> bool:
+        return len(shares) == bins and None not in shares and min(shares) >= 0 and any(shares)
+
+    rows = _rows(records, key, fits, HEAT_MAP_COLUMNS)
     if not rows:
         return None
-    rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)]
     counts = np.asarray([shares for _, shares in rows], dtype=float)
     at = np.asarray([iteration for iteration, _ in rows], dtype=float)
     centres = (np.arange(bins) + 0.5) * (2 * math.pi / bins) - math.pi
