@@ -47,15 +47,15 @@ class Classifier(nn.Module):
 def test_a_model_agrees_with_its_conversion() -> None:
     model = Classifier(num_layers=2, dropout=0.3)
     before = copy.deepcopy(model.state_dict())
-    found = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
-    assert found.agree and found.outputs.torch > 0 and found.gradients is not None and found.gradients.torch > 0
-    assert len(found.forward.torch) == len(found.forward.orthokern) == 2 and found.backward is not None
-    assert [each.name for each in found.report.swapped] == ["first", "second"]
-    assert [each.name for each in found.report.kept] == ["third"] and found.peak_mib is None
+    result = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
+    assert result.agree and result.outputs.torch > 0 and result.gradients is not None and result.gradients.torch > 0
+    assert len(result.forward.torch) == len(result.forward.orthokern) == 2 and result.backward is not None
+    assert [each.name for each in result.report.swapped] == ["first", "second"]
+    assert [each.name for each in result.report.kept] == ["third"] and result.peak_mib is None
     assert isinstance(model.first, nn.GRU) and model.first.dropout == 0.3 and model.drop.p == 0.5
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    text = str(found)
+    text = str(result)
     for part in (
         "input [3, 7] int64",
         "backend of first: ",
@@ -73,21 +73,21 @@ def test_a_model_agrees_with_its_conversion() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_packed_input_and_asked_backend(dtype: torch.dtype) -> None:
     x = pack_sequence([torch.randn(n, 3, dtype=dtype) for n in (2, 5, 1)], enforce_sorted=False)
-    found = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
-    assert found.agree and found.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
+    result = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
+    assert result.agree and result.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
 
 
 def test_what_is_frozen_runs_forward_only() -> None:
     module = nn.RNN(3, 4).requires_grad_(False)
-    found = compare(module, torch.randn(5, 2, 3), rounds=1)
-    assert found.agree and found.backward is None and found.gradients is None and "forward only" in str(found)
+    result = compare(module, torch.randn(5, 2, 3), rounds=1)
+    assert result.agree and result.backward is None and result.gradients is None and "forward only" in str(result)
 
 
 def test_memory_counts_what_the_graph_holds() -> None:
     """The states [T, B, N] at least, without the weight of 4 MiB."""
-    found = compare(nn.RNN(2, 1024), torch.randn(16, 4, 2), rounds=1)
+    result = compare(nn.RNN(2, 1024), torch.randn(16, 4, 2), rounds=1)
     states = 16 * 4 * 1024 * 4 / 2**20
-    assert all(states <= kept < 4.0 for kept in found.kept_mib)
+    assert all(states <= kept < 4.0 for kept in result.kept_mib)
 
 
 @pytest.mark.parametrize(("part", "change"), [(0, 1e-4), (1, 1e-3)], ids=["outputs", "gradients"])
@@ -129,8 +129,8 @@ def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(measure, "_errors", errors)
     module = nn.RNN(2, 3, nonlinearity="relu")
-    found = compare(module, torch.randn(4, 2, 2), rounds=1)
-    assert found.agree == (bad == 1) and ("agreed at draw 2" in str(found)) == (bad == 1)
+    result = compare(module, torch.randn(4, 2, 2), rounds=1)
+    assert result.agree == (bad == 1) and ("agreed at draw 2" in str(result)) == (bad == 1)
     assert len(seen) == min(bad + 1, 3) and not torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], module.weight_ih_l0)
 

@@ -76,10 +76,10 @@ def test_spellings(folder: Path, mark: str, ending: str, packed: bool) -> None:
         (folder / name).unlink()
         name = name.replace("-idx", f"{mark}idx") + ending
         (folder / name).write_bytes(gzip.compress(content) if packed else content)
-    found = load_mnist(folder, validation=2)
+    result = load_mnist(folder, validation=2)
     for part in ("train", "validation", "test"):
-        assert torch.equal(getattr(found, part).images, getattr(expected, part).images)
-        assert torch.equal(getattr(found, part).labels, getattr(expected, part).labels)
+        assert torch.equal(getattr(result, part).images, getattr(expected, part).images)
+        assert torch.equal(getattr(result, part).labels, getattr(expected, part).labels)
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -186,8 +186,8 @@ def test_real_files(real: Path) -> None:
 
 
 def test_known_content(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """With these small files in the place of the standard ones: damage to a part is found, and another file of the same
-    size is another data set, not a damaged one."""
+    """Small files in the place of the standard ones. A part with another checksum is damage; a file of the same size
+    without any matching part is another data set."""
     content = files()[TRAIN_IMAGES]
     quarters = tuple(zlib.crc32(content[start : start + 2356]) for start in range(0, 9424, 2356))
     wrong = tuple(zlib.crc32(bytes([i])) for i in range(4))

@@ -180,20 +180,20 @@ def test_windows_go_through_every_piece() -> None:
                 assert torch.equal(inputs[0], rows[row][-1][-1])
             assert torch.equal(inputs[1:count], targets[: count - 1])
             rows[row].append(targets[:count])
-    wanted = [rolls.piece(index).float() for index in range(len(rolls))]
+    expected = [rolls.piece(index).float() for index in range(len(rolls))]
     orders = []
     for epoch in (0, 1):  # the third has begun, and not ended
         pieces = [torch.cat(parts) for parts in begun[8 * epoch : 8 * epoch + 8]]
-        orders.append([next(i for i, piece in enumerate(wanted) if torch.equal(piece, other)) for other in pieces])
+        orders.append([next(i for i, piece in enumerate(expected) if torch.equal(piece, other)) for other in pieces])
         assert sorted(orders[-1]) == list(range(8))
     assert orders[0] != orders[1]
 
 
 def test_windows_resume() -> None:
     rolls = random_rolls([2, 6, 8, 9, 15, 22, 4, 31])
-    for taken in (0, 1, 5, 12):
+    for steps in (0, 1, 5, 12):
         whole = rolls.windows(3, 7, torch.Generator().manual_seed(1))
-        for _ in range(taken):
+        for _ in range(steps):
             next(whole)
         state = whole.state_dict()
         later = rolls.windows(3, 7, torch.Generator().manual_seed(99))

@@ -94,9 +94,8 @@ def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:
     indices = torch.tensor([7, 3, 39, 0, 11])
     batch = sentences.batch(indices)
     o = sentences.offsets
-    wanted = [sentences.tokens[o[i] : o[i + 1]].long() for i in indices.tolist()]
-    wanted.sort(key=len, reverse=True)
-    for ours, expected in ((batch.inputs, [s[:-1] for s in wanted]), (batch.targets, [s[1:] for s in wanted])):
+    rows = sorted((sentences.tokens[o[i] : o[i + 1]].long() for i in indices.tolist()), key=len, reverse=True)
+    for ours, expected in ((batch.inputs, [s[:-1] for s in rows]), (batch.targets, [s[1:] for s in rows])):
         packed = pack_sequence(expected)
         assert ours.dtype == torch.int64 and torch.equal(ours, packed.data)
         assert torch.equal(batch.batch_sizes, packed.batch_sizes)
@@ -140,11 +139,11 @@ def test_parts_make_the_whole(tmp_path: Path) -> None:
         sentences.batches(5, seeded(), part=(0, 4))
 
 
-@pytest.mark.parametrize("given", [0, 1, 9, 10, 13])  # none, within an epoch, at its end, in the next
-def test_resume(tmp_path: Path, given: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 9, 10, 13])  # none, within an epoch, at its end, in the next
+def test_resume(tmp_path: Path, steps: int) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
     stream = sentences.batches(10, seeded(5), bucket=3)
-    for _ in range(given):
+    for _ in range(steps):
         next(stream)
     torch.save(stream.state_dict(), tmp_path / "state.pt")
     with pytest.raises(InputError, match="the saved order of the data has batch 10; expected: 20"):

@@ -52,26 +52,30 @@ def test_state_norms_are_those_of_the_states(op: str, options: dict[str, Any]) -
     why = dispatch.absence(op, "cpu")
     if options.get("backend") == "cpu" and why is not None:
         pytest.skip(str(why))
-    with diagnostics.tap() as taken, diagnostics.tap() as also:
+    with diagnostics.tap() as recorded, diagnostics.tap() as also:
         hs = run_scan(op, **options)
     expected = hs.detach().flatten(1).square().sum(1).sqrt()
-    assert taken.state_ops == [op] and taken.grad_norms == []
-    torch.testing.assert_close(taken.state_norms[0], expected)
-    assert not taken.state_norms[0].requires_grad and torch.equal(taken.state_norms[0], also.state_norms[0])
+    assert recorded.state_ops == [op] and recorded.grad_norms == []
+    torch.testing.assert_close(recorded.state_norms[0], expected)
+    assert not recorded.state_norms[0].requires_grad and torch.equal(recorded.state_norms[0], also.state_norms[0])
     run_scan(op, **options)
-    assert len(taken.state_norms) == 1, "a closed tap collects nothing more"
+    assert len(recorded.state_norms) == 1, "a closed tap collects nothing more"
 
 
 def test_states_come_first_layer_first_and_gradients_last_layer_first() -> None:
     rnn = FactorizedRNN(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64)
-    with diagnostics.tap() as taken:
+    with diagnostics.tap() as recorded:
         output, _ = rnn(torch.randn(6, 2, 3, dtype=torch.float64))
         output.sum().backward()
-    assert [norms.shape for norms in taken.state_norms] == [(6,)] * 4 == [norms.shape for norms in taken.grad_norms]
+    assert (
+        [norms.shape for norms in recorded.state_norms] == [(6,)] * 4 == [norms.shape for norms in recorded.grad_norms]
+    )
     # the last layer's forward scan is its output's first half, its reverse scan the second half from the end
     ours = torch.stack([output[..., :4].flatten(1).norm(dim=1), output[..., 4:].flip(0).flatten(1).norm(dim=1)])
-    torch.testing.assert_close(torch.stack(taken.state_norms[2:]), ours.detach())
-    assert taken.grad_norms[0][-1] == pytest.approx(math.sqrt(8)), "ones over [2, 4] reach the last layer's last step"
+    torch.testing.assert_close(torch.stack(recorded.state_norms[2:]), ours.detach())
+    assert recorded.grad_norms[0][-1] == pytest.approx(math.sqrt(8)), (
+        "ones over [2, 4] reach the last layer's last step"
+    )
 
 
 def test_state_norms_under_compile_and_in_half_precision() -> None:
@@ -82,15 +86,15 @@ def test_state_norms_under_compile_and_in_half_precision() -> None:
         return functional.factored_scan(x, u, s, u)
 
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
-    with torch.no_grad(), diagnostics.tap() as taken:
+    with torch.no_grad(), diagnostics.tap() as recorded:
         hs = compiled(x)
-    torch.testing.assert_close(taken.state_norms[0], hs.flatten(1).norm(dim=1))
+    torch.testing.assert_close(recorded.state_norms[0], hs.flatten(1).norm(dim=1))
 
     large = torch.full((2, 3, 4), 60000.0, dtype=torch.float16)  # whose squares float16 can't hold
-    with diagnostics.tap() as taken:
+    with diagnostics.tap() as recorded:
         functional.dense_scan(large, torch.zeros(4, 4, dtype=torch.float16), activation="identity")
-    assert taken.state_norms[0].dtype == torch.float32
-    torch.testing.assert_close(taken.state_norms[0], large.float().flatten(1).norm(dim=1))
+    assert recorded.state_norms[0].dtype == torch.float32
+    torch.testing.assert_close(recorded.state_norms[0], large.float().flatten(1).norm(dim=1))
 
 
 MODULES: list[Callable[..., nn.Module]] = [
@@ -109,9 +113,9 @@ def test_norms_of_gradients_whose_squares_leave_float32(
     module, x, g = make(), torch.randn(steps, 3, 3), torch.randn(steps, 3, 17)
     norms = []
     for factor in (1.0, scale):
-        with diagnostics.tap() as taken:
+        with diagnostics.tap() as recorded:
             module(x)[0].backward(g * factor)
-        norms.append(taken.grad_norms[0])
+        norms.append(recorded.grad_norms[0])
     assert norms[0].shape == (steps,) and norms[0].dtype == torch.float32
     torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
 
@@ -123,19 +127,19 @@ def test_norms_of_states_whose_squares_leave_float32(op: str, backend: str | Non
     x, w = torch.randn(5, 3, 4), torch.linalg.qr(torch.randn(4, 4))[0]
     norms = []
     for factor in (1.0, scale):
-        with diagnostics.tap() as taken:
+        with diagnostics.tap() as recorded:
             getattr(functional, op)(
                 x * factor,
                 *((w,) if op == "dense_scan" else (w, torch.ones(4), w)),
                 activation="identity",
                 backend=backend,
             )
-        norms.append(taken.state_norms[0])
+        norms.append(recorded.state_norms[0])
     torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
 
 
 def test_without_a_tap_no_norm_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_taps.torch.linalg, "vector_norm", lambda *args, **kwargs: pytest.fail("a norm was taken"))
+    monkeypatch.setattr(_taps.torch.linalg, "vector_norm", lambda *args, **kwargs: pytest.fail("a norm was computed"))
     for op in OPS:
         run_scan(op)
 
@@ -200,7 +204,7 @@ def test_numbers_of_every_recurrence(kind: str) -> None:
         module = FactorizedRNN(3, 6, margin=0.4, rank=4 if kind == "low rank" else None, **options)
         for s in (p for name, p in module.named_parameters() if name.startswith("spectrum")):
             nn.init.normal_(s)
-    found = diagnostics.diagnose_recurrence(module)
+    result = diagnostics.diagnose_recurrence(module)
     for suffix, layer, reverse in (
         ("", 0, False),
         ("_l0_reverse", 0, True),
@@ -210,16 +214,16 @@ def test_numbers_of_every_recurrence(kind: str) -> None:
         w = module.recurrent_matrix(layer, reverse).detach()
         values = torch.linalg.svdvals(w)[: 4 if kind == "low rank" else 6]
         expected = {"mean": values.mean(), "std": values.std(correction=0), "min": values[-1], "max": values[0]}
-        assert found[f"spectrum{suffix}"] == pytest.approx({name: float(x) for name, x in expected.items()})
-        assert found[f"spectral_radius{suffix}"] == pytest.approx(float(torch.linalg.eigvals(w).abs().max()))
+        assert result[f"spectrum{suffix}"] == pytest.approx({name: float(x) for name, x in expected.items()})
+        assert result[f"spectral_radius{suffix}"] == pytest.approx(float(torch.linalg.eigvals(w).abs().max()))
         moduli = torch.linalg.eigvals(w).abs()
-        assert found[f"eigenvalue_moduli{suffix}"]["min"] == pytest.approx(float(moduli.min()), abs=1e-5)
-        assert found[f"eigenvalue_moduli{suffix}"]["mean"] == pytest.approx(float(moduli.mean()))
-        assert sum(found[f"eigenvalue_angles{suffix}"]) == 6
-    assert ("orthogonality_error" in found) == (kind != "dense")
-    assert len(found) == 16 + (kind != "dense") and json.loads(json.dumps(found)) == found
+        assert result[f"eigenvalue_moduli{suffix}"]["min"] == pytest.approx(float(moduli.min()), abs=1e-5)
+        assert result[f"eigenvalue_moduli{suffix}"]["mean"] == pytest.approx(float(moduli.mean()))
+        assert sum(result[f"eigenvalue_angles{suffix}"]) == 6
+    assert ("orthogonality_error" in result) == (kind != "dense")
+    assert len(result) == 16 + (kind != "dense") and json.loads(json.dumps(result)) == result
     fewer = diagnostics.diagnose_recurrence(module, eigenvalues=False)
-    assert fewer == {name: x for name, x in found.items() if name.startswith(("spectrum", "orthogonality"))}
+    assert fewer == {name: x for name, x in result.items() if name.startswith(("spectrum", "orthogonality"))}
 
 
 @pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
@@ -229,9 +233,9 @@ def test_a_recurrence_that_diverged_is_told_and_raises_nothing(kind: type) -> No
         for parameter in module.parameters():
             parameter.fill_(math.nan)
     assert diagnostics.eigenvalue_angles(torch.full((3, 3), math.inf)).isnan().all()
-    found = diagnostics.diagnose_recurrence(module)
-    assert math.isnan(found["spectral_radius"]) and math.isnan(found["spectrum"]["mean"])
-    assert len(found["eigenvalue_angles"]) == 36
+    result = diagnostics.diagnose_recurrence(module)
+    assert math.isnan(result["spectral_radius"]) and math.isnan(result["spectrum"]["mean"])
+    assert len(result["eigenvalue_angles"]) == 36
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -376,12 +380,12 @@ def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 
-def made(name: str, task: str = "copy", records: list[dict[str, Any]] | None = None, **settings: Any) -> RunRecord:
+def new_run(name: str, task: str = "copy", records: list[dict[str, Any]] | None = None, **settings: Any) -> RunRecord:
     return RunRecord(Path("runs") / name, {}, settings, task, records or [])
 
 
 def test_labels_tell_the_settings_that_differ_and_no_more() -> None:
-    grid = [made(f"{T}-{m}", seed=0, T=T, margin=m, lr=0.1 / T) for T in (200, 500) for m in (0.1, None)]
+    grid = [new_run(f"{T}-{m}", seed=0, T=T, margin=m, lr=0.1 / T) for T in (200, 500) for m in (0.1, None)]
     assert comparison.differing_settings(grid) == ["T", "margin", "lr"]
     assert comparison.labels(grid) == [
         "T 200, margin 0.1",
@@ -391,9 +395,9 @@ def test_labels_tell_the_settings_that_differ_and_no_more() -> None:
     ], "the rate follows from T"
     assert comparison.labels(grid[:1]) == ["200-0.1"]
     assert comparison.labels(grid, ["lr"]) == ["lr 0.0005"] * 2 + ["lr 0.0002"] * 2
-    seeds = [made("a", seed=0, lr=1.0), made("b", seed=1, lr=1.0), made("c", seed=1, lr=1.0)]
+    seeds = [new_run("a", seed=0, lr=1.0), new_run("b", seed=1, lr=1.0), new_run("c", seed=1, lr=1.0)]
     assert comparison.labels(seeds) == ["seed 0", "seed 1 b", "seed 1 c"]
-    tasks = [made("a", "copy", T=1), made("b", "adding", hidden=2)]
+    tasks = [new_run("a", "copy", T=1), new_run("b", "adding", hidden=2)]
     assert comparison.labels(tasks) == ["copy", "adding"]
     assert comparison.setting_text(tasks[1], "T") == "–"
     with pytest.raises(InputError, match="unknown legend 'margn': did you mean 'margin'"):
@@ -404,9 +408,9 @@ def test_the_table_has_the_best_held_out_numbers_and_the_last_spectrum(tmp_path:
     one = record(1, steps=3, fade=0, spread=0.1) | {"held_out_accuracy": 0.8, "held_out_bpc": 2.0}
     two = record(2, steps=3, fade=0, spread=0.2) | {"held_out_accuracy": 0.9, "held_out_bpc": 1.5}
     three = record(3, steps=3, fade=0, spread=0.3) | {"held_out_accuracy": 0.9, "held_out_bpc": 1.7}
-    run = made("a", records=[one, two, three, {"iteration": 4, "loss": None}], margin=0.1, T=3)
+    run = new_run("a", records=[one, two, three, {"iteration": 4, "loss": None}], margin=0.1, T=3)
     assert comparison.best_held_out(run) == {"held_out_accuracy": (0.9, 2), "held_out_bpc": (1.5, 2)}
-    header, rule, first, second = comparison.table([run, made("b", margin=None, T=3)]).splitlines()
+    header, rule, first, second = comparison.table([run, new_run("b", margin=None, T=3)]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, first, second)]
     by_name = {name: (a, b) for name, a, b in zip(*cells, strict=True)}
     assert by_name["run"] == ("runs/a", "runs/b") and by_name["margin"] == ("0.1", "none") and "T" not in by_name

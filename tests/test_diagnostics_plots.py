@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from test_diagnostics import a_run, made, record, write_run
+from test_diagnostics import a_run, new_run, record, write_run
 
 from orthokern import InputError
 from orthokern.diagnostics import __main__ as command
@@ -34,16 +34,16 @@ def test_a_thinned_curve_is_means_over_stretches() -> None:
 
 def test_profiles_of_known_and_of_varying_lengths() -> None:
     same = [{"iteration": i, "p": [float(i)] * 64} for i in range(1, 2001)] + [{"iteration": 2001, "p": [1.0] * 5}]
-    found = plots.profiles(same, "p", 500)
-    assert found is not None and found.values.shape == (600, 64) and found.in_steps
-    assert found.iterations[[0, -1]].tolist() == [1, 2000] and found.steps[[0, -1]].tolist() == [0, 499]
+    result = plots.profiles(same, "p", 500)
+    assert result is not None and result.values.shape == (600, 64) and result.in_steps
+    assert result.iterations[[0, -1]].tolist() == [1, 2000] and result.steps[[0, -1]].tolist() == [0, 499]
     strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
-    found = plots.profiles(strange, "p", None)
-    assert found is not None and found.iterations.tolist() == [3]  # what is no profile is passed over
+    result = plots.profiles(strange, "p", None)
+    assert result is not None and result.iterations.tolist() == [3]  # what is no profile is passed over
     varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
-    found = plots.profiles(varying, "p", None)
-    assert found is not None and not found.in_steps
-    assert found.values == pytest.approx(np.stack([np.linspace(0, 1, 64)] * 2))
+    result = plots.profiles(varying, "p", None)
+    assert result is not None and not result.in_steps
+    assert result.values == pytest.approx(np.stack([np.linspace(0, 1, 64)] * 2))
     assert plots.profiles([{"iteration": 1}], "p", None) is None
 
 
@@ -76,7 +76,7 @@ def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
         assert plots.plot_learning(records, path) is None and plots.plot_spectrum(records, path) is None
         assert plots.plot_gradients(records, path, length=100) is None
         assert plots.plot_states(records, path, length=100) is None and plots.plot_angles(records, path) is None
-        run = made("a", records=records)
+        run = new_run("a", records=records)
         assert plots.compare_curves([run], "loss") is None
         for compare in (plots.compare_gradients, plots.compare_spectra, plots.compare_states, plots.compare_angles):
             assert compare([run]) is None
@@ -85,7 +85,7 @@ def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
 
 def test_curves_of_several_runs_by_panel() -> None:
     grid = [
-        made(f"{T}-{m}", T=T, margin=m, records=[{"iteration": i, "accuracy": i / T} for i in range(1, 101)])
+        new_run(f"{T}-{m}", T=T, margin=m, records=[{"iteration": i, "accuracy": i / T} for i in range(1, 101)])
         for T in (500, 200)
         for m in (None, 0.1, 0.01)
     ]
@@ -101,7 +101,7 @@ def test_curves_of_several_runs_by_panel() -> None:
     assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
 
     grid = [
-        made(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
+        new_run(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
         for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))
     ]
     left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"]))
@@ -114,7 +114,7 @@ def test_runs_with_labels_of_their_own() -> None:
     """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
     records = [{"iteration": i, "accuracy": i / 100} for i in range(1, 81)]
     grid = [
-        replace(made(f"{T}-{seed}-{name}", T=T, seed=seed, records=records[:count]), label=name)
+        replace(new_run(f"{T}-{seed}-{name}", T=T, seed=seed, records=records[:count]), label=name)
         for T, count in ((200, 40), (500, 80))
         for seed in (0, 1)
         for name in ("zero", "learned")
@@ -133,7 +133,7 @@ def test_runs_with_labels_of_their_own() -> None:
 
 def test_a_diverged_run_leaves_room_for_the_others() -> None:
     def run(name: str, *values: float) -> RunRecord:
-        return made(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
+        return new_run(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
 
     diverged = [run("a", 9.0, 5.0, 4.0), run("b", 8.0, 6.0), run("c", 7.0, 1e9, 1e12)]
     (axis,) = axes(plots.compare_curves(diverged, "loss"))
@@ -142,7 +142,7 @@ def test_a_diverged_run_leaves_room_for_the_others() -> None:
     assert list(beyond.get_xdata()) == [2, 3] and set(beyond.get_ydata()) == {80.0}
     figure = plots.compare_curves([run("a", 9.0, 5e-7), run("b", 8.0, 800.0)], "loss")
     assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
-    slow = made("slow", records=[{"iteration": i, "seconds": 10.0**i, "accuracy": 0.5} for i in range(1, 9)])
+    slow = new_run("slow", records=[{"iteration": i, "seconds": 10.0**i, "accuracy": 0.5} for i in range(1, 9)])
     figure = plots.compare_curves([slow], "seconds")
     assert figure is not None and len(figure.axes[0].get_lines()) == 1, "only a loss diverges"
     figure = plots.compare_curves([slow], "accuracy", baseline=0.1)
@@ -159,11 +159,11 @@ def test_curves_by_epoch_with_their_baseline() -> None:
     assert axis.get_xlabel() == "epoch" and axis.get_lines()[0].get_xdata()[-1] == pytest.approx(10.0)
     assert shown(axis)["baseline 0.1667"][0] == pytest.approx(1 / 6)
     counted = [r | {"epoch": round(r["iteration"] / 817, 4)} for r in records]
-    assert made("c", records=counted).iterations_per_epoch == 817, "from records that count both"
+    assert new_run("c", records=counted).iterations_per_epoch == 817, "from records that count both"
     figure = plots.compare_curves(told, "loss", x="iteration", baseline=0.3)
     assert figure is not None and "baseline 0.3" in shown(figure.axes[0])
     with pytest.raises(InputError, match="neither records nor settings tell"):
-        plots.compare_curves([*told, made("c", records=records)], "loss", x="epoch")
+        plots.compare_curves([*told, new_run("c", records=records)], "loss", x="epoch")
     with pytest.raises(InputError, match="unknown panel 'margine': did you mean 'margin'"):
         plots.compare_curves(told, "loss", panel="margine")
 
@@ -176,8 +176,8 @@ def test_long_runs_are_thinned_before_they_are_drawn(tmp_path: Path) -> None:
         for i in range(1, 200_001)
     ]
     records[50 * 1234]["spectrum"] = spike
-    run = made("long", records=records, margin=0.1)
-    figure = plots.compare_curves([run, made("other", records=records, margin=0.2)], "loss")
+    run = new_run("long", records=records, margin=0.1)
+    figure = plots.compare_curves([run, new_run("other", records=records, margin=0.2)], "loss")
     assert figure is not None and [len(line.get_xdata()) for line in figure.axes[0].get_lines()] == [1000, 1000]
     figure = plots.compare_spectra([run])
     assert figure is not None

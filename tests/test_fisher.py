@@ -40,10 +40,10 @@ def chain(alpha: float, beta: float, d: float, n: int = 100) -> tuple[Tensor, Te
 def test_published_totals(parameters: tuple[float, float, float]) -> None:
     """Without d to all digits. With it C has a condition of up to 1e26, a solve in float64 is off in the second digit
     (20.4 or 20.2 instead of 20.84, by the routine), as the published numbers are; see the next test for ours."""
-    found = fisher_memory(*chain(*parameters)).total
+    result = fisher_memory(*chain(*parameters)).total
     if parameters[2] == 0:
-        assert float(f"{found:.3g}") == PUBLISHED[parameters]
-    assert found == pytest.approx(PUBLISHED[parameters], rel=2.5e-2)
+        assert float(f"{result:.3g}") == PUBLISHED[parameters]
+    assert result == pytest.approx(PUBLISHED[parameters], rel=2.5e-2)
 
 
 def test_totals_where_the_covariance_is_beyond_float64() -> None:
@@ -58,10 +58,10 @@ def test_a_delay_line_in_closed_form() -> None:
     """J(k) = a^2k / sum_{j <= k} a^2j: noise comes in at every one of the k + 1 units passed."""
     for a in (0.9, 1.0, 1.1):
         powers = torch.tensor([a ** (2 * k) for k in range(30)], dtype=F64)
-        found = fisher_memory(*chain(a, 0, 0, n=30), steps=40)
-        assert torch.allclose(found.curve[:30], powers / powers.cumsum(0), rtol=1e-12)
-        assert not found.curve[30:].any()
-        assert found.total == pytest.approx(float(found.curve.sum()), rel=1e-12)
+        result = fisher_memory(*chain(a, 0, 0, n=30), steps=40)
+        assert torch.allclose(result.curve[:30], powers / powers.cumsum(0), rtol=1e-12)
+        assert not result.curve[30:].any()
+        assert result.total == pytest.approx(float(result.curve.sum()), rel=1e-12)
 
 
 def test_against_the_truncated_sum() -> None:
@@ -75,15 +75,15 @@ def test_against_the_truncated_sum() -> None:
         for _ in range(2000):
             covariance += power @ e @ power.mT
             power = v @ power
-        found = fisher_memory(v, u, noise, steps=300)
+        result = fisher_memory(v, u, noise, steps=300)
         states = [u]
         for _ in range(299):
             states.append(v @ states[-1])
         h = torch.stack(states, 1)
         expected = h.mT @ torch.linalg.solve(covariance, h)
-        assert torch.allclose(found.covariance, covariance, rtol=1e-10)
-        assert torch.allclose(found.matrix, expected, rtol=1e-8, atol=1e-12)
-        assert found.total == pytest.approx(float(expected.trace()), rel=1e-8)
+        assert torch.allclose(result.covariance, covariance, rtol=1e-10)
+        assert torch.allclose(result.matrix, expected, rtol=1e-8, atol=1e-12)
+        assert result.total == pytest.approx(float(expected.trace()), rel=1e-8)
 
 
 def test_a_normal_network_has_the_same_total_whatever_it_is() -> None:

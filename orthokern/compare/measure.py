@@ -32,7 +32,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     """Run a model and its conversion on the same inputs, and compare times, memory and results.
 
     The results of both are compared with those of the same model in float64, so that their difference can be compared
-    with the rounding error of torch itself. The function works on copies: the given module is not changed. Dropout is
+    with the rounding error of torch itself. The function works on copies: the module itself is not changed. Dropout is
     disabled in both models.
 
     Args:

@@ -51,7 +51,7 @@ examples:
   python -m orthokern.diagnostics runs/* --legend margin --table results.md --out pictures
 
 In the table, "best held-out X, at" is the best X on held-out data and the iteration at which it was
-found (accuracy: the largest; everything else: the smallest); "s" are the singular values in the last
+reached (accuracy: the largest; everything else: the smallest); "s" are the singular values in the last
 record that has them. Curves of more than 1000 points are drawn as means over intervals of equal length.
 Exit code: 0, or 2 for bad input.
 """

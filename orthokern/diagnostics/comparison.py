@@ -53,7 +53,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def caption(text: str) -> str:
-    """Text from a file, made safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
+    """Text from a file, safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
     formula."""
     return printable(text).replace("$", "\\$")
 
@@ -107,7 +107,7 @@ def telling_settings(runs: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     apart: list[tuple[str, ...]] = [(run.task,) for run in runs]
     for name in differing_settings(runs):
-        further = [(*told, setting_text(run, name)) for told, run in zip(apart, runs, strict=True)]
+        further = [(*values, setting_text(run, name)) for values, run in zip(apart, runs, strict=True)]
         if len(set(further)) > len(set(apart)):
             names, apart = [*names, name], further
     return names

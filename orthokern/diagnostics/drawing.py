@@ -37,8 +37,8 @@ def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
         ['l0', 'l1']
     """
     keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
-    found = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
-    return list(dict.fromkeys(match[1] or "l0" for match in found if match))
+    matches = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
+    return list(dict.fromkeys(match[1] or "l0" for match in matches if match))
 
 
 def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
@@ -49,9 +49,9 @@ def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def _text(run: RunRecord, name: str, usual: str) -> str:
-    """A text of config.json, made safe for a picture."""
-    found = run.config.get(name)
-    return caption(found if isinstance(found, str) else usual)
+    """A text of config.json, safe for a picture."""
+    value = run.config.get(name)
+    return caption(value if isinstance(value, str) else usual)
 
 
 def _curves(run: RunRecord, baseline: float | None) -> Drawing:

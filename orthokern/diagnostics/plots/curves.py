@@ -297,8 +297,8 @@ def _baselines(runs: Sequence[RunRecord], quantity: str, baseline: float | None)
         return [baseline]
     if quantity not in ("loss", "held_out_loss"):
         return []
-    told = {number_at(run.config, "baseline") for run in runs}
-    return sorted(level for level in told if level is not None) if len(told) == 1 else []
+    baselines = {number_at(run.config, "baseline") for run in runs}
+    return sorted(level for level in baselines if level is not None) if len(baselines) == 1 else []
 
 
 def _legend_below(figure: Figure, title: str) -> None:
