@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -15,25 +15,17 @@ from orthokern.commandline import Parser, Settings, command, device, integer, on
 from orthokern.compare import __doc__ as DESCRIPTION
 from orthokern.compare.measure import compare, first_line, mapped, refuse_meta, user_errors
 from orthokern.compare.result import Comparison
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError
 
 EXIT_DISAGREE = 1
 
 
 def _load(text: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Calls the factory "package.module:factory". Returns a model, and the inputs of its forward if there are any."""
-    name, colon, attribute = text.partition(":")
-    if not (name and colon and attribute):
-        raise InputError(f"--module {text!r}: accepted is package.module:factory")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    with user_errors(f"--module {text}: importing {name}"):
-        home = importlib.import_module(name)
-    factory: Any = home
-    for part in attribute.split("."):
-        if not hasattr(factory, part):
-            raise unknown_name(f"factory in {name}", attribute, [n for n in vars(home) if not n.startswith("_")][:50])
-        factory = getattr(factory, part)
+    with user_errors(f"--module {text}: importing it"):
+        factory: Any = pkgutil.resolve_name(text)
     if not callable(factory) or isinstance(factory, nn.Module):
         kind = type(factory).__name__
         raise InputError(f"--module {text}: it is a {kind}; accepted is a function that returns a model")
