@@ -86,6 +86,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert "missing data file nottingham.npz (nor Nottingham.mat)" in refused(tmp_path)
     assert "did you mean 'nottingham'" in refused(tmp_path, "notingham")
     assert "does not exist" in refused(tmp_path / "no")
+    assert "unknown collection ['jsb']" in refused(tmp_path, ["jsb"])  # type: ignore[arg-type]
 
 
 def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:

@@ -363,6 +363,11 @@ def test_a_damaged_run_is_one_line(
     assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
+def test_a_folder_of_another_type() -> None:
+    with pytest.raises(InputError, match="folder must be a path, got None"):
+        load_run(None)  # type: ignore[arg-type]
+
+
 def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:
     assert load_run(a_run(tmp_path / "by times", steps=10020)).time_steps == 10020
     assert load_run(write_run(tmp_path / "none", [{"iteration": 1}])).time_steps is None

@@ -1,8 +1,17 @@
 """Checks that readers and generators share."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from orthokern.errors import InputError
+
+
+def as_path(name: str, value: str | Path) -> Path:
+    """The value as a path; InputError for another type."""
+    if not isinstance(value, str | os.PathLike):
+        raise InputError(f"{name} must be a path, got {value!r}")
+    return Path(value)
 
 
 def integer(name: str, value: int, minimum: int = 1, maximum: int | None = None) -> int:

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
 
 def data_folder(folder: str | Path) -> Path:
     """The path, if it is a folder; InputError otherwise."""
-    if not isinstance(folder, str | os.PathLike):
-        raise InputError(f"folder must be a path, got {folder!r}")
-    if not os.path.exists(folder):
-        raise InputError(f"the data folder {folder} does not exist (looked for at {os.path.abspath(folder)})")
-    if not os.path.isdir(folder):
-        raise InputError(f"{folder} is a file; expected: the folder that holds the data files")
-    return Path(folder)
+    path = as_path("folder", folder)
+    if not os.path.exists(path):
+        raise InputError(f"the data folder {path} does not exist (looked for at {path.absolute()})")
+    if not os.path.isdir(path):
+        raise InputError(f"{path} is a file; expected: the folder that holds the data files")
+    return path
 
 
 def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:

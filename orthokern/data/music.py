@@ -243,7 +243,7 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         music = load_music("data/music", "nottingham")
         music.train.notes.shape  # [total steps, 88]
     """
-    if collection not in COLLECTIONS:
+    if collection not in tuple(COLLECTIONS):  # also for what cannot be hashed
         raise unknown_name("collection", collection, COLLECTIONS)
     mat, npz = COLLECTIONS[collection]
     path, content = read_first(data_folder(folder), [f"{npz}.npz", f"{mat}.mat"])

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.data._checks import check_state, integer
+from orthokern.data._checks import as_path, check_state, integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
 from orthokern.errors import InputError
 
@@ -318,7 +318,8 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         >>> len(sentences), sentences.text(1)
         (2, ' and so on \\n')
     """
-    path, content = read_first(Path(path).parent, [Path(path).name])
+    path = as_path("path", path)
+    path, content = read_first(path.parent, [path.name])
     return _sentences(path, _lines(path, content), max_length, released_targets)
 
 

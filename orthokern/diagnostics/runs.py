@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from orthokern.data._checks import as_path
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
@@ -143,7 +144,7 @@ def load_run(folder: Path | str) -> RunRecord:
         >>> run.settings["T"], run.last("loss")
         (100, 2.0)
     """
-    path = Path(folder)
+    path = as_path("folder", folder)
     if not os.path.exists(path):
         raise InputError(f"no such run folder: {path}")
     if not path.is_dir():
