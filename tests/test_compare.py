@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from orthokern import InputError
 from orthokern.compare import compare, measure
 from orthokern.compare.__main__ import main
 from orthokern.compare.result import Errors
-from orthokern.nn import _recurrent
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +47,15 @@ class Classifier(nn.Module):
 def test_a_model_agrees_with_its_conversion() -> None:
     model = Classifier(num_layers=2, dropout=0.3)
     before = copy.deepcopy(model.state_dict())
-    found = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
-    assert found.agree and found.outputs.torch > 0 and found.gradients is not None and found.gradients.torch > 0
-    assert len(found.forward.torch) == len(found.forward.orthokern) == 2 and found.backward is not None
-    assert [each.name for each in found.report.swapped] == ["first", "second"]
-    assert [each.name for each in found.report.kept] == ["third"] and found.peak_mib is None
+    result = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
+    assert result.agree and result.outputs.torch > 0 and result.gradients is not None and result.gradients.torch > 0
+    assert len(result.forward.torch) == len(result.forward.orthokern) == 2 and result.backward is not None
+    assert [each.name for each in result.report.swapped] == ["first", "second"]
+    assert [each.name for each in result.report.kept] == ["third"] and result.peak_mib is None
     assert isinstance(model.first, nn.GRU) and model.first.dropout == 0.3 and model.drop.p == 0.5
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    text = str(found)
+    text = str(result)
     for part in (
         "input [3, 7] int64",
         "backend of first: ",
@@ -73,21 +73,21 @@ def test_a_model_agrees_with_its_conversion() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_packed_input_and_asked_backend(dtype: torch.dtype) -> None:
     x = pack_sequence([torch.randn(n, 3, dtype=dtype) for n in (2, 5, 1)], enforce_sorted=False)
-    found = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
-    assert found.agree and found.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
+    result = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
+    assert result.agree and result.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
 
 
 def test_what_is_frozen_runs_forward_only() -> None:
     module = nn.RNN(3, 4).requires_grad_(False)
-    found = compare(module, torch.randn(5, 2, 3), rounds=1)
-    assert found.agree and found.backward is None and found.gradients is None and "forward only" in str(found)
+    result = compare(module, torch.randn(5, 2, 3), rounds=1)
+    assert result.agree and result.backward is None and result.gradients is None and "forward only" in str(result)
 
 
 def test_memory_counts_what_the_graph_holds() -> None:
     """The states [T, B, N] at least, without the weight of 4 MiB."""
-    found = compare(nn.RNN(2, 1024), torch.randn(16, 4, 2), rounds=1)
+    result = compare(nn.RNN(2, 1024), torch.randn(16, 4, 2), rounds=1)
     states = 16 * 4 * 1024 * 4 / 2**20
-    assert all(states <= kept < 4.0 for kept in found.kept_mib)
+    assert all(states <= kept < 4.0 for kept in result.kept_mib)
 
 
 @pytest.mark.parametrize(("part", "change"), [(0, 1e-4), (1, 1e-3)], ids=["outputs", "gradients"])
@@ -95,13 +95,18 @@ def test_memory_counts_what_the_graph_holds() -> None:
 def test_a_wrong_kernel_is_seen(
     part: int, change: float, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    true_scan = _recurrent.scan
+    true_convert = measure.convert
 
-    def wrong(args: Any) -> Tensor:
-        hs = true_scan(args)
-        return hs * (1 + change) if part == 0 else hs + change * (hs - hs.detach())
+    def wrong(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hs = output[0]
+        return hs * (1 + change) if part == 0 else hs + change * (hs - hs.detach()), output[1]
 
-    monkeypatch.setattr(_recurrent, "scan", wrong)
+    def convert(module: nn.Module, **options: Any) -> Any:
+        conversion = true_convert(module, **options)
+        conversion.module.register_forward_hook(wrong)
+        return conversion
+
+    monkeypatch.setattr(measure, "convert", convert)
     sizes = ["--input", "3", "--hidden", "5", "--batch", "2", "--time", "4", "--rounds", "1"]
     assert main([*sizes, "--dtype", dtype]) == 1
     text = capsys.readouterr().out
@@ -124,111 +129,56 @@ def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(measure, "_errors", errors)
     module = nn.RNN(2, 3, nonlinearity="relu")
-    found = compare(module, torch.randn(4, 2, 2), rounds=1)
-    assert found.agree == (bad == 1) and ("agreed at draw 2" in str(found)) == (bad == 1)
+    result = compare(module, torch.randn(4, 2, 2), rounds=1)
+    assert result.agree == (bad == 1) and ("agreed at draw 2" in str(result)) == (bad == 1)
     assert len(seen) == min(bad + 1, 3) and not torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], module.weight_ih_l0)
 
 
-def test_nan_is_no_agreement() -> None:
-    assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
-    assert measure._largest([torch.tensor([1.0, float("nan")])], [torch.tensor([1.0, 2.0])]) != 0.0
-    assert measure._largest([torch.tensor([float("inf")])], [torch.tensor([float("inf")])]) == 0.0
+# ---- factories for --module
 
 
-MODELS = """
-import torch
-from torch import nn
-from orthokern import InputError
-from orthokern.nn import _recurrent
+class Model(nn.Module):
+    def __init__(self, run: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3) if options else None
+        self.rnn = nn.RNN(3, 4, **options)
+        self.run = run
 
-def model():
-    return nn.ModuleList([nn.GRU(3, 4)])[0]
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
 
-def embedded():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.rnn = nn.Embedding(5, 3), nn.RNN(3, 4, batch_first=True)
-        def forward(self, ids):
-            assert ids.dtype == torch.int64 and ids.shape == (2, 6)
-            return self.rnn(self.embedding(ids))
-    return Model()
 
-def with_input():
-    return nn.GRU(3, 4), torch.randn(6, 2, 3)
-
-def raises():
-    raise RuntimeError("first line\\nsecond line")
-
-def number():
-    return 3
-
-def without():
-    return nn.Sequential(nn.Linear(2, 2))
-
-def only_lstm():
-    return nn.Sequential(nn.LSTM(2, 2)), torch.randn(3, 2, 2)
-
-def picky():
-    class Picky(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.RNN(3, 4)
-        def forward(self, x, more):
-            return self.rnn(x)
-    return Picky()
-
-def random():
-    class Random(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.RNN(3, 4)
-        def forward(self, x):
-            return self.rnn(x)[0] + torch.rand(())
-    return Random()
-
-def meta():
-    return nn.GRU(3, 4, device="meta")
-
-def meta_input():
-    return nn.GRU(3, 4), torch.randn(6, 2, 3, device="meta")
-
-def too_large_to_move():
-    def to(*place, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    model = nn.GRU(3, 4)
-    model.to = to
-    return model
-
-def silent():
-    class Silent(nn.RNN):
-        pass
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.RNN(3, 4)
-        def forward(self, x):
-            return None
-    return Model()
-
-value = nn.GRU(2, 3)
-"""
+FACTORIES: dict[str, Callable[[], Any]] = {
+    "model": lambda: nn.GRU(3, 4),
+    "embedded": lambda: Model(lambda m, ids: m.rnn(m.embedding(ids)), batch_first=True),
+    "with_input": lambda: (nn.GRU(3, 4), torch.randn(6, 2, 3)),
+    "raises": lambda: torch.ones(2) @ torch.ones(3),
+    "number": lambda: 3,
+    "without": lambda: nn.Sequential(nn.Linear(2, 2)),
+    "only_lstm": lambda: (nn.Sequential(nn.LSTM(2, 2)), torch.randn(3, 2, 2)),
+    "picky": lambda: Model(lambda m, x, more: m.rnn(x)),
+    "random": lambda: Model(lambda m, x: m.rnn(x)[0] + torch.rand(())),
+    "silent": lambda: Model(lambda m, x: None),
+    "meta": lambda: nn.GRU(3, 4, device="meta"),
+    "meta_input": lambda: (nn.GRU(3, 4), torch.randn(6, 2, 3, device="meta")),
+    "in_place": lambda: Model(lambda m, x: torch.relu_(m.rnn(x)[0])),
+    "value": nn.GRU(2, 3),  # type: ignore[dict-item]
+}
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "models_to_compare.py").write_text(MODELS)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("models_to_compare")
+    module.__dict__.update(FACTORIES)
+    monkeypatch.setitem(sys.modules, "models_to_compare", module)
     (tmp_path / "broken_models.py").write_text("raise ValueError('at import')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield "models_to_compare"
-    sys.modules.pop("models_to_compare", None)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--module=models_to_compare:model", "--batch=2", "--time=6"],
         ["--module=models_to_compare:model", "--dtype=float64", "--batch=2", "--time=3"],
         ["--module=models_to_compare:embedded", "--batch=2", "--time=6"],
         ["--module=models_to_compare:with_input", "--dtype=float64", "--device=cpu"],
@@ -237,7 +187,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
     ids=" ".join,
 )
-def test_command_line(models: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(models: None, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--rounds=1"]) == 0
     told = capsys.readouterr()
     assert told.err == "" and "swapped " in told.out and told.out.endswith("torch and orthokern agree\n")
@@ -246,32 +196,32 @@ def test_command_line(models: str, arguments: list[str], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--module=models_to_compare", "accepted is package.module:factory"),
+        ("--module=models_to_compare", "it is a module; accepted is a function"),
         ("--module=no_such_package.models:build", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("--module=broken_models:build", "importing broken_models raised ValueError: at import"),
-        ("--module=models_to_compare:modle", "unknown factory in models_to_compare 'modle': did you mean 'model'?"),
+        ("--module=broken_models:build", "importing it raised ValueError: at import"),
+        ("--module=models_to_compare:modle", "AttributeError: module 'models_to_compare' has no attribute 'modle'"),
         ("--module=models_to_compare:value", "it is a GRU; accepted is a function"),
-        ("--module=models_to_compare:raises", "the factory raised RuntimeError: first line"),
+        ("--module=models_to_compare:raises", "the factory raised RuntimeError: inconsistent tensor size"),
         ("--module=models_to_compare:number", "the factory returned int; accepted is a torch.nn.Module"),
         ("--module=models_to_compare:without", "Sequential has no torch.nn.RNN or torch.nn.GRU to swap"),
         ("--module=models_to_compare:only_lstm", "to swap; 0 (torch.nn.LSTM(2, 2)): there is no drop-in"),
-        ("--module=models_to_compare:picky", "forward of Picky raised TypeError"),
-        ("--module=models_to_compare:random", "forward of Random is random in eval mode too"),
+        ("--module=models_to_compare:picky", "forward of Model with input [200, 32, 3] float32 raised TypeError"),
+        ("--module=models_to_compare:random", "forward of Model is random in eval mode too"),
         ("--module=models_to_compare:meta", "weight_ih_l0 of GRU is on the device meta; accepted: tensors with values"),
-        ("--module=models_to_compare:meta --device=cpu", "weight_ih_l0 of GRU is on the device meta"),
         ("--module=models_to_compare:meta_input", "an input of GRU is on the device meta"),
-        ("--module=models_to_compare:too_large_to_move", "there is not enough memory (OutOfMemoryError: CUDA out of"),
+        ("--module=models_to_compare:in_place", "backward of Model raised RuntimeError: one of the variables needed"),
         ("--module=models_to_compare:silent", "forward of Model returns no floating tensor"),
-        ("--module=models_to_compare:with_input --batch=3", "--batch: for a factory that returns the model alone"),
-        ("--module=models_to_compare:model --hidden=3", "--hidden: for runs without --module"),
-        ("--cell=gru --nonlinearity=relu", "--nonlinearity: for runs without --module with --cell rnn; here --cell is"),
-        ("--cell=lstm", "unknown cell 'lstm'"),
-        ("--hidden=0", "'0' is not an integer of at least 1"),
+        (
+            "--module=models_to_compare:with_input --batch=3",
+            "--batch has no effect where the factory returns inputs too",
+        ),
+        ("--module=models_to_compare:model --hidden=3", "--hidden has no effect with --module"),
+        ("--cell=gru --nonlinearity=relu", "--nonlinearity has no effect with --cell gru"),
         ("--backend=cuda", "backend 'cuda' cannot serve"),
         (f"--batch={2**53}", "there is not enough memory"),
     ],
 )
-def test_mistakes(models: str, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(models: None, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "backend=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert main(arguments.split()) == 2
@@ -279,31 +229,11 @@ def test_mistakes(models: str, arguments: str, text: str, capsys: pytest.Capture
     assert told.out == "" and told.err.count("\n") == 1 and text in told.err, told.err
 
 
-def test_mistakes_in_code() -> None:
-    x = torch.randn(2, 2, 2)
-    for call in (
-        lambda: compare(nn.GRU(2, 3), x, rounds=0),
-        lambda: compare(nn.GRU(2, 3), x, rounds=2.5),  # type: ignore[arg-type]
-        lambda: compare(3),  # type: ignore[arg-type]
-    ):
+def test_wrong_arguments() -> None:
+    assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
+    for module, options in ((nn.GRU(2, 3), {"rounds": 0}), (nn.GRU(2, 3), {"rounds": 2.5}), (3, {})):
         with pytest.raises(InputError, match="must be"):
-            call()
-    with pytest.raises(InputError, match="weight_ih_l0 of GRU is on the device meta"):
-        compare(nn.GRU(2, 3, device="meta"), x.to("meta"))
-
-
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.RNN(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(self.rnn(x)[0])
-
-
-def test_a_backward_that_raises() -> None:
-    with pytest.raises(InputError, match="^backward of InPlace raised RuntimeError: .*modified by an inplace"):
-        compare(InPlace(), torch.randn(2, 2, 2), rounds=1)
+            compare(module, torch.randn(2, 2, 2), **options)  # type: ignore[arg-type]
 
 
 def test_a_model_without_finite_outputs() -> None:

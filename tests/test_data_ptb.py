@@ -43,12 +43,8 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_alphabet() -> None:
-    assert len(ALPHABET) == len(set(ALPHABET)) == 49
-    assert ALPHABET[0] == "<unk>" and ALPHABET[1] == "\n" and ALPHABET[22] == " " and ALPHABET[-1] == "z"
-
-
 def test_tokens(tmp_path: Path) -> None:
+    assert len(ALPHABET) == len(set(ALPHABET)) == 49 and ALPHABET[:2] == ("<unk>", "\n") and ALPHABET[22] == " "
     sentences = read_sentences(written(tmp_path, word_file(LINES)))
     assert sentences.tokens.dtype == torch.uint8 and sentences.offsets.dtype == torch.int64
     assert [sentences.text(i) for i in range(len(sentences))] == [f" {line} \n" for line in LINES]
@@ -67,6 +63,8 @@ def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None,
         char_file(lines),
         char_file(lines)[:-1],  # editors take a space off the end
         b"\xef\xbb\xbf" + word_file(lines),
+        word_file(lines).replace(b"\n", b"\r\n"),
+        char_file(lines).replace(b"\n", b"\r\n"),
         "\n\n".join(lines).encode() + b"\n",  # blank lines, and no spaces at the ends
     ]
     for content in variants:
@@ -74,7 +72,7 @@ def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None,
         assert torch.equal(words.tokens, other.tokens) and torch.equal(words.offsets, other.offsets)
 
 
-def test_length_counts_the_line_as_written(tmp_path: Path) -> None:
+def test_max_length_counts_the_line_as_written(tmp_path: Path) -> None:
     path = written(tmp_path, word_file(["ab <unk>", "abcdefghi"]))  # 11 and 12 characters, 7 and 12 tokens
     assert [len(read_sentences(path, max_length=n)) for n in (11, 12)] == [1, 2]
     with pytest.raises(InputError, match="no sentence of at most max_length = 10 characters; its shortest has 11"):
@@ -96,9 +94,8 @@ def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:
     indices = torch.tensor([7, 3, 39, 0, 11])
     batch = sentences.batch(indices)
     o = sentences.offsets
-    wanted = [sentences.tokens[o[i] : o[i + 1]].long() for i in indices.tolist()]
-    wanted.sort(key=len, reverse=True)
-    for ours, expected in ((batch.inputs, [s[:-1] for s in wanted]), (batch.targets, [s[1:] for s in wanted])):
+    rows = sorted((sentences.tokens[o[i] : o[i + 1]].long() for i in indices.tolist()), key=len, reverse=True)
+    for ours, expected in ((batch.inputs, [s[:-1] for s in rows]), (batch.targets, [s[1:] for s in rows])):
         packed = pack_sequence(expected)
         assert ours.dtype == torch.int64 and torch.equal(ours, packed.data)
         assert torch.equal(batch.batch_sizes, packed.batch_sizes)
@@ -142,24 +139,15 @@ def test_parts_make_the_whole(tmp_path: Path) -> None:
         sentences.batches(5, seeded(), part=(0, 4))
 
 
-def test_buckets_save_padding(tmp_path: Path) -> None:
-    sentences = read_sentences(written(tmp_path, word_file(random_lines(2000))))
-
-    def empty(bucket: int) -> float:
-        stream = sentences.batches(20, seeded(), bucket=bucket)
-        chunks = [next(stream) for _ in range(stream.per_epoch)]
-        return 1 - sum(len(c.inputs) for c in chunks) / sum(len(c.batch_sizes) * len(c.lengths) for c in chunks)
-
-    assert empty(1) > 0.3 and empty(16) < 0.1
-
-
-@pytest.mark.parametrize("given", [0, 1, 9, 10, 13])  # none, within an epoch, at its end, in the next
-def test_resume(tmp_path: Path, given: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 9, 10, 13])  # none, within an epoch, at its end, in the next
+def test_resume(tmp_path: Path, steps: int) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
     stream = sentences.batches(10, seeded(5), bucket=3)
-    for _ in range(given):
+    for _ in range(steps):
         next(stream)
     torch.save(stream.state_dict(), tmp_path / "state.pt")
+    with pytest.raises(InputError, match="the saved order of the data has batch 10; expected: 20"):
+        sentences.batches(20, seeded(5), bucket=3).load_state_dict(stream.state_dict())
     resumed = sentences.batches(10, seeded(99), bucket=3)
     next(resumed)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -169,33 +157,17 @@ def test_resume(tmp_path: Path, given: int) -> None:
         assert (resumed.epoch, resumed.position) == (stream.epoch, stream.position)
 
 
-def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
-    sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
-    state = sentences.batches(10, seeded()).state_dict()
-    with pytest.raises(InputError, match="the saved order of the data has batch 10; expected: 20"):
-        sentences.batches(20, seeded()).load_state_dict(state)
-    fewer = read_sentences(written(tmp_path, word_file(random_lines(99))))
-    with pytest.raises(InputError, match="has sentences 100; expected: 99"):
-        fewer.batches(10, seeded()).load_state_dict(state)
-
-
 GOOD = LINES[:2]
 REFUSED = {
-    "empty": (b"", "is empty: 0 bytes; expected: one sentence a line"),
-    "blank": (b" \n \n", "is empty: 4 bytes"),
-    "a mark and nothing else": (b"\xef\xbb\xbf", "is empty: 0 bytes"),
+    "empty": (b"", "is empty: 0 bytes; expected: one sentence per line"),
+    "a mark and nothing else": (b"\xef\xbb\xbf", "is empty: 3 bytes"),
     "capital": (word_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet; expected: a to z"),
-    "capital in a char file": (char_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet"),
-    "accent": (word_file([*GOOD, "caf\u00e9"]), "line 3: character '\u00e9' is outside the alphabet"),
     "accent in a char file": (char_file(["caf\u00e9", *GOOD]), "line 1: character '\u00e9' is outside the alphabet"),
     "angle": (word_file(["a", "a < b"]), "line 2: character '<' is outside the alphabet"),
     "underline in a word file": (word_file(["a", "a_b ab"]), "line 2: character '_' is outside the alphabet"),
-    "carriage return": (word_file(GOOD).replace(b"\n", b"\r\n"), r"line 1: character '\\r' is outside the alphabet"),
+    "carriage return": (word_file(["a", "a\rb"]), r"line 2: character '\\r' is outside the alphabet"),
     "zero byte": (word_file(["a", "a\0b"]), r"line 2: character '\\x00' is outside the alphabet"),
-    "one byte": (word_file(["a", "a\1b"]), r"line 2: character '\\x01' is outside the alphabet"),
-    "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is no text in UTF-8; expected: .* ASCII"),
-    "UTF-16": (word_file(GOOD).decode().encode("utf-16"), "line 1: byte 0xff is no text in UTF-8"),
-    "gzip": (b"\x1f\x8b\x08\x00" + bytes(range(256)), "line 1: byte 0x8b is no text in UTF-8"),
+    "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is not UTF-8; expected: text"),
     "cut off": (word_file(GOOD)[:-4], "does not end with a line end: is it cut off"),
     "cut off char file": (char_file(GOOD)[:-5], "does not end with a line end: is it cut off"),
     "damaged char file": (
@@ -214,7 +186,7 @@ def test_refusals(tmp_path: Path, what: str) -> None:
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
-def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="^missing data file nothing.txt; looked for in /"):
         read_sentences(tmp_path / "nothing.txt")
     for part in ("train", "valid"):
@@ -223,14 +195,6 @@ def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.Monkey
         load_ptb(tmp_path)
     with pytest.raises(InputError, match="nowhere does not exist"):
         load_ptb(tmp_path / "nowhere")
-
-    def refuse(path: Path, flags: int) -> int:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    (tmp_path / "ptb.test.txt").write_bytes((tmp_path / "ptb.train.txt").read_bytes())
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(InputError, match="ptb.train.txt cannot be read: permission denied; expected: a file that"):
-        load_ptb(tmp_path)
 
 
 def test_load(tmp_path: Path) -> None:
@@ -263,14 +227,12 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 # what becomes of the lines of valid, and what the error says
+DAMAGED = r"damaged or cut off: \d+ bytes with a wrong checksum; expected: the Penn Treebank's valid, \d+ bytes$"
 DAMAGES: dict[str, tuple[Callable[[dict[str, list[str]]], list[str]], str]] = {
     "another's": (lambda t: t["train"], "holds the Penn Treebank's train; expected: its valid$"),
-    "cut off at a line's end": (
-        lambda t: t["valid"][:-3],
-        r"cut off: \d+ bytes; expected: the Penn .* valid, \d+ bytes$",
-    ),
-    "a letter": (lambda t: [*t["valid"][:-1], t["valid"][-1].replace("N", "a")], "damaged: wrong checksum in bytes"),
-    "too long": (lambda t: [*t["valid"], "a"], "damaged: wrong checksum in bytes"),
+    "cut off at a line's end": (lambda t: t["valid"][:-3], DAMAGED),
+    "a letter": (lambda t: [*t["valid"][:-1], t["valid"][-1].replace("N", "a")], DAMAGED),
+    "too long": (lambda t: [*t["valid"], "a"], DAMAGED),
 }
 
 

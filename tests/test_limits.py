@@ -44,7 +44,6 @@ LONG_FUNCTIONS = {
 LONG_TESTS = {
     "tests/gpu/test_device.py": "the kernels on a GPU",
     "tests/ops/test_scan_cross_entropy.py": "scan_cross_entropy and its modules",
-    "tests/test_diagnostics.py": "the diagnostics and their plots",
     "tests/test_nn.py": "the recurrent modules",
     "tests/test_optim.py": "the optimizers",
     "tests/test_projection.py": "the spectral projection",

@@ -358,7 +358,7 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
 def test_bad_data(tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     message = "has 12 distinct words, <eos> included; accepted: at most 11"
     assert_refused(capsys, message, "word_lm", *small["word_lm"], "--vocabulary", "11", "--out", tmp_path / "out")
-    message = "missing data file JSB_Chorales.mat (nor jsb_chorales.npz)"
+    message = "missing data file jsb_chorales.npz (nor JSB_Chorales.mat)"
     assert_refused(capsys, message, "music", *small["music"], "--collection", "jsb", "--out", tmp_path / "out")
 
 

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Needs, Parser, Settings, command, device, integer, one_of, say
+from orthokern.commandline import Parser, Settings, command, device, integer, one_of, say
 from orthokern.compare import __doc__ as DESCRIPTION
-from orthokern.compare.measure import compare, first_line, mapped, refuse_meta
-from orthokern.errors import InputError, unknown_name
+from orthokern.compare.measure import compare, first_line, mapped, refuse_meta, user_errors
+from orthokern.compare.result import Comparison
+from orthokern.errors import InputError
 
 EXIT_DISAGREE = 1
 
 
 def _load(text: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """Calls the factory "package.module:factory". Returns a model, and the inputs of its forward if there are any."""
-    name, colon, attribute = text.partition(":")
-    if not (name and colon and attribute):
-        raise InputError(f"--module {text!r}: accepted is package.module:factory")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        home = importlib.import_module(name)
-    except Exception as error:  # a user's code
-        raise InputError(f"--module {text}: importing {name} raised {first_line(error)}") from error
-    factory: Any = home
-    for part in attribute.split("."):
-        if not hasattr(factory, part):
-            raise unknown_name(f"factory in {name}", attribute, [n for n in vars(home) if not n.startswith("_")][:50])
-        factory = getattr(factory, part)
+    with user_errors(f"--module {text}: importing it"):
+        factory: Any = pkgutil.resolve_name(text)
     if not callable(factory) or isinstance(factory, nn.Module):
-        raise InputError(
-            f"--module {text}: it is a {type(factory).__name__}; accepted is a function that makes a model"
-        )
-    try:
-        made = factory()
-    except Exception as error:
-        raise InputError(f"--module {text}: the factory raised {first_line(error)}") from error
-    model, *inputs = made if isinstance(made, tuple) else (made,)
+        kind = type(factory).__name__
+        raise InputError(f"--module {text}: it is a {kind}; accepted is a function that returns a model")
+    with user_errors(f"--module {text}: the factory"):
+        result = factory()
+    model, *inputs = result if isinstance(result, tuple) else (result,)
     if not isinstance(model, nn.Module):
         raise InputError(
             f"--module {text}: the factory returned {type(model).__name__}; accepted is a torch.nn.Module, or a tuple "
@@ -52,7 +40,7 @@ def _load(text: str) -> tuple[nn.Module, tuple[Any, ...]]:
     return model, tuple(inputs)
 
 
-def _made_input(model: nn.Module, batch: int, steps: int, seed: int) -> Tensor:
+def _new_input(model: nn.Module, batch: int, steps: int, seed: int) -> Tensor:
     """Random input for a model: token ids where it begins with an embedding, else features for its first layer.
 
     The layout is that of the first recurrent module, [T, B, ..] or [B, T, ..].
@@ -70,30 +58,21 @@ def _made_input(model: nn.Module, batch: int, steps: int, seed: int) -> Tensor:
     return torch.randn(*shape, features, generator=generator, device="cpu").to(weight)
 
 
-def _moved(t: Tensor, place: str | None, dtype: str | None) -> Tensor:
-    t = t if place is None else t.to(place)
-    return t.to(getattr(torch, dtype)) if dtype is not None and t.is_floating_point() else t
-
-
-def _made_model(given: Settings) -> nn.Module:
-    cell = given.get("cell", "rnn")
-    options: Settings = {
-        "num_layers": given.get("layers", 1),
-        "bias": not given.get("no_bias", False),
-        "batch_first": given.get("batch_first", False),
-        "bidirectional": given.get("bidirectional", False),
+def _new_model(options: Settings) -> nn.Module:
+    """One module of the sizes of the command line."""
+    arguments: Settings = {
+        "num_layers": options.get("layers", 1),
+        "bias": not options.get("no_bias", False),
+        "batch_first": options.get("batch_first", False),
+        "bidirectional": options.get("bidirectional", False),
     }
-    sizes = (given.get("input", 64), given.get("hidden", 128))
-    try:
-        if cell == "gru":
-            return nn.GRU(*sizes, **options)
-        return nn.RNN(*sizes, nonlinearity=given.get("nonlinearity", "tanh"), **options)
-    except (RuntimeError, MemoryError) as error:
-        raise InputError(f"torch cannot make the module ({first_line(error)}); accepted: sizes that fit") from error
+    sizes = (options.get("input", 64), options.get("hidden", 128))
+    if options.get("cell") == "gru":
+        return nn.GRU(*sizes, **arguments)
+    return nn.RNN(*sizes, nonlinearity=options.get("nonlinearity", "tanh"), **arguments)
 
 
-# options that cannot be combined with --module
-_ONLY_SIZES = ("cell", "input", "hidden", "layers", "bidirectional", "batch_first", "no_bias")
+_ONLY_SIZES = ("cell", "input", "hidden", "layers", "nonlinearity", "bidirectional", "batch_first", "no_bias")
 
 
 def _parser() -> Parser:
@@ -123,45 +102,53 @@ def _parser() -> Parser:
     how.add_argument("--rounds", type=integer(1, 100_000), help="number of timed rounds of each model (default 11)")
     how.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: set by torch)")
     how.add_argument("--seed", type=integer(0), help="seed of weights, inputs and cotangents (default 0)")
-    parser.needs = {name: ((Needs("module", (None,)),),) for name in _ONLY_SIZES}
-    parser.needs["nonlinearity"] = ((Needs("module", (None,)), Needs("cell", ("rnn",))),)
     return parser
+
+
+def _check_effect(options: Settings, names: Iterable[str], reason: str) -> None:
+    """InputError for the first of some options that is set."""
+    for name in names:
+        if name in options:
+            raise InputError(f"--{name.replace('_', '-')} has no effect {reason}")
+
+
+def _compare(options: Settings) -> Comparison:
+    seed, place = options.get("seed", 0), options.get("device")
+    torch.manual_seed(seed)
+    dtype = getattr(torch, options["dtype"]) if "dtype" in options else None
+    if "module" in options:
+        _check_effect(options, _ONLY_SIZES, "with --module")
+        model, inputs = _load(options["module"])
+    else:
+        if options.get("cell") == "gru":
+            _check_effect(options, ["nonlinearity"], "with --cell gru")
+        model, inputs = _new_model(options), ()
+    refuse_meta(model, inputs)
+    model = model.to(device=place, dtype=dtype)
+    if inputs:
+        _check_effect(options, ["batch", "time"], "where the factory returns inputs too")
+        inputs = mapped(inputs, lambda t: t.to(device=place, dtype=dtype if t.is_floating_point() else None))
+    else:
+        inputs = (_new_input(model, options.get("batch", 32), options.get("time", 200), seed),)
+    return compare(model, *inputs, rounds=options.get("rounds", 11), backend=options.get("backend"), seed=seed)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison. Returns the exit code: 0, 1 if the results disagree, 2 for bad input."""
 
     def body() -> int:
-        parser = _parser()
-        given = parser.parse(argv)
-        parser.check_all_play(given, SimpleNamespace(**({"module": None, "cell": "rnn"} | given)))
-        if "threads" in given:
-            torch.set_num_threads(given["threads"])
-        seed = given.get("seed", 0)
-        torch.manual_seed(seed)
-        if "module" in given:
-            model, inputs = _load(given["module"])
-            idle = [f"--{name}" for name in ("batch", "time") if name in given] if inputs else []
-            if idle:
-                raise InputError(f"{idle[0]}: for a factory that returns the model alone; here it gives the input too")
-        else:
-            model, inputs = _made_model(given), ()
-        refuse_meta(model, inputs)
-        place = given.get("device")
+        options = _parser().parse(argv)
+        if "threads" in options:
+            torch.set_num_threads(options["threads"])
         try:
-            model = model.to(device=place, dtype=getattr(torch, given["dtype"]) if "dtype" in given else None)
-            if not inputs:
-                inputs = (_made_input(model, given.get("batch", 32), given.get("time", 200), seed),)
-            else:
-                inputs = mapped(inputs, lambda t: _moved(t, place, given.get("dtype")))
-            found = compare(model, *inputs, rounds=given.get("rounds", 11), backend=given.get("backend"), seed=seed)
-        except RuntimeError as error:
-            large = any(word in str(error) for word in ("memory", "overflowed"))  # a size in bytes beyond 64 bits
-            if not isinstance(error, torch.OutOfMemoryError) and not large:
+            result = _compare(options)
+        except (RuntimeError, MemoryError) as error:
+            too_large = any(word in str(error) for word in ("memory", "overflowed", "allocate"))
+            if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not too_large:
                 raise
             raise InputError(f"there is not enough memory ({first_line(error)}); accepted: smaller sizes") from error
-        say(str(found))
-        return 0 if found.agree else EXIT_DISAGREE
+        say(str(result))
+        return 0 if result.agree else EXIT_DISAGREE
 
     return command(body, argv)
 

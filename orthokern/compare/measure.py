@@ -6,17 +6,19 @@ import copy
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from orthokern import dispatch
 from orthokern.compare.result import Comparison, Errors, Times
-from orthokern.conversion import Conversion, Report, convert
+from orthokern.conversion import Conversion, convert
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.nn._checks import positive_int
 
 SECONDS = 60.0  # no new round of timing after this, once there are LEAST_ROUNDS
 LEAST_ROUNDS = 3
@@ -30,7 +32,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     """Run a model and its conversion on the same inputs, and compare times, memory and results.
 
     The results of both are compared with those of the same model in float64, so that their difference can be compared
-    with the rounding error of torch itself. The function works on copies: the given module is not changed. Dropout is
+    with the rounding error of torch itself. The function works on copies: the module itself is not changed. Dropout is
     disabled in both models.
 
     Args:
@@ -51,17 +53,21 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     Example::
 
         >>> from orthokern.compare import compare
-        >>> found = compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3)
-        >>> found.agree
+        >>> compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3).agree
         True
     """
-    rounds = positive_int("rounds", rounds)
-    theirs = _copy(module)
-    refuse_meta(theirs, inputs)
+    if type(rounds) is not int or rounds < 1:
+        raise InputError(f"rounds must be an integer of at least 1, got {rounds!r}")
+    if not isinstance(module, nn.Module):
+        raise InputError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    refuse_meta(module, inputs)
+    with user_errors(f"copying {type(module).__name__}"):
+        theirs = copy.deepcopy(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
     if not report.swapped:
-        raise InputError(f"{type(module).__name__} has no torch.nn.RNN or torch.nn.GRU to swap{_why_not(report)}")
+        reasons = "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
+        raise InputError(f"{type(module).__name__} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
     run = _Run(inputs, seed)
     if run.is_random(theirs):
         theirs.eval()
@@ -69,29 +75,19 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         notes.append("forward draws random numbers: both models run in eval mode")
         if run.is_random(theirs):
             raise InputError(f"forward of {type(module).__name__} is random in eval mode too: nothing to compare")
-    backends = _backends(Conversion(ours, report))
-    with_backward = run.differentiable(theirs)
-    if not with_backward:
+    run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
+    if not run.with_backward:
         notes.append("no output depends on a parameter that requires gradients: forward only")
-    outputs, gradients, trials = _agreement(theirs, ours, run, with_backward)
+    outputs, gradients, trials = _agreement(theirs, ours, run)
     if trials > 1 and outputs.agree and (gradients is None or gradients.agree):
         notes.append(f"agreed at draw {trials} of the weights: near a kink of relu rounding decides the branch")
     kept = (_kept_mib(theirs, run), _kept_mib(ours, run))
-    forward, backward, peaks = _time(theirs, ours, run, rounds, with_backward)
+    forward, backward, peaks = _time((theirs, ours), run, rounds)
     if len(forward.torch) < rounds:
         notes.append(f"{len(forward.torch)} rounds instead of {rounds}: they took {SECONDS:.0f} s")
-    return Comparison(
-        _head(module, run), report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes)
-    )
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    if not isinstance(module, nn.Module):
-        raise InputError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:
-        raise InputError(f"the model cannot be copied ({first_line(error)})") from error
+    backends = _backends(Conversion(ours, report))
+    head = _head(module, run)
+    return Comparison(head, report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes))
 
 
 def refuse_meta(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -108,49 +104,48 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _why_not(report: Report) -> str:
-    return "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
+@contextmanager
+def user_errors(action: str) -> Iterator[None]:
+    """Converts an error in a user's code to an InputError of one line."""
+    try:
+        yield
+    except (InputError, BackendUnavailable, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError(f"{action} raised {first_line(error)}") from error
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
-    """Switches off what would drop units at random; what there is to say of it."""
-    found = False
+    """Disables dropout; returns the note about it."""
+    names = []
     for each in module.modules():
-        if isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0:
-            each.p, found = 0.0, True
-        elif isinstance(each, nn.RNNBase) and each.dropout > 0:
-            each.dropout, found = 0.0, True
-    return ["dropout is switched off in both models"] if found else []
+        name = "dropout" if isinstance(each, nn.RNNBase) else "p"
+        if isinstance(each, nn.modules.dropout._DropoutNd | nn.RNNBase) and getattr(each, name) > 0:
+            setattr(each, name, 0.0)
+            names.append(name)
+    return ["dropout is switched off in both models"] if names else []
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """All tensors in an output or input: of tuples, lists, dictionaries and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
+    result: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            result.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            result += tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return result
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """An input with every tensor changed; a PackedSequence keeps its sizes."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, nn.utils.rnn.PackedSequence):
-        return nn.utils.rnn.PackedSequence(change(value.data), *value[1:])
-    if isinstance(value, Mapping):
-        return {name: mapped(each, change) for name, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(each, change) for each in value))
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(each, change) for each in value)
-    return value
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return PackedSequence(change(leaf.data), *leaf[1:])
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(of_leaf, value, is_leaf=lambda each: isinstance(each, PackedSequence))
 
 
 class _Run:
@@ -159,76 +154,49 @@ class _Run:
     def __init__(self, inputs: tuple[Any, ...], seed: int) -> None:
         self.inputs, self.seed = inputs, seed
         self.device = next((t.device for t in tensors(inputs)), torch.device("cpu"))
+        self.with_backward = True
         self._cotangents: list[Tensor] = []
 
-    def given(self) -> tuple[Any, ...]:
-        """The inputs, with gradients for those that asked for them."""
-        made: tuple[Any, ...] = mapped(self.inputs, lambda t: t.detach().requires_grad_(t.requires_grad))
-        return made
-
-    def leaves(self, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-        """The inputs, with gradients for all floating ones, and these in `dtype`."""
-
-        def leaf(t: Tensor) -> Tensor:
-            if not t.is_floating_point():
-                return t
-            return t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
-
-        made: tuple[Any, ...] = mapped(self.inputs, leaf)
-        return made
+    def fresh_inputs(self) -> tuple[Any, ...]:
+        """The inputs, with gradients for those that require them."""
+        result: tuple[Any, ...] = mapped(self.inputs, lambda t: t.detach().requires_grad_(t.requires_grad))
+        return result
 
     def forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
-        """The floating tensors of the output."""
+        """The floating-point tensors of the output."""
         torch.manual_seed(self.seed)
-        try:
-            output = module(*inputs)
-        except (InputError, BackendUnavailable, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a user's model
-            shapes = ", ".join(f"{list(t.shape)} {dispatch.dtype_name(t.dtype)}" for t in tensors(inputs))
-            raise InputError(
-                f"forward of {type(module).__name__} raised {first_line(error)}, with input {shapes}; "
-                "the factory may return (model, input, ...) to choose the input"
-            ) from error
-        found = [t for t in tensors(output) if t.is_floating_point()]
-        if not found:
+        shapes = ", ".join(f"{list(t.shape)} {dispatch.dtype_name(t.dtype)}" for t in tensors(inputs))
+        with user_errors(f"forward of {type(module).__name__} with input {shapes}"):
+            outputs = [t for t in tensors(module(*inputs)) if t.is_floating_point()]
+        if not outputs:
             raise InputError(f"forward of {type(module).__name__} returns no floating tensor: nothing to compare")
-        return found
+        return outputs
 
     def is_random(self, module: nn.Module) -> bool:
         """Whether two seeds give two results."""
         with torch.no_grad():
-            first = self.forward(module, self.given())
+            first = self.forward(module, self.fresh_inputs())
             self.seed += 1
-            second = self.forward(module, self.given())
+            second = self.forward(module, self.fresh_inputs())
             self.seed -= 1
         return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True) if not a.isnan().any())
 
-    def differentiable(self, module: nn.Module) -> bool:
-        """Whether there is anything to run backward from."""
-        return any(t.requires_grad for t in self.forward(module, self.given()))
-
-    def cotangents(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Random numbers of the outputs' shapes, the same ones for every model."""
+    def backward(self, module: nn.Module, outputs: list[Tensor]) -> None:
+        """Backward from random cotangents, the same ones for every model."""
         if not self._cotangents:
             generator = torch.Generator().manual_seed(self.seed)
             self._cotangents = [torch.randn(t.shape, generator=generator, device="cpu").to(t.device) for t in outputs]
-        return [c.to(t.dtype) for c, t in zip(self._cotangents, outputs, strict=True)]
-
-    def backward(self, module: nn.Module, outputs: list[Tensor]) -> None:
-        pairs = [(t, c) for t, c in zip(outputs, self.cotangents(outputs), strict=True) if t.requires_grad]
-        try:
+        pairs = [(t, c.to(t.dtype)) for t, c in zip(outputs, self._cotangents, strict=True) if t.requires_grad]
+        with user_errors(f"backward of {type(module).__name__}"):
             torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
-        except (InputError, BackendUnavailable, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a user's model: as one that changes the output of a recurrence in place
-            raise InputError(f"backward of {type(module).__name__} raised {first_line(error)}") from error
 
-    def results(
-        self, module: nn.Module, with_backward: bool, dtype: torch.dtype | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and the gradients of parameters and floating inputs."""
-        inputs = self.leaves(dtype)
+    def results(self, module: nn.Module, dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and the gradients of parameters and floating-point inputs."""
+
+        def leaf(t: Tensor) -> Tensor:
+            return t.detach().to(dtype or t.dtype, copy=True).requires_grad_() if t.is_floating_point() else t
+
+        inputs = mapped(self.inputs, leaf)
         module.zero_grad(set_to_none=True)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype or default)  # of the states that a forward makes with torch.zeros
@@ -237,10 +205,10 @@ class _Run:
         finally:
             torch.set_default_dtype(default)
         gradients: list[Tensor] = []
-        if with_backward:
+        if self.with_backward:
             self.backward(module, outputs)
-            wanted = [*module.parameters(), *(t for t in tensors(inputs) if t.is_floating_point())]
-            gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in wanted]
+            leaves = [*module.parameters(), *(t for t in tensors(inputs) if t.is_floating_point())]
+            gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
             module.zero_grad(set_to_none=True)
         return [t.detach() for t in outputs], gradients
 
@@ -248,61 +216,48 @@ class _Run:
 # ---- agreement ---------------------------------------------------------------------------------------------------
 
 
-def _agreement(theirs: nn.Module, ours: nn.Module, run: _Run, with_backward: bool) -> tuple[Errors, Errors | None, int]:
+def _agreement(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Errors | None, int]:
     """Errors of outputs and gradients, and at which draw of the weights. The first draw is the model's own."""
-    parameters = [p for p in theirs.parameters() if p.is_floating_point()]
-    own = [p.detach().clone() for p in parameters]
+    # the names of the parameters are the same in both models
+    twins = dict(ours.named_parameters(remove_duplicate=False))
+    pairs = [(p, twins[name]) for name, p in theirs.named_parameters() if p.is_floating_point()]
+    own = [p.detach().clone() for p, _ in pairs]
     generator = torch.Generator().manual_seed(run.seed)
-    first = None
-    try:
-        for trial in range(1, TRIALS + 1):
-            errors = _errors(theirs, ours, run, with_backward)
-            if all(each.agree for each in errors if each is not None):
-                return *errors, trial
-            first = first or errors
-            with torch.no_grad():
-                for p, q, value in zip(parameters, _twins(theirs, ours, parameters), own, strict=True):
-                    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu").to(value)
-                    p.copy_(value * (1 + 1e-3 * noise))
-                    q.copy_(p)
-        assert first is not None
-        return *first, TRIALS
-    finally:
+    results = []
+    for trial in range(1, TRIALS + 1):
+        results.append(_errors(theirs, ours, run))
+        agree = all(errors.agree for errors in results[-1] if errors is not None)
         with torch.no_grad():
-            for p, q, value in zip(parameters, _twins(theirs, ours, parameters), own, strict=True):
-                p.copy_(value)
-                q.copy_(value)
+            for (p, q), value in zip(pairs, own, strict=True):
+                noise = torch.zeros(())
+                if not agree and trial < TRIALS:
+                    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
+                p.copy_(value * (1 + 1e-3 * noise.to(value)))
+                q.copy_(p)
+        if agree:
+            return *results[-1], trial
+    return *results[0], TRIALS
 
 
-def _twins(theirs: nn.Module, ours: nn.Module, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The parameters of our model in the order of theirs: the names are the same."""
-    by_name = dict(ours.named_parameters(remove_duplicate=False))
-    names = {id(p): name for name, p in theirs.named_parameters(remove_duplicate=False)}
-    return [by_name[names[id(p)]] for p in parameters]
-
-
-def _errors(theirs: nn.Module, ours: nn.Module, run: _Run, with_backward: bool) -> tuple[Errors, Errors | None]:
-    exact = run.results(copy.deepcopy(theirs).double(), with_backward, torch.float64)
-    of_torch = run.results(theirs, with_backward)
-    of_ours = run.results(ours, with_backward)
+def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Errors | None]:
+    exact = run.results(copy.deepcopy(theirs).double(), torch.float64)
+    of_torch, of_ours = run.results(theirs), run.results(ours)
     scale = 1.0
     if all(t.dtype == torch.float64 for t in of_torch[0]):
         # The exact results are torch's own here: its rounding is that in float32, scaled by the units of rounding.
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        of_torch = run.results(copy.deepcopy(theirs).float(), with_backward, torch.float32)
-    found = []
-    for part in (0, 1) if with_backward else (0,):
-        plain, mine, truth = of_torch[part], of_ours[part], exact[part]
-        if not len(plain) == len(mine) == len(truth):
-            raise InputError("the model returns another number of tensors in float64: nothing to compare")
-        if part == 0 and not any(bool(t.isfinite().any()) for t in truth):
-            raise InputError("no output of the model is a finite number, also in float64: nothing to compare")
+        of_torch = run.results(copy.deepcopy(theirs).float(), torch.float32)
+    if not len(of_torch[0]) == len(of_ours[0]) == len(exact[0]):
+        raise InputError("the model returns another number of tensors in float64: nothing to compare")
+    if not any(bool(t.isfinite().any()) for t in exact[0]):
+        raise InputError("no output of the model is a finite number, also in float64: nothing to compare")
+    result = []
+    for plain, mine, truth in zip(of_torch, of_ours, exact, strict=True):
         rounding = _largest(plain, truth) * scale
         eps = max((torch.finfo(t.dtype).eps for t in mine), default=0.0)
-        allowed = FACTOR * rounding + FLOOR * eps
         between = _largest(mine, plain if scale == 1.0 else truth)
-        found.append(Errors(rounding, _largest(mine, truth), between, allowed))
-    return found[0], found[1] if with_backward else None
+        result.append(Errors(rounding, _largest(mine, truth), between, FACTOR * rounding + FLOOR * eps))
+    return result[0], result[1] if run.with_backward else None
 
 
 def _largest(values: list[Tensor], others: list[Tensor]) -> float:
@@ -328,37 +283,29 @@ def _largest(values: list[Tensor], others: list[Tensor]) -> float:
 
 def _kept_mib(module: nn.Module, run: _Run) -> float:
     """MiB of the storages that the graph of one forward holds, without those of parameters and inputs."""
-    inputs = run.given()
-    given = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *tensors(inputs)]}
-    found: dict[int, int] = {}
+    inputs = run.fresh_inputs()
+    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *tensors(inputs)]}
+    sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in given:
-            found[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         outputs = run.forward(module, inputs)
     del outputs
-    return sum(found.values()) / 2**20
+    return sum(sizes.values()) / 2**20
 
 
 def _time(
-    theirs: nn.Module, ours: nn.Module, run: _Run, rounds: int, with_backward: bool
+    modules: tuple[nn.Module, nn.Module], run: _Run, rounds: int
 ) -> tuple[Times, Times | None, tuple[float, float] | None]:
     """Times in turns, after two rounds that do not count; and the peaks of memory on a CUDA device."""
     cuda = run.device.type == "cuda"
-
-    def now() -> float:
-        if cuda:
-            torch.cuda.synchronize(run.device)
-        return time.perf_counter()
-
-    inputs = run.given()
-    forward: tuple[list[float], list[float]] = ([], [])
-    backward: tuple[list[float], list[float]] = ([], [])
-    peaks = [0.0, 0.0]
+    inputs = run.fresh_inputs()
+    samples: tuple[list[_Sample], list[_Sample]] = ([], [])
     started = time.perf_counter()
     collecting = gc.isenabled()
     gc.disable()
@@ -366,37 +313,45 @@ def _time(
         for number in range(-2, rounds):
             if number >= LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
                 break
-            order = (0, 1) if number % 2 == 0 else (1, 0)
-            for which in order:
-                module = (theirs, ours)[which]
-                module.zero_grad(set_to_none=True)
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats(run.device)
-                start = now()
-                outputs = run.forward(module, inputs)
-                middle = now()
-                if with_backward:
-                    run.backward(module, outputs)
-                    end = now()
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                sample = _sample(modules[which], run, inputs)
                 if number >= 0:
-                    forward[which].append(1e3 * (middle - start))
-                    if with_backward:
-                        backward[which].append(1e3 * (end - middle))
-                    if cuda:
-                        peaks[which] = max(peaks[which], torch.cuda.max_memory_allocated(run.device) / 2**20)
-                del outputs
-                for t in tensors(inputs):
-                    t.grad = None
+                    samples[which].append(sample)
     finally:
         if collecting:
             gc.enable()
-    theirs.zero_grad(set_to_none=True)
-    ours.zero_grad(set_to_none=True)
+    forward, backward, peaks = (tuple(tuple(each[i] for each in part) for part in samples) for i in range(3))
     return (
-        Times(tuple(forward[0]), tuple(forward[1])),
-        Times(tuple(backward[0]), tuple(backward[1])) if with_backward else None,
-        (peaks[0], peaks[1]) if cuda else None,
+        Times(*forward),
+        Times(*backward) if run.with_backward else None,
+        (max(peaks[0]), max(peaks[1])) if cuda else None,
     )
+
+
+_Sample = tuple[float, float, float]  # ms of forward and backward, peak MiB
+
+
+def _sample(module: nn.Module, run: _Run, inputs: tuple[Any, ...]) -> _Sample:
+    """Time and peak of one forward and backward. Gradients are removed again."""
+    cuda = run.device.type == "cuda"
+
+    def now() -> float:
+        if cuda:
+            torch.cuda.synchronize(run.device)
+        return 1e3 * time.perf_counter()
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(run.device)
+    start = now()
+    outputs = run.forward(module, inputs)
+    middle = now()
+    if run.with_backward:
+        run.backward(module, outputs)
+    end = now()
+    module.zero_grad(set_to_none=True)
+    for t in tensors(inputs):
+        t.grad = None
+    return middle - start, end - middle, torch.cuda.max_memory_allocated(run.device) / 2**20 if cuda else 0.0
 
 
 # ---- text --------------------------------------------------------------------------------------------------------

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orthokern._files import read_file, reason
+from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
 
 def data_folder(folder: str | Path) -> Path:
-    """The path, if it is a readable folder; InputError otherwise."""
-    path = Path(folder)
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # no permission for a parent folder
-        raise InputError(f"cannot read the data folder {path}: {reason(error)}") from None
-    except ValueError:  # a zero byte
-        raise InputError(f"{str(path)!r} is no name of a data folder") from None
-    if not exists:
+    """The path, if it is a folder; InputError otherwise."""
+    path = as_path("folder", folder)
+    if not os.path.exists(path):
         raise InputError(f"the data folder {path} does not exist (looked for at {path.absolute()})")
-    if not is_folder:
+    if not os.path.isdir(path):
         raise InputError(f"{path} is a file; expected: the folder that holds the data files")
     return path
 
@@ -30,38 +25,37 @@ def data_folder(folder: str | Path) -> Path:
 def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
     """Path and content of a file that may have several names: the first one that exists is read.
 
-    Args:
-        folder: from `data_folder`.
-        names: file names, the preferred one first.
-
     Raises:
         InputError: none exists, or the file cannot be read.
     """
-    for name in names:
+    for path in (folder / name for name in names):
         try:
-            return folder / name, read_file(folder / name)
+            return path, path.read_bytes()
         except FileNotFoundError:
             continue
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
     raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
 
 
-def text_of(path: Path, content: bytes, expected: str) -> str:
-    """The text of a file in UTF-8 with one sentence per line, without the byte order mark that some editors write.
+def text_of(path: Path, content: bytes) -> str:
+    """The text of a file in UTF-8 with one sentence per line. A byte order mark is left out, and a line end of Windows
+    becomes a newline.
 
     Raises:
-        InputError: it is empty, or not text; `expected` says what the text consists of.
+        InputError: the file is empty, is not text, or does not end with a line end.
     """
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    if not content.strip():
-        raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence a line")
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} line {line}: byte {content[error.start]:#04x} is no text in UTF-8; expected: {expected}"
-        ) from None
+        raise InputError(f"{path} line {line}: byte {content[error.start]:#04x} is not UTF-8; expected: text") from None
+    if not text.strip():
+        raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence per line")
+    if not text.rstrip(" ").endswith("\n"):
+        raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence per line")
+    return text
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Standard:
     size: int  # bytes of its content
     quarters: tuple[int, int, int, int]  # CRC-32 of the four quarters; all but the last have ceil(size / 4) bytes
 
-    def right(self, content: bytes) -> list[bool]:
+    def matches(self, content: bytes) -> list[bool]:
         """For each quarter, whether the content has its checksum."""
         quarter = -(-self.size // 4)
         parts = [content[start : start + quarter] for start in (0, quarter, 2 * quarter)] + [content[3 * quarter :]]
@@ -95,16 +89,11 @@ def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, St
         InputError: the content is that of another standard file, or damaged.
     """
     for known, standard in files.items():
-        right = standard.right(content)
-        if not any(right):
-            continue
-        if all(right):
-            if known != name:
-                raise InputError(f"{path} holds {owner} {known}; expected: its {name}")
-            continue
-        size, quarter = len(content), -(-standard.size // 4)
-        if size < standard.size and all(right[: size // quarter]):
-            raise InputError(f"{path} is cut off: {size} bytes; expected: {owner} {known}, {standard.size} bytes")
-        first = right.index(False) * quarter
-        last = min(first + quarter, standard.size) - 1
-        raise InputError(f"{path} is damaged: wrong checksum in bytes {first} to {last}; expected: {owner} {known}")
+        matches = standard.matches(content)
+        if all(matches) and known != name:
+            raise InputError(f"{path} holds {owner} {known}; expected: its {name}")
+        if any(matches) and not all(matches):
+            raise InputError(
+                f"{path} is damaged or cut off: {len(content)} bytes with a wrong checksum; "
+                f"expected: {owner} {known}, {standard.size} bytes"
+            )

@@ -17,9 +17,9 @@ from torch import Tensor
 from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
 from orthokern.errors import InputError, unknown_name
-from orthokern.ops._checks import ID_DTYPES
 
 LAYOUTS = ("arjovsky", "exprnn")
+_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of token ids, as modules accept them
 
 
 class CopyTask(Generator):
@@ -34,11 +34,9 @@ class CopyTask(Generator):
         T: number of steps over which the symbols are remembered, at least 1.
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
-        layout: "arjovsky": K symbols, T - 1 blanks, the marker, K blanks: the first recalled symbol is due at the step
-            after the marker. "exprnn": K symbols, T blanks, the marker, K - 1 blanks: it is due at the step of the
-            marker.
-        dtype: dtype of tokens and targets: torch.int64, or a smaller one that can represent symbols + 1. uint8 needs
-            an eighth of the memory.
+        layout: "arjovsky": the first recalled symbol is due at the step after the marker. "exprnn": it is due at the
+            step of the marker.
+        dtype: dtype of tokens and targets; uint8 needs an eighth of the memory of int64.
 
     Attributes:
         length: number of time steps of a sequence, T + 2 K.
@@ -68,11 +66,8 @@ class CopyTask(Generator):
         if layout not in LAYOUTS:
             raise unknown_name("layout", layout, LAYOUTS)
         self.layout = layout
-        if dtype not in ID_DTYPES or torch.iinfo(dtype).max <= self.symbols:
-            raise InputError(
-                f"dtype is {dtype} for {self.symbols} symbols; accepted: {', '.join(map(str, ID_DTYPES))}, of which "
-                "one that holds symbols + 1"
-            )
+        if dtype not in _DTYPES or torch.iinfo(dtype).max <= self.symbols:
+            raise InputError(f"dtype must be uint8, int16, int32 or int64 and hold {self.symbols + 1}, got {dtype}")
         self.dtype = dtype
         self.length = T + 2 * recall
         self.num_ids = symbols + 2

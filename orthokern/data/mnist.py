@@ -12,6 +12,7 @@ sets in this format, with any number of images, are read as well.
 
 from __future__ import annotations
 
+import gzip
 import struct
 import zlib
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from orthokern._files import FILE_LIMIT, inflate, size_text
 from orthokern.data._checks import integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first
 from orthokern.errors import InputError
@@ -29,7 +29,6 @@ SIDE = 28
 PIXELS = SIDE * SIDE
 
 _IMAGES, _LABELS = 2051, 2049  # magic numbers
-_GZIP = b"\x1f\x8b"  # with which its files begin
 _KIND = {_IMAGES: "images", _LABELS: "labels"}
 
 # The content of the four standard files. There are several data sets of the same sizes.
@@ -68,8 +67,6 @@ class Mnist:
 
 def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
     """Reads and checks the four MNIST files, which may be compressed by gzip.
-
-    Their names are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
 
     Args:
         folder: folder of the files.
@@ -125,9 +122,8 @@ def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
         >>> order.shape, torch.equal(order.sort().values, torch.arange(784))
         (torch.Size([784]), True)
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be an integer in [0, 2^63), got {seed!r}")
-    return torch.randperm(pixels, generator=torch.Generator("cpu").manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(integer("seed", seed, 0, 2**63 - 1))
+    return torch.randperm(integer("pixels", pixels), generator=generator)
 
 
 def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,10 +158,8 @@ def _read_part(folder: Path, part: str) -> Labelled:
             f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
             "expected: the same number"
         )
-    wrong = (labels > 9).nonzero()
-    if len(wrong):
-        index = int(wrong[0])
-        raise InputError(f"{labels_path}: label {index} is {int(labels[index])}; expected: 0 to 9")
+    if int(labels.max()) > 9:
+        raise InputError(f"{labels_path} has the label {int(labels.max())}; expected: 0 to 9")
     if bool((images == images[0, 0]).all()):
         raise InputError(f"{images_path} is damaged: every pixel of every image is {int(images[0, 0])}")
     return Labelled(images, labels.to(torch.int64))
@@ -174,52 +168,25 @@ def _read_part(folder: Path, part: str) -> Labelled:
 def _read_idx(folder: Path, stem: str, magic: int) -> tuple[Path, Tensor]:
     """Path and content of one file: [n, 784] or [n] uint8."""
     ndim = magic & 255  # the last byte of the magic number
-    spellings = [f"{stem}{mark}idx{ndim}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-    path, stored = read_first(folder, spellings)
+    path, content = read_first(folder, [f"{stem}{mark}idx{ndim}-ubyte{end}" for mark in "-." for end in ("", ".gz")])
+    if content[:2] == b"\x1f\x8b":  # gzip; the name does not tell, because browsers decompress files on the way
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise InputError(f"{path} is cut off or damaged: gzip cannot decompress it ({error})") from None
     header = 4 + 4 * ndim
-    content = _begin(path, stored, header)
     if len(content) < header:
-        raise InputError(
-            f"{path} is cut off: {len(content)} bytes; expected: a header of {header} bytes, then the data"
-        )
-    found, *shape = struct.unpack(f">{1 + ndim}I", content)
-    if found != magic:
-        what = f"holds {_KIND[found]} (magic number {found})" if found in _KIND else f"has magic number {found}"
-        raise InputError(f"{path} {what}; expected: {_KIND[magic]} (magic number {magic})")
-    if shape[1:] not in ([], [SIDE, SIDE]):
-        raise InputError(f"{path} holds images of {shape[1]} x {shape[2]} pixels; expected: {SIDE} x {SIDE}")
-    items = shape[0]
-    size = items * (PIXELS if magic == _IMAGES else 1)
-    if size > FILE_LIMIT:
-        raise InputError(f"{path} promises {items} {_KIND[magic]}; accepted: at most {size_text(FILE_LIMIT)} of them")
-    content = _begin(path, stored, header + size + 1)
-    if items < 1 or len(content) != header + size:
-        state = "is empty" if items < 1 else "is cut off" if len(content) < header + size else "is too long"
-        if stored[:2] != _GZIP:
-            length = f"{len(stored)} bytes"
-        else:  # unpacked only up to one byte more than expected
-            length = f"{'at least ' if len(content) > header + size else ''}{len(content)} bytes"
-        raise InputError(
-            f"{path} {state}: {length} for {items} {_KIND[magic]}; "
-            f"expected: {header + size if items else f'more than {header}'} bytes"
-        )
+        raise InputError(f"{path} is cut off: {len(content)} bytes; expected: a header of {header} bytes, then data")
+    number, items, *shape = struct.unpack(f">{1 + ndim}I", content[:header])
+    if number != magic:
+        kind = f" ({_KIND[number]})" if number in _KIND else ""
+        raise InputError(f"{path} has magic number {number}{kind}; expected: {magic} ({_KIND[magic]})")
+    if shape not in ([], [SIDE, SIDE]):
+        raise InputError(f"{path} holds images of {shape[0]} x {shape[1]} pixels; expected: {SIDE} x {SIDE}")
+    size = header + items * (PIXELS if shape else 1)
+    if items < 1 or len(content) != size:
+        raise InputError(f"{path} has {len(content)} bytes for {items} {_KIND[magic]}; expected: {size}, at least one")
     # the header has the number of images, so a file of another length is not a damaged copy
-    alike = {name: standard for name, standard in _FILES.items() if standard.size == len(content)}
-    check_standard(path, stem, content, alike, "MNIST's")
+    check_standard(path, stem, content, {k: v for k, v in _FILES.items() if v.size == len(content)}, "MNIST's")
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header)
-    return path, data.view(items, PIXELS) if magic == _IMAGES else data
-
-
-def _begin(path: Path, stored: bytes, size: int) -> bytes:
-    """The first `size` bytes of the content of a file, after decompression if it is compressed by gzip."""
-    if stored[:2] != _GZIP:
-        if path.suffix == ".gz":
-            raise InputError(f"{path} is not compressed by gzip, as its name says; expected: the original file")
-        return stored[:size]
-    try:
-        return inflate(stored, size, gzip=True)
-    except (EOFError, zlib.error) as error:
-        state = "cut off" if isinstance(error, EOFError) else "damaged"
-        raise InputError(
-            f"{path} is {state}: gzip cannot decompress its {len(stored)} bytes; expected: the original file"
-        ) from None
+    return path, data.view(items, PIXELS) if shape else data

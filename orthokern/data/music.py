@@ -4,17 +4,15 @@ A piece is a matrix of 0 and 1, time steps by the 88 keys of a piano, from MIDI 
 notes of every step except the first from the previous steps. Results are usually given as the negative log-likelihood
 per time step, summed over notes.
 
-Two file formats are supported. If both files exist, the MATLAB file is read:
+Two file formats are supported. If both files exist, the .npz file is read:
 
-    Nottingham.mat    cell arrays traindata, validdata, testdata, with one [steps, 88] matrix per piece
     nottingham.npz    <split>_bits uint8 [steps, 11], numpy.packbits of all steps, and <split>_lengths, steps per piece
+    Nottingham.mat    cell arrays traindata, validdata, testdata, with one [steps, 88] matrix per piece; needs scipy
 """
 
 from __future__ import annotations
 
 import io
-import math
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orthokern._files import FILE_LIMIT, decoding, size_text
-from orthokern._state import check_integer, check_tensor
-from orthokern.data._checks import integer
+from orthokern.data._checks import check_state, integer
 from orthokern.data._files import data_folder, read_first
-from orthokern.data._mat import read_cells
 from orthokern.errors import InputError, unknown_name
 
 NOTES = 88
@@ -42,7 +37,6 @@ COLLECTIONS = {
     "piano-midi": ("Piano_midi", "piano_midi"),
 }
 SPLITS = ("train", "valid", "test")
-ARRAY_LIMIT = FILE_LIMIT // 8  # bytes of an array in a .npz file, whose bits become bytes
 # Steps of each part, which identify a standard file with the wrong name.
 _STEPS = {
     "nottingham": (176_561, 45_513, 44_463),
@@ -209,17 +203,9 @@ class RollWindows:
         Raises:
             InputError: the state belongs to other pieces, another batch or other windows.
         """
-        for name, theirs, ours in (
-            ("time steps to predict", state["total"], self.rolls.predictions),
-            ("batch", len(state["pieces"]), self.batch),
-            ("window", state["steps"], self.steps),
-        ):
-            if theirs != ours:
-                raise InputError(f"the saved order of the data has {name} {theirs}; expected: {ours}")
-        check_integer("next", state["next"], 0, len(self.rolls) if state["drawn"] else 0)
-        pieces, begin = (check_tensor(name, state[name], self._pieces) for name in ("pieces", "begin"))
-        if bool(((pieces < 0) | (pieces >= len(self.rolls)) | (begin < 0)).any()):
-            raise InputError(f"the saved order of the data has pieces outside of 0 to {len(self.rolls) - 1}")
+        check_state(state, self.state_dict(), "steps", "total")
+        if len(state["pieces"]) != self.batch:
+            raise InputError(f"the saved order of the data has batch {len(state['pieces'])}; expected: {self.batch}")
         self.generator.set_state(state["generator"])
         self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64)
         if state["drawn"]:
@@ -257,93 +243,70 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         music = load_music("data/music", "nottingham")
         music.train.notes.shape  # [total steps, 88]
     """
-    if collection not in COLLECTIONS:
+    if collection not in tuple(COLLECTIONS):  # also for what cannot be hashed
         raise unknown_name("collection", collection, COLLECTIONS)
     mat, npz = COLLECTIONS[collection]
-    path, content = read_first(data_folder(folder), [f"{mat}.mat", f"{npz}.npz"])
-    if path.suffix == ".mat":
-        cells = read_cells(path, content, tuple(f"{split}data" for split in SPLITS))
-        train, validation, test = (_joined(path, split, cells[f"{split}data"]) for split in SPLITS)
-    else:
-        train, validation, test = _from_npz(path, content)
-    found = tuple(len(part.notes) for part in (train, validation, test))
-    for other, steps in _STEPS.items():
-        if found == steps and other != collection:
+    path, content = read_first(data_folder(folder), [f"{npz}.npz", f"{mat}.mat"])
+    parts = (_from_mat if path.suffix == ".mat" else _from_npz)(path, content)
+    steps = tuple(len(part.notes) for part in parts)
+    for other, expected in _STEPS.items():
+        if steps == expected and other != collection:
             raise InputError(f"{path} holds the collection {other}; expected: {collection}")
-    return Music(train, validation, test)
+    return Music(*parts)
 
 
-def _joined(path: Path, split: str, pieces: list[np.ndarray]) -> Rolls:
-    """One part of a MATLAB file."""
-    for index, piece in enumerate(pieces):
-        if piece.shape[1] != NOTES or len(piece) < 2:
-            raise InputError(
-                f"{path}: {split} piece {index} is {piece.shape[0]} x {piece.shape[1]}; "
-                f"expected: steps x {NOTES} notes, two steps at least"
-            )
-        wrong = np.argwhere((piece != 0) & (piece != 1))
-        if len(wrong):
-            step, key = wrong[0].tolist()
-            raise InputError(
-                f"{path}: {split} piece {index} has the value {piece[step, key]} at step {step}, note {LOWEST + key}; "
-                "expected: 0 and 1 only"
-            )
-    if not pieces:
-        raise InputError(f"{path} has no pieces in {split}; expected: at least one")
-    notes = torch.from_numpy(np.concatenate([piece.astype(np.uint8) for piece in pieces]))
-    return Rolls(notes, _offsets(np.asarray([len(piece) for piece in pieces])))
+def _from_mat(path: Path, content: bytes) -> list[Rolls]:
+    """The three parts of a MATLAB file."""
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise InputError(f"{path} needs scipy to be read: pip install 'orthokern[music]'") from None
+    try:
+        variables = loadmat(io.BytesIO(content))
+    except Exception as error:  # scipy's errors share no base class
+        raise InputError(f"{path} is damaged or not a MATLAB 5 file ({len(content)} bytes): {error}") from None
+    parts = []
+    for split in SPLITS:
+        cells = variables.get(f"{split}data")
+        if not isinstance(cells, np.ndarray) or cells.dtype != object or not cells.size:
+            raise InputError(f"{path} must have the cell array {split}data with at least one piece")
+        pieces = cells.flatten(order="F")
+        for index, piece in enumerate(pieces):
+            name = f"{path}: {split} piece {index}"
+            if not isinstance(piece, np.ndarray) or piece.dtype.kind not in "biuf":
+                raise InputError(f"{name} must be a matrix of real numbers, got {type(piece).__name__}")
+            if piece.ndim != 2 or piece.shape[1] != NOTES or len(piece) < 2:
+                raise InputError(f"{name} must be [steps, {NOTES}] with at least two steps, got {list(piece.shape)}")
+            wrong = np.argwhere((piece != 0) & (piece != 1))
+            if len(wrong):
+                step, key = wrong[0].tolist()
+                raise InputError(f"{name} must be 0 or 1, got {piece[step, key]} at step {step}, note {LOWEST + key}")
+        notes = np.concatenate([piece.astype(np.uint8) for piece in pieces])
+        parts.append(Rolls(torch.from_numpy(notes), _offsets([len(piece) for piece in pieces])))
+    return parts
 
 
-def _from_npz(path: Path, content: bytes) -> tuple[Rolls, Rolls, Rolls]:
-    wanted = [f"{split}_{part}" for split in SPLITS for part in ("bits", "lengths")]
-    with decoding(path, "damaged or no .npz file", len(content)), zipfile.ZipFile(io.BytesIO(content)) as archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        missing = [name for name in wanted if f"{name}.npy" not in entries]
-        if missing:
-            raise InputError(f"{path} has no array {missing[0]}; expected: {', '.join(wanted)}")
-        arrays = {name: _array(path, archive, entries[f"{name}.npy"]) for name in wanted}
+def _from_npz(path: Path, content: bytes) -> list[Rolls]:
+    """The three parts of a .npz file."""
+    names = [f"{split}_{part}" for split in SPLITS for part in ("bits", "lengths")]
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in names}
+    except Exception as error:  # those of numpy, zipfile and zlib share no base class
+        raise InputError(f"{path} is damaged or not a .npz file with the arrays {', '.join(names)}: {error}") from None
     parts = []
     for split in SPLITS:
         bits, lengths = arrays[f"{split}_bits"], arrays[f"{split}_lengths"]
         if bits.dtype != np.uint8 or bits.ndim != 2 or bits.shape[1] * 8 != NOTES:
-            raise InputError(
-                f"{path}: {split}_bits is {bits.dtype} {list(bits.shape)}; expected: uint8 [steps, {NOTES // 8}]"
-            )
-        if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not len(lengths) or lengths.min() < 2:
+            got = f"{bits.dtype} {list(bits.shape)}"
+            raise InputError(f"{path}: {split}_bits must be uint8 [steps, {NOTES // 8}], got {got}")
+        if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not lengths.size or lengths.min() < 2:
             raise InputError(f"{path}: {split}_lengths must be integers of at least 2, for at least one piece")
-        # no length exceeds the total, so that their sum does not overflow int64
-        total = int(lengths.max()) if lengths.max() > len(bits) else int(lengths.astype(np.int64).sum())
-        if total != len(bits):
-            raise InputError(
-                f"{path}: {split}_lengths tell of {total} steps{' in one piece' if total == lengths.max() else ''}, "
-                f"{split}_bits has {len(bits)}; expected: the same"
-            )
+        if sum(lengths.tolist()) != len(bits):
+            raise InputError(f"{path}: {split}_lengths must add up to the {len(bits)} steps of {split}_bits")
         parts.append(Rolls(torch.from_numpy(np.unpackbits(bits, axis=1)), _offsets(lengths)))
-    return parts[0], parts[1], parts[2]
+    return parts
 
 
-def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """One array of a .npz file. The sizes in its header are checked before its content is read."""
-    name = f"{path}: {entry.filename.removesuffix('.npy')}"
-    if entry.flag_bits & 1:
-        raise InputError(f"{name} is encrypted; expected: an array as numpy.savez writes it")
-    if entry.file_size > ARRAY_LIMIT:
-        raise InputError(f"{name} unpacks to {size_text(entry.file_size)}; accepted: at most {size_text(ARRAY_LIMIT)}")
-    with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise InputError(f"{name} has the .npy version {version}; accepted: 1.0 and 2.0")
-        read_header = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-        shape, columns_first, dtype = read_header(file)
-        if dtype.kind not in "biuf":
-            raise InputError(f"{name} is {dtype}; expected: integers")
-        data = file.read(entry.file_size)  # to its end, where its checksum is compared
-    if any(not isinstance(size, int) or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
-        raise InputError(
-            f"{name} holds {len(data)} bytes for {dtype} {list(shape)}; expected: as many as its shape says"
-        )
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if columns_first else "C")
-
-
-def _offsets(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths.astype(np.int64))]))
+def _offsets(lengths: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]))

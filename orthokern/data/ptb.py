@@ -16,6 +16,8 @@ The first character is predicted from the leading space.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern._files import read_file
-from orthokern._state import check_integer
-from orthokern.data._checks import integer
+from orthokern.data._checks import as_path, check_state, integer
 from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
 from orthokern.errors import InputError
 
@@ -41,14 +41,11 @@ _FILES = {
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
 
-_OUTSIDE = 255
-_IDS = bytearray([_OUTSIDE]) * 256
-_IDS[0] = 0  # stands for <unk> while a text is encoded
+_UNKNOWN = "\0"  # stands for <unk> while a text is encoded
+_IDS = bytearray(256)
 for _id, _character in enumerate(ALPHABET[1:], start=1):
     _IDS[ord(_character)] = _id
-# The same, for a check in which all characters keep their positions: five times \1 stands for <unk>.
-_IN_PLACE = bytearray(_IDS)
-_IN_PLACE[0], _IN_PLACE[1] = _OUTSIDE, 0
+_OUTSIDE = re.compile(f"[^{re.escape(''.join(ALPHABET[1:]))}]")
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,7 @@ class Sentences:
             generator: a generator on the CPU that is used by this iterator only.
             bucket: number of batches whose sentences are drawn together and sorted by length before they are divided
                 into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives batches with
-                sentences of similar length. With padding to the longest sentence, batches of 50 sentences of up to 300
-                characters would have 54 % padding for 1, and 8 % for 16.
+                sentences of similar length, which pad less.
             part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
                 processes that share the batches.
 
@@ -245,11 +241,7 @@ class SentenceBatches:
         Raises:
             InputError: the state has another number of sentences, another batch or another bucket.
         """
-        for name, ours in (("sentences", len(self.sentences)), ("batch", self.batch), ("bucket", self.bucket)):
-            if state[name] != ours:
-                raise InputError(f"the saved order of the data has {name} {state[name]}; expected: {ours}")
-        check_integer("epoch", state["epoch"], -1)
-        check_integer("position", state["position"], self.per_epoch if state["epoch"] < 0 else 0, self.per_epoch)
+        check_state(state, self.state_dict(), "sentences", "batch", "bucket")
         self.generator.set_state(state["generator"])
         self.epoch, self.position = state["epoch"], state["position"]
         if self.epoch < 0:
@@ -288,11 +280,13 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
         batch.inputs.shape  # [P], all tokens of the batch
     """
     path = data_folder(folder)
-    train, validation, test = (
-        _sentences(*read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]), max_length, released_targets, part)
-        for part in ("train", "valid", "test")
-    )
-    return Ptb(train, validation, test)
+    parts = []
+    for part in ("train", "valid", "test"):
+        file, content = read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"])
+        lines = _lines(file, content)
+        check_part(file, part, lines)
+        parts.append(_sentences(file, lines, max_length, released_targets))
+    return Ptb(*parts)
 
 
 def read_sentences(path: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Sentences:
@@ -324,12 +318,9 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         >>> len(sentences), sentences.text(1)
         (2, ' and so on \\n')
     """
-    path = Path(path)
-    try:
-        content = read_file(path)
-    except FileNotFoundError:
-        raise InputError(f"missing data file {path.name}; looked for in {path.parent.absolute()}") from None
-    return _sentences(path, content, max_length, released_targets)
+    path = as_path("path", path)
+    path, content = read_first(path.parent, [path.name])
+    return _sentences(path, _lines(path, content), max_length, released_targets)
 
 
 def decode(tokens: Tensor) -> str:
@@ -337,36 +328,27 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[i] for i in tokens.tolist())
 
 
-def check_part(path: Path, part: str, text: bytes) -> None:
+def check_part(path: Path, part: str, lines: list[str]) -> None:
     """Rejects a damaged copy of a standard file, and a standard file with the name of another one.
 
     Args:
         path: path of the file, for the error message.
         part: "train", "valid" or "test".
-        text: the text in the format of the word files.
+        lines: the text in the format of the word files.
     """
-    check_standard(path, part, text, _FILES, "the Penn Treebank's")
+    check_standard(path, part, "".join(lines).encode(), _FILES, "the Penn Treebank's")
 
 
-def _sentences(
-    path: Path, content: bytes, max_length: int | None, released_targets: bool, part: str | None = None
-) -> Sentences:
-    """`read_sentences` for the content of a file; `part`: which of the three standard files it should be."""
-    if max_length is not None:
-        integer("max_length", max_length)
-    text = _checked_text(path, content)
-    lines = [b" %b \n" % stripped for line in text.split(b"\n") if (stripped := line.strip(b" "))]
-    if not lines:
-        raise InputError(f"{path} holds blank lines only; expected: one sentence a line")
-    if part is not None:
-        check_part(path, part, b"".join(lines))
-    kept = lines if max_length is None else [line for line in lines if len(line) <= max_length]
+def _sentences(path: Path, lines: list[str], max_length: int | None, released_targets: bool) -> Sentences:
+    """The lines of a word file of at most max_length characters, as tokens."""
+    limit = math.inf if max_length is None else integer("max_length", max_length)
+    kept = [line for line in lines if len(line) <= limit]
     if not kept:
         shortest = min(map(len, lines))
         raise InputError(
             f"{path} has no sentence of at most max_length = {max_length} characters; its shortest has {shortest}"
         )
-    encoded = b"".join(kept).replace(b"<unk>", b"\0").translate(_IDS)
+    encoded = "".join(kept).replace("<unk>", _UNKNOWN).encode().translate(_IDS)
     tokens = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
@@ -381,48 +363,37 @@ def _sentences(
     return Sentences(tokens, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
 
-def _checked_text(path: Path, content: bytes) -> bytes:
-    """The text in the format of a word file, after a check that all characters are in the alphabet."""
-    decoded = text_of(path, content, "the characters of the Penn Treebank in ASCII")
-    content = decoded.encode("utf-8")
-    if not content.isascii():  # before the format is detected, because such a character has several bytes
-        foreign = next(i for i, character in enumerate(decoded) if not character.isascii())
-        raise _outside(path, decoded.count("\n", 0, foreign) + 1, decoded[foreign])
-    text = _despaced(path, content) if _is_char_file(content) else content
-    if b"\1" in text:
-        raise _outside(path, text.count(b"\n", 0, text.index(b"\1")) + 1, "\1")
-    position = text.replace(b"<unk>", b"\1" * 5).translate(_IN_PLACE).find(_OUTSIDE)
-    if position >= 0:
-        raise _outside(path, text.count(b"\n", 0, position) + 1, chr(text[position]))
-    if not text.endswith(b"\n"):
-        raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence a line")
-    return text
+def _lines(path: Path, content: bytes) -> list[str]:
+    """The lines of a file in either format as in a word file, without blank ones. All characters are in ALPHABET."""
+    text = text_of(path, content)
+    if _is_char_file(text):
+        text = _despaced(path, text)
+    foreign = _OUTSIDE.search(text.replace("<unk>", ""))  # as many lines as the text
+    if foreign:
+        line = foreign.string.count("\n", 0, foreign.start()) + 1
+        raise InputError(
+            f"{path} line {line}: character {foreign[0]!r} is outside the alphabet; expected: a to z, 0 to 9, N, the "
+            "space, #$&'*-./\\ and <unk>"
+        )
+    return [f" {stripped} \n" for line in text.split("\n") if (stripped := line.strip(" "))]
 
 
-def _outside(path: Path, line: int, character: str) -> InputError:
-    return InputError(
-        f"{path} line {line}: character {character!r} is outside the alphabet; expected: a to z, 0 to 9, N, the space, "
-        "#$&'*-./\\ and <unk>"
-    )
-
-
-def _is_char_file(content: bytes) -> bool:
+def _is_char_file(text: str) -> bool:
     """Whether the text begins with a character, and characters and spaces alternate except in a few places. These
     places are damaged; `_despaced` reports them."""
-    start = content[:4096]
-    alternating = sum((a == 32) != (b == 32) for a, b in zip(start, start[1:], strict=False))
-    return start[0] != 32 and alternating > 0.9 * (len(start) - 1)
+    start = text[:4096]
+    alternating = sum((a == " ") != (b == " ") for a, b in zip(start, start[1:], strict=False))
+    return start[0] != " " and alternating > 0.9 * (len(start) - 1)
 
 
-def _despaced(path: Path, content: bytes) -> bytes:
+def _despaced(path: Path, text: str) -> str:
     """The text of a character file in the format of a word file."""
-    text, spaces = content[0::2], content[1::2]
-    wrong = [len(spaces) - len(spaces.lstrip(b" ")), text.find(b" ")]
-    found = [position for position, end in zip(wrong, (len(spaces), -1), strict=True) if position != end]
-    if found:
-        line = text.count(b"\n", 0, min(found)) + 1
+    characters, spaces = text[0::2], text[1::2]
+    if spaces.strip(" ") or " " in characters:
+        place = next(i for i, character in enumerate(text) if (character == " ") != bool(i % 2))
+        line = text.count("\n", 0, place) + 1
         raise InputError(
             f"{path} line {line}: characters and spaces do not alternate; expected: a space after every character, "
             "and _ for the space between words"
         )
-    return text.replace(b"_", b" ")
+    return characters.replace("_", " ")

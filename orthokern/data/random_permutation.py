@@ -4,10 +4,8 @@
     symbol      1  57  3  98  22  57  41  9  ...  76           0 or 1, then symbols 2 to 99
     target      1                                              the first symbol, due after the last step
 
-Every symbol except the first is drawn uniformly from the 98 others. Only the answer after the last step is scored, as
-in the variant of Manchev & Spratling. Their sequences repeat the first symbol at the end as the target of the last
-step, which is the same data for a network that reads steps 0 to T-1 and is scored on its last output. All 100 symbols
-are possible answers.
+Only the answer after the last step is scored, as in the variant of Manchev & Spratling, whose sequences repeat the
+first symbol at the end as the target of the last step. All 100 symbols are possible answers.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class RandomPermutationTask(OneHotGenerator):
 
     Attributes:
         length: number of time steps of a sequence, T.
-        num_features: one per symbol.
-        num_classes: one per symbol.
+        num_features, num_classes: one per symbol.
         baseline: cross-entropy in nats of the best guess without memory: one of two symbols, ln 2.
 
     Raises:
@@ -54,8 +51,7 @@ class RandomPermutationTask(OneHotGenerator):
         self.T = integer("T", T, 2)
         self.symbols = integer("symbols", symbols, 3)
         self.length = T
-        self.num_features = symbols
-        self.num_classes = symbols
+        self.num_features = self.num_classes = symbols
         self.baseline = math.log(2.0)
 
     def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

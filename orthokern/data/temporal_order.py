@@ -9,8 +9,7 @@
     3       [0.1, 0.2)  [0.3, 0.4)  [0.6, 0.7)     8
 
 The positions are those of Pascanu et al. 2013 and of the code released with Manchev & Spratling. The original problem
-has fixed ranges for sequences of about 100 steps, and special symbols for the start and the end. Symbols 0 to 3 are the
-distractors a, b, c, d, drawn uniformly; 4 is X and 5 is Y.
+has fixed ranges for sequences of about 100 steps, and special symbols for the start and the end.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     ptb.train.txt, ptb.valid.txt, ptb.test.txt      one sentence per line: " no it was <unk> \\n"
 
-A line ends with a newline alone, and only spaces and tabs separate words; other white space is a part of a word, except
-in a line of nothing else, which is blank. A line is converted to its words and <eos>. The vocabulary consists of the
-words of the training file: 10 000 words, including <eos>, in the standard files.
+Only spaces and tabs separate words; other white space is a part of a word, except in a line of nothing else, which is
+blank. A line is converted to its words and <eos>. The vocabulary consists of the words of the training file: 10 000
+words, including <eos>, in the standard files.
 """
 
 from __future__ import annotations
@@ -79,41 +79,24 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
         )
     vocabulary = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: index for index, word in enumerate(vocabulary)}
-    encoded = []
     for part, words in texts.items():
-        if UNKNOWN not in ids:
-            foreign = next((word for word in words if word not in ids), None)
-            if foreign is not None:
-                raise InputError(
-                    f"{path / f'ptb.{part}.txt'} has the word {foreign!r}, which the training file lacks; "
-                    f"expected: a training file with {UNKNOWN} for such words"
-                )
-        encoded.append(torch.tensor([ids.get(word, ids.get(UNKNOWN, 0)) for word in words]))
-    return Words(vocabulary, *encoded)
+        foreign = next((word for word in words if word not in ids), None)
+        if foreign is not None and UNKNOWN not in ids:
+            raise InputError(
+                f"{path / f'ptb.{part}.txt'} has the word {foreign!r}, which the training file lacks; "
+                f"expected: a training file with {UNKNOWN} for such words"
+            )
+    unknown = ids.get(UNKNOWN, 0)
+    return Words(vocabulary, *(torch.tensor([ids.get(word, unknown) for word in words]) for words in texts.values()))
 
 
 def _words(path: Path, content: bytes, part: str) -> list[str]:
-    text = text_of(path, content, "words")
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise InputError(f"{path} line {line}: a zero byte, which is no text; expected: words")
-    if not text.endswith("\n"):
-        raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence a line")
+    text = text_of(path, content)
     # splitlines and split know more ends of lines and more spaces, as U+2028 and \x1c
-    sentences = []
-    for number, row in enumerate(text.split("\n"), 1):
-        sentence = re.findall(r"[^ \t\r]+", row)
-        if END in sentence:
-            raise InputError(
-                f"{path} line {number}: the word {END}, which marks the ends of lines; expected: other words"
-            )
-        if row.strip():
-            sentences.append(sentence)
-    if not sentences:
-        raise InputError(f"{path} holds blank lines only; expected: one sentence a line")
-    check_part(path, part, "".join(f" {' '.join(sentence)} \n" for sentence in sentences).encode())
-    words: list[str] = []
-    for sentence in sentences:
-        words += sentence
-        words.append(END)
-    return words
+    rows = [re.findall(r"[^ \t\r]+", row) if row.strip() else [] for row in text.split("\n")]
+    for number, row in enumerate(rows, 1):
+        foreign = next((word for word in row if word == END or "\0" in word), None)
+        if foreign is not None:
+            raise InputError(f"{path} line {number}: the word {foreign!r}; expected: text without {END} and zero bytes")
+    check_part(path, part, [f" {' '.join(row)} \n" for row in rows if row])
+    return [word for row in rows if row for word in (*row, END)]

@@ -1,32 +1,23 @@
 """Redraw a run's plots and compare runs: `python -m orthokern.diagnostics RUN [RUN ...]`; --help explains it."""
 
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from orthokern._files import make_folder, remove_folders
-from orthokern.commandline import Needs, Parser, Settings, command, one_of, path, printable, real, say
+from orthokern.commandline import Parser, Settings, command, one_of, path, printable, real, say
 from orthokern.diagnostics import comparison, plots
-from orthokern.diagnostics.drawing import FIGURES, draw_run, of_layer, recorded_layers, usual_figures
+from orthokern.diagnostics.drawing import FIGURES, draw_comparison, draw_run, recorded_layers, usual_figures
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError, unknown_name
 
-EXIT_OK = 0
-
 _OF_ONE_RUN = ("layers",)  # figures that do not compare runs
-_QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
-
-# option -> the figures that it changes
-_OF_FIGURES = {
-    **dict.fromkeys(("quantity", "panel", "baseline"), ("curves", "all")),
-    **dict.fromkeys(("legend", "x", "out"), (*FIGURES, "all")),
-    "recurrence": ("spectrum", "moduli", "angles", "all"),
+_NEEDED = {  # option -> the figures that it changes, besides "all"
+    **dict.fromkeys(("quantity", "panel", "baseline"), ("curves",)),
+    "recurrence": ("spectrum", "moduli", "angles"),
 }
+_QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
 
 DESCRIPTION = """\
 Inspect training runs: redraw the plots of one run from its records, or compare several runs in one
@@ -60,7 +51,7 @@ examples:
   python -m orthokern.diagnostics runs/* --legend margin --table results.md --out pictures
 
 In the table, "best held-out X, at" is the best X on held-out data and the iteration at which it was
-found (accuracy: the largest; everything else: the smallest); "s" are the singular values in the last
+reached (accuracy: the largest; everything else: the smallest); "s" are the singular values in the last
 record that has them. Curves of more than 1000 points are drawn as means over intervals of equal length.
 Exit code: 0, or 2 for bad input.
 """
@@ -97,7 +88,6 @@ def _parser() -> Parser:
     text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
     group.add_argument("--out", type=path, metavar="DIR", help=text)
     group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
-    parser.needs = {name: ((Needs("figure", figures),),) for name, figures in _OF_FIGURES.items()}
     return parser
 
 
@@ -105,128 +95,65 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
 
     def body() -> int:
-        parser = _parser()
-        given = parser.parse(arguments)
-        parser.check_all_play(given, SimpleNamespace(figure=given.get("figure", "all")))
-        _run(given)
-        return EXIT_OK
+        _run(_parser().parse(arguments))
+        return 0
 
     return command(body, arguments)
 
 
-def _run(given: Settings) -> None:
-    figure = given.get("figure", "all")
-    if figure != "none":
-        _check_matplotlib()
-    unique = {os.path.realpath(folder): folder for folder in reversed(given["runs"])}
+def _run(options: Settings) -> None:
+    figure = options.get("figure", "all")
+    for name, figures in _NEEDED.items():
+        if name in options and figure not in (*figures, "all"):
+            raise InputError(f"--{name} has no effect with --figure {figure} (needs {' or '.join(figures)})")
+    unique = {os.path.realpath(folder): folder for folder in reversed(options["runs"])}
     runs = [load_run(folder) for folder in reversed(unique.values())]
-    for option in ("panel", "legend"):
-        if option in given:
-            named = [given[option]] if option == "panel" else given[option]
-            comparison.check_settings(f"--{option}", runs, named)
-    quantities = _quantities(runs, given) if figure in ("curves", "all") else []  # refuses unknown ones
-    if "recurrence" in given:
-        _check_recurrence(given["recurrence"], runs)
+    if "panel" in options:
+        comparison.check_settings("--panel", runs, [options["panel"]])
+    comparison.check_settings("--legend", runs, options.get("legend", ()))
+    quantities = _quantities(runs, options)
+    if "recurrence" in options:
+        _check_recurrence(options["recurrence"], runs)
+    drawn = [] if figure == "none" else _draw(figure, runs, options, quantities)
     table = comparison.table(runs)
-    out = given.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
-    made: list[Path] = []
-    if figure != "none":
-        made = _write(out, lambda: make_folder(out))
-    try:
-        if "table" in given:
-            _write(given["table"], lambda: given["table"].write_text(table, encoding="utf-8"))
-        say(table.removesuffix("\n"))
-        if figure == "none":
-            return
-        if len(runs) == 1 and not given.keys() & {"quantity", "panel", "legend", "x"}:
-            chosen = None if figure == "all" else [figure]
-            beside = {name: given.get(name) for name in ("recurrence", "baseline")}
-            drawn = _write(out, lambda: draw_run(runs[0], out, chosen, **beside))
-        else:
-            drawn = _compare(_compared(figure, runs), runs, given, out, quantities)
-    finally:
-        remove_folders(made)  # but one that holds a picture
+    if "table" in options:
+        options["table"].write_text(table, encoding="utf-8")
+    say(table.removesuffix("\n"))
     if drawn:
         say("\n".join(f"drawn: {printable(str(file))}" for file in drawn))
-    else:
+    elif figure != "none":
         what = "anything to draw" if figure == "all" else f"what the figure {figure!r} shows"
-        raise InputError(
-            f"no record of {_all_of(runs)} holds {what}"
-            + ("" if any(run.records for run in runs) else " (no record yet)")
-        )
+        none_yet = "" if any(run.records for run in runs) else " (no record yet)"
+        raise InputError(f"no record of {_all_of(runs)} holds {what}{none_yet}")
 
 
-def _check_matplotlib() -> None:
-    """Rejects invalid settings of matplotlib: MPLBACKEND, a matplotlibrc."""
-    try:
-        importlib.import_module("matplotlib")
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"matplotlib cannot be used: {reason}; accepted without it: --figure none") from None
-
-
-def _write(path: Path, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def _compared(figure: str, runs: Sequence[RunRecord]) -> list[str]:
-    """The figures that are drawn of several runs."""
-    if figure == "all":
-        return [name for name in usual_figures(runs) if name not in _OF_ONE_RUN]
+def _draw(figure: str, runs: Sequence[RunRecord], options: Settings, quantities: Sequence[str]) -> list[Path]:
+    """Draws one run as training does, or a comparison; returns the files."""
+    layer: dict[str, Any] = {name: options.get(name) for name in ("recurrence", "baseline")}
+    if len(runs) == 1 and not options.keys() & {"quantity", "panel", "legend", "x"}:
+        return draw_run(runs[0], options.get("out", runs[0].path), None if figure == "all" else [figure], **layer)
     if figure in _OF_ONE_RUN:
         raise InputError(f"--figure {figure}: of one run, without --quantity, --panel, --legend and --x")
-    return [figure]
+    figures = [name for name in usual_figures(runs) if name not in _OF_ONE_RUN] if figure == "all" else [figure]
+    out = options.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
+    # among the usual quantities, the baseline is that of the loss
+    ours = [name for name in quantities if "quantity" in options or name in ("loss", "held_out_loss")]
+    baselines = {name: layer["baseline"] if name in ours else None for name in quantities}
+    common = {name: options[name] for name in ("legend", "x", "panel", "recurrence") if name in options}
+    return draw_comparison(runs, out, figures, baselines, **common)
 
 
-def _compare(
-    figures: Iterable[str], runs: Sequence[RunRecord], given: Settings, out: Path, quantities: Sequence[str]
-) -> list[Path]:
-    """Draws pictures of several runs; for curves one per quantity."""
-    common: dict[str, Any] = {key: given[key] for key in ("legend", "x") if key in given}
-    layer = given.get("recurrence")
-    drawings: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-        "gradients": (plots.compare_gradients, {}),
-        "spectrum": (plots.compare_spectra, {"key": of_layer("spectrum", layer)}),
-        "moduli": (plots.compare_moduli, {"key": of_layer("eigenvalue_moduli", layer)}),
-        "states": (plots.compare_states, {}),
-        "angles": (plots.compare_angles, {"key": of_layer("eigenvalue_angles", layer)}),
-        "stability": (plots.compare_stability, {}),
-    }
-    files: list[Path] = []
-    for name in figures:
-        if name == "curves":
-            panel = given.get("panel")
-            pictures = {f"curves-{q}": _curves_of(q, runs, given, panel=panel, **common) for q in quantities}
-        else:
-            draw, options = drawings[name]
-            pictures = {name: draw(runs, **options, **common)}
-        for stem, picture in pictures.items():
-            if picture is not None:
-                file = out / f"{stem}.png"
-                files.append(_write(file, partial(plots.save, picture, file)))
-    return files
-
-
-def _curves_of(quantity: str, runs: Sequence[RunRecord], given: Settings, **options: Any) -> Any:
-    # among the usual quantities the baseline is that of the loss
-    level = given.get("baseline") if "quantity" in given or quantity in ("loss", "held_out_loss") else None
-    return plots.compare_curves(runs, quantity, baseline=level, **options)
-
-
-def _quantities(runs: Sequence[RunRecord], given: Settings) -> list[str]:
+def _quantities(runs: Sequence[RunRecord], options: Settings) -> list[str]:
     known = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities))
-    if "quantity" not in given:
+    if "quantity" not in options:
         held_out = dict.fromkeys(name for run in runs for name in comparison.best_held_out(run))
         return [name for name in (*_QUANTITIES, *held_out) if name in known]
-    for quantity in given["quantity"]:
+    for quantity in options["quantity"]:
         if quantity not in known:
             if not known:
                 raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
             raise unknown_name("--quantity", quantity, known)
-    return list(given["quantity"])
+    return list(options["quantity"])
 
 
 def _check_recurrence(name: str, runs: Sequence[RunRecord]) -> None:

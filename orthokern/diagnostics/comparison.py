@@ -53,7 +53,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def caption(text: str) -> str:
-    """Text from a file, made safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
+    """Text from a file, safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
     formula."""
     return printable(text).replace("$", "\\$")
 
@@ -107,7 +107,7 @@ def telling_settings(runs: Sequence[RunRecord]) -> list[str]:
     names: list[str] = []
     apart: list[tuple[str, ...]] = [(run.task,) for run in runs]
     for name in differing_settings(runs):
-        further = [(*told, setting_text(run, name)) for told, run in zip(apart, runs, strict=True)]
+        further = [(*values, setting_text(run, name)) for values, run in zip(apart, runs, strict=True)]
         if len(set(further)) > len(set(apart)):
             names, apart = [*names, name], further
     return names
@@ -142,14 +142,13 @@ def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
 
     The best accuracy is the largest; the best of everything else (losses, errors, bits per character) the smallest.
     """
-    found = {}
+    best = {}
     for quantity in run.quantities:
         if quantity.startswith("held_out_") and quantity not in _NO_RESULTS:
             iterations, values = run.series(quantity)
-            index = int(np.argmax(values) if "accuracy" in quantity else np.argmin(values)) if len(values) else None
-            if index is not None:
-                found[quantity] = (float(values[index]), int(iterations[index]))
-    return found
+            index = int(np.argmax(values) if "accuracy" in quantity else np.argmin(values))
+            best[quantity] = (float(values[index]), int(iterations[index]))
+    return best
 
 
 def table(runs: Sequence[RunRecord]) -> str:
@@ -166,26 +165,27 @@ def table(runs: Sequence[RunRecord]) -> str:
     columns["iterations"] = [str(run.records[-1]["iteration"]) if run.records else "0" for run in runs]
     columns["seconds"] = [_last(run, "seconds", "{:.1f}") for run in runs]
     best = [best_held_out(run) for run in runs]
-    for quantity in dict.fromkeys(name for held_out in best for name in held_out):
-        heading = f"best held-out {quantity.removeprefix('held_out_').replace('_', ' ')}"
-        percent = "accuracy" in quantity
-        columns[heading + (" (%)" if percent else "") + ", at"] = [
-            f"{100 * held_out[quantity][0]:.2f}, {held_out[quantity][1]}"
-            if percent and quantity in held_out
-            else f"{held_out[quantity][0]:.4g}, {held_out[quantity][1]}"
-            if quantity in held_out
-            else _ABSENT
-            for held_out in best
+    for name in dict.fromkeys(name for numbers in best for name in numbers):
+        scale, form, unit = _unit(name)
+        heading = f"best held-out {name.removeprefix('held_out_').replace('_', ' ')}{unit}, at"
+        columns[heading] = [
+            f"{form.format(scale * numbers[name][0])}, {numbers[name][1]}" if name in numbers else _ABSENT
+            for numbers in best
         ]
     tests = [run.tested for run in runs]
     for name in dict.fromkeys(name for test in tests for name in test):
-        scale, form, unit = (100, "{:.2f}", " (%)") if "accuracy" in name else (1, "{:.4g}", "")
+        scale, form, unit = _unit(name)
         columns[f"test {name}{unit}"] = [form.format(scale * test[name]) if name in test else _ABSENT for test in tests]
     for part in ("mean", "std", "min", "max"):
         columns[f"s {part}"] = [_last(run, f"spectrum.{part}", "{:.5g}") for run in runs]
     columns["spectral radius"] = [_last(run, "spectral_radius", "{:.5g}") for run in runs]
     columns["orthogonality error"] = [_last(run, "orthogonality_error", "{:.2g}") for run in runs]
     return _markdown({name: cells for name, cells in columns.items() if any(cell != _ABSENT for cell in cells)})
+
+
+def _unit(name: str) -> tuple[int, str, str]:
+    """Scale, format and unit of a number in the table: accuracies are in percent."""
+    return (100, "{:.2f}", " (%)") if "accuracy" in name else (1, "{:.4g}", "")
 
 
 def _last(run: RunRecord, quantity: str, form: str) -> str:
@@ -195,18 +195,14 @@ def _last(run: RunRecord, quantity: str, form: str) -> str:
 
 def _markdown(columns: dict[str, list[str]]) -> str:
     """Pads the cells of each column to equal width; numbers are right-aligned."""
-    lines: list[list[str]] = [[], []]
-    rows = len(next(iter(columns.values())))
-    lines += [[] for _ in range(rows)]
+    padded = []
     for name, cells in columns.items():
-        name, *cells = [printable(cell).replace("|", "\\|") for cell in (name, *cells)]
-        right = all(_numeric(cell) for cell in cells)
-        width = max(3, *(len(text) for text in (name, *cells)))
-        lines[0].append(name.rjust(width) if right else name.ljust(width))
-        lines[1].append("-" * (width - 1) + (":" if right else "-"))
-        for line, cell in zip(lines[2:], cells, strict=True):
-            line.append(cell.rjust(width) if right else cell.ljust(width))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        texts = [printable(cell).replace("|", "\\|") for cell in (name, *cells)]
+        right = all(_numeric(cell) for cell in texts[1:])
+        width = max(3, *map(len, texts))
+        head, *rest = (text.rjust(width) if right else text.ljust(width) for text in texts)
+        padded.append([head, "-" * (width - 1) + (":" if right else "-"), *rest])
+    return "".join(f"| {' | '.join(line)} |\n" for line in zip(*padded, strict=True))
 
 
 def _numeric(cell: Any) -> bool:

@@ -1,7 +1,9 @@
-"""The plots of one run: drawn at the end of a training, and again by `python -m orthokern.diagnostics RUN`."""
+"""The pictures of one run, drawn at the end of a training and by `python -m orthokern.diagnostics RUN`, and those of
+several runs."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
         ['l0', 'l1']
     """
     keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
-    found = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
-    return list(dict.fromkeys(match[1] or "l0" for match in found if match))
+    matches = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
+    return list(dict.fromkeys(match[1] or "l0" for match in matches if match))
 
 
 def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
@@ -47,9 +49,9 @@ def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def _text(run: RunRecord, name: str, usual: str) -> str:
-    """A text of config.json, made safe for a picture."""
-    found = run.config.get(name)
-    return caption(found if isinstance(found, str) else usual)
+    """A text of config.json, safe for a picture."""
+    value = run.config.get(name)
+    return caption(value if isinstance(value, str) else usual)
 
 
 def _curves(run: RunRecord, baseline: float | None) -> Drawing:
@@ -117,3 +119,46 @@ def draw_run(
         path = draw(run.records, file, title=title, **options)
         drawn += [] if path is None else [path]
     return drawn
+
+
+def draw_comparison(
+    runs: Sequence[RunRecord],
+    folder: Path,
+    figures: Iterable[str],
+    quantities: Mapping[str, float | None],
+    *,
+    panel: str | None = None,
+    recurrence: str | None = None,
+    **common: Any,
+) -> list[Path]:
+    """Draws pictures of several runs for which their records have data.
+
+    Args:
+        runs: the runs.
+        folder: where the PNG files are written: curves-QUANTITY.png, otherwise FIGURE.png.
+        figures: names in `FIGURES` except "layers".
+        quantities: name -> baseline or None, of the figure "curves".
+        panel: setting that divides curves into panels.
+        recurrence: as in `draw_run`.
+        common: `legend` and `x` of all figures, see `plots.compare_curves`.
+
+    Returns:
+        The files written.
+    """
+    compare: dict[str, Callable[..., Any]] = {
+        "gradients": plots.compare_gradients,
+        "spectrum": partial(plots.compare_spectra, key=of_layer("spectrum", recurrence)),
+        "moduli": partial(plots.compare_moduli, key=of_layer("eigenvalue_moduli", recurrence)),
+        "states": plots.compare_states,
+        "angles": partial(plots.compare_angles, key=of_layer("eigenvalue_angles", recurrence)),
+        "stability": plots.compare_stability,
+    }
+    pictures: list[tuple[str, Any]] = []
+    for figure in figures:
+        if figure == "curves":
+            for name, level in quantities.items():
+                picture = plots.compare_curves(runs, name, panel=panel, baseline=level, **common)
+                pictures.append((f"curves-{name}", picture))
+        else:
+            pictures.append((figure, compare[figure](runs, **common)))
+    return [plots.save(picture, folder / f"{name}.png") for name, picture in pictures if picture is not None]

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from orthokern.data._checks import integer
+from orthokern.diagnostics._checks import exact, square
 from orthokern.errors import InputError
 
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
@@ -68,7 +71,7 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     """
     v, u = _inputs(v, u)
     n = len(v)
-    steps = _steps(steps, 2 * n)
+    steps = 2 * n if steps is None else integer("steps", steps)
     factor, signal, power = _noise_factor(noise, n), u.unsqueeze(1), v
     for _ in range(DOUBLINGS):
         factor = _compressed(torch.cat([factor, power @ factor], 1))
@@ -80,9 +83,7 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
         if not math.isfinite(size) or size < 1e-40:
             break
     if not size < 1e-20 or not bool(factor.isfinite().all()):
-        raise InputError(
-            "v is not stable: its powers do not die away; accepted: all eigenvalues inside the unit circle"
-        )
+        raise InputError("v is not stable: all its eigenvalues must be inside the unit circle")
     remembered = torch.linalg.solve_triangular(factor, _history(v, u, steps).mT, upper=False)
     matrix = remembered.mT @ remembered
     total = torch.linalg.solve_triangular(factor, signal, upper=False).square().sum()
@@ -112,60 +113,34 @@ def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor
     """
     v, h = _inputs(v, u, several=True)
     norms = []
-    for _ in range(_steps(steps, 2 * len(v))):
+    for _ in range(2 * len(v) if steps is None else integer("steps", steps)):
         norms.append(torch.linalg.vector_norm(h, dim=0))
         h = v @ h
     return torch.stack(norms)
 
 
 def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor]:
-    for name, value, letters in (("v", v, "[N,N]"), ("u", u, "[N]")):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise InputError(f"{name} must be a floating point tensor {letters}, got {type(value).__name__}")
-    if v.dim() != 2 or v.shape[0] != v.shape[1] or v.shape[0] < 1:
-        raise InputError(f"v has shape {tuple(v.shape)}; accepted: [N,N] with N at least 1")
-    if u.shape[:1] != v.shape[:1] or u.dim() > 1 + several:
-        accepted = f"[N] = ({len(v)},)" + (f" or [N,M] = ({len(v)}, M)" if several else "")
-        raise InputError(f"u has shape {tuple(u.shape)}; accepted: {accepted}")
+    v = square("v", v)
+    n, shape = len(v), tuple(getattr(u, "shape", ()))
+    accepted = f"a tensor [N] = [{n}]" + (f" or [N, M] = [{n}, M]" if several else "")
+    u = exact("u", u, accepted, shape[:1] == (n,) and len(shape) <= 1 + several)
     for name, value in (("v", v), ("u", u)):
         if not bool(value.isfinite().all()):
-            raise InputError(f"{name} holds NaN or infinity; accepted: finite numbers")
-    return v.detach().double().cpu(), u.detach().double().cpu()
-
-
-def _steps(steps: int | None, default: int) -> int:
-    if steps is None:
-        return default
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps must be an integer of at least 1, got {steps!r}")
-    return steps
+            raise InputError(f"{name} must be finite, got NaN or infinity")
+    return v, u
 
 
 def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
     """L [N,N] with L L^T = E."""
     if isinstance(noise, Tensor) and noise.dim():
-        if not noise.is_floating_point():
-            raise InputError(
-                f"noise has dtype {noise.dtype}; accepted: a variance, or a covariance of floats ({n}, {n})"
-            )
-        if noise.shape != (n, n):
-            raise InputError(f"noise has shape {tuple(noise.shape)}; accepted: a variance, or a covariance ({n}, {n})")
-        e = noise.detach().double().cpu()
+        e = exact("noise", noise, f"a variance, or a covariance [{n}, {n}]", noise.shape == (n, n))
         factor, info = torch.linalg.cholesky_ex(e)
         if int(info) or not torch.allclose(e, e.mT) or not bool(factor.isfinite().all()):
-            raise InputError("noise is no covariance; accepted: a symmetric positive definite matrix")
+            raise InputError("noise must be a covariance: a symmetric positive definite matrix")
         return factor
-    try:
-        if isinstance(noise, (bool, str)):
-            raise TypeError
-        variance = float(noise)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"noise must be a finite variance above 0, or a covariance ({n}, {n}), got {noise!r}"
-        ) from None
-    if not (math.isfinite(variance) and variance > 0):
-        raise InputError(f"noise must be a finite variance above 0, got {variance}")
-    return math.sqrt(variance) * torch.eye(n, dtype=torch.float64)
+    if isinstance(noise, bool) or not isinstance(noise, Real | Tensor) or not 0 < float(noise) < math.inf:
+        raise InputError(f"noise must be a finite variance above 0, or a covariance [{n}, {n}], got {noise!r}")
+    return math.sqrt(noise) * torch.eye(n, dtype=torch.float64)
 
 
 def _compressed(wide: Tensor) -> Tensor:

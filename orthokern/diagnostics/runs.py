@@ -3,6 +3,9 @@
 A run in progress can be read at any time: an incomplete last line of metrics.jsonl is ignored.
 """
 
+import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from orthokern._files import count, json_lines, number, read_object
+from orthokern.data._checks import as_path
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
@@ -51,13 +54,10 @@ class RunRecord:
         The number is read from "time_steps" in the records, configuration or settings. Otherwise it is computed from
         the times per iteration and per time step in the records and the number of accumulated batches.
         """
-        told = _told_time_steps(self.records)
-        if told:
-            return told.pop() if len(told) == 1 else None
-        for place in (self.config, self.settings):
-            steps = _time_steps(place)
-            if steps is not None:
-                return steps
+        for places in (self.records, [self.config], [self.settings]):
+            steps = {value for place in places if (value := count(place.get("time_steps"), 1)) is not None}
+            if steps:
+                return steps.pop() if len(steps) == 1 else None
         for record in reversed(self.records):
             per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
             if per_iteration is not None and per_step:
@@ -109,16 +109,14 @@ class RunRecord:
     @cached_property
     def quantities(self) -> list[str]:
         """The names of all quantities for which `series` finds numbers, in order of first appearance."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for record in self.records:
             for key, value in record.items():
-                if key in found:
-                    continue
                 if isinstance(value, dict):
-                    found |= {f"{key}.{part}": None for part, inner in value.items() if number(inner) is not None}
+                    names |= {f"{key}.{part}": None for part, inner in value.items() if number(inner) is not None}
                 elif key != "iteration" and number(value) is not None:
-                    found[key] = None
-        return list(found)
+                    names[key] = None
+        return list(names)
 
 
 def load_run(folder: Path | str) -> RunRecord:
@@ -146,8 +144,8 @@ def load_run(folder: Path | str) -> RunRecord:
         >>> run.settings["T"], run.last("loss")
         (100, 2.0)
     """
-    path = Path(folder)
-    if not path.exists():
+    path = as_path("folder", folder)
+    if not os.path.exists(path):
         raise InputError(f"no such run folder: {path}")
     if not path.is_dir():
         raise InputError(f"{path} is a file; accepted: the folder of a run")
@@ -159,21 +157,14 @@ def load_run(folder: Path | str) -> RunRecord:
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
         raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
     records: list[Record] = []
-    metrics = path / "metrics.jsonl"
-    try:
-        for line, (content, record) in enumerate(json_lines(metrics), start=1):
-            if record is None:
-                if not content.endswith(b"\n"):  # the line is being written, or the run was killed while writing it
-                    break
-                raise InputError(f"{metrics} is damaged: line {line} is not a JSON object")
-            iteration = count(record.get("iteration"))
-            if iteration is None:
-                raise InputError(f"{metrics} is damaged: line {line} has no iteration")
-            while records and records[-1]["iteration"] >= iteration:
-                records.pop()
-            records.append(record)
-    except FileNotFoundError:
-        pass
+    for line, complete, record in _lines(path / "metrics.jsonl"):
+        if record is None and not complete:  # the line is being written, or the run was killed while writing it
+            break
+        if record is None:
+            raise InputError(f"{path / 'metrics.jsonl'} is damaged: line {line} is not a JSON object with an iteration")
+        while records and records[-1]["iteration"] >= record["iteration"]:
+            records.pop()
+        records.append(record)
     result = _object(path / "result.json") or {}
     ended = count(result.get("iteration"))
     if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
@@ -194,31 +185,56 @@ def read_metrics(path: Path) -> list[Record]:
         []
     """
     records: list[Record] = []
-    try:
-        for _, record in json_lines(path):
-            if record is None or count(record.get("iteration")) is None:
-                break
-            records.append(record)
-    except FileNotFoundError:
-        pass
+    for _, _, record in _lines(path):
+        if record is None:
+            break
+        records.append(record)
     return records
 
 
-def series(records: list[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
+def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
+    """The lines of a metrics file: number, whether the line has an end, and the record or None."""
+    try:
+        with path.open("rb") as file:
+            for line, content in enumerate(file, start=1):
+                try:
+                    value = json.loads(content)
+                except (ValueError, RecursionError):
+                    value = None
+                valid = isinstance(value, dict) and count(value.get("iteration")) is not None
+                yield line, content.endswith(b"\n"), value if valid else None
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
     """See `RunRecord.series`."""
-    name = quantity.split(".", 1)[0]
-    found = []
-    for record in records:
-        if name in record:  # most records of a long run lack most fields
-            value = number_at(record, quantity)
-            if value is not None:
-                found.append((record["iteration"], value))
-    pairs = np.asarray(found, dtype=float).reshape(-1, 2)
+    points = [(record["iteration"], value) for record in records if (value := number_at(record, quantity)) is not None]
+    pairs = np.asarray(points, dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 
 
+def number(value: Any) -> float | None:
+    """A value of a record as a number: finite and at most 1e100 in magnitude, so that computations with it stay finite;
+    None for everything else (text, null, true, lists, NaN).
+
+    Example::
+
+        >>> number(3), number("3"), number(True)
+        (3.0, None, None)
+    """
+    return float(value) if type(value) in (int, float) and abs(value) <= 1e100 else None
+
+
+def count(value: Any, minimum: int = 0) -> int | None:
+    """A value of a record as an integer in [minimum, 2^53], exact as a float64; None for everything else."""
+    return value if type(value) is int and minimum <= value <= 2**53 else None
+
+
 def number_at(record: Record, quantity: str) -> float | None:
-    """The number (`orthokern._files.number`) of a record under "field" or "field.part", or None."""
+    """The `number` of a record under "field" or "field.part", or None."""
     value = record.get(quantity)
     if value is None and "." in quantity:
         name, part = quantity.split(".", 1)
@@ -233,22 +249,20 @@ def numbers_at(record: Record, name: str) -> list[float | None] | None:
     values = record.get(name)
     if not isinstance(values, list) or not values:
         return None
-    found = [number(value) for value in values]
-    fine = all(each is not None or value is None for each, value in zip(found, values, strict=True))
-    return found if fine else None
-
-
-def _told_time_steps(records: list[Record]) -> set[int]:
-    return {steps for record in records if (steps := _time_steps(record)) is not None}
-
-
-def _time_steps(place: dict[str, Any]) -> int | None:
-    return count(place.get("time_steps"), 1)
+    numbers = [number(value) for value in values]
+    return numbers if numbers.count(None) == values.count(None) else None
 
 
 def _object(file: Path) -> dict[str, Any] | None:
     """A JSON object from a file, or None if there is no file."""
     try:
-        return read_object(file)
+        value = json.loads(file.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{file} is damaged: not JSON") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{file} is damaged: not a JSON object")
+    return value

@@ -12,6 +12,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from orthokern.data._checks import integer
+from orthokern.diagnostics._checks import square, vector
 from orthokern.errors import InputError
 
 ANGLE_BINS = 36  # of ten degrees each
@@ -32,20 +34,6 @@ class Recurrence(Protocol):
         ...
 
 
-def _real(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name} is {type(value).__name__}; accepted: a tensor of real numbers")
-    if value.is_complex():
-        raise InputError(f"{name} has dtype {value.dtype}; accepted: real numbers")
-    return value
-
-
-def _vector(name: str, value: Any) -> Tensor:
-    if _real(name, value).dim() != 1 or not len(value):
-        raise InputError(f"{name} has shape {list(value.shape)}; accepted: [N], N at least 1")
-    return cast(Tensor, value)
-
-
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
     """Mean, standard deviation and extremes of singular values, as in Figure 3 of Vorontsov et al. 2017.
 
@@ -64,7 +52,7 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
         >>> summarize_spectrum(torch.tensor([0.5, 1.0, 1.5]))["max"]
         1.5
     """
-    s = _vector("singular_values", singular_values).detach().abs().double().cpu()
+    s = vector("singular_values", singular_values).abs()
     return {"mean": s.mean().item(), "std": s.std(correction=0).item(), "min": s.min().item(), "max": s.max().item()}
 
 
@@ -85,7 +73,7 @@ def spectral_radius(w: Tensor) -> float:
         >>> spectral_radius(torch.diag(torch.tensor([0.5, -2.0])))
         2.0
     """
-    return _largest(_eigenvalues(w))
+    return _eigenvalues(w).abs().max().item()
 
 
 def eigenvalue_angles(w: Tensor) -> Tensor:
@@ -106,7 +94,7 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
         >>> eigenvalue_angles(torch.eye(2))
         tensor([0., 0.], dtype=torch.float64)
     """
-    return _angles(_eigenvalues(w))
+    return _eigenvalues(w).angle().sort().values
 
 
 def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[float]:
@@ -129,11 +117,11 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
         >>> angle_histogram(torch.tensor([-3.0, 0.5, 0.6, 3.1]), bins=4)
         [1, 0, 2, 1]
     """
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise InputError(f"bins is {bins!r}; accepted: an integer of at least 1")
-    if not bool(_vector("angles", angles).isfinite().all()):
+    integer("bins", bins)
+    angles = vector("angles", angles)
+    if not bool(angles.isfinite().all()):
         return [math.nan] * bins
-    part = ((angles.detach().double().cpu() + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
+    part = ((angles + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
     return torch.bincount(part, minlength=bins).tolist()
 
 
@@ -167,37 +155,28 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
     """
     missing = [name for name in ("num_layers", "bidirectional", "recurrent_matrix") if not hasattr(module, name)]
     if missing:
-        raise InputError(
-            f"module is a {type(module).__name__} without {', '.join(missing)}; accepted: a recurrence of orthokern.nn"
-        )
+        kind = type(module).__name__
+        raise InputError(f"module must be a recurrence of orthokern.nn, got {kind} without {', '.join(missing)}")
     recurrence = cast(Recurrence, module)
     singular_values, error = (getattr(module, name, None) for name in ("singular_values", "orthogonality_error"))
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
+    places = [
+        (i, r) for i in range(recurrence.num_layers) for r in ((False, True) if recurrence.bidirectional else (False,))
+    ]
     with torch.no_grad():
-        for index, (name, layer, reverse) in enumerate(_recurrences(recurrence)):
-            suffix = f"_{name}" if index else ""
-            w = None
-            if eigenvalues or singular_values is None:
-                w = recurrence.recurrent_matrix(layer, reverse).detach().double().cpu()
-            if singular_values is not None:
-                found[f"spectrum{suffix}"] = summarize_spectrum(singular_values(layer, reverse))
-            elif w is not None:
-                found[f"spectrum{suffix}"] = summarize_spectrum(_singular_values(w))
-            if eigenvalues and w is not None:
+        for index, (layer, reverse) in enumerate(places):
+            suffix = f"_l{layer}{'_reverse' if reverse else ''}" if index else ""
+            w = recurrence.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
+            s = _singular_values(w) if singular_values is None else singular_values(layer, reverse)
+            record[f"spectrum{suffix}"] = summarize_spectrum(s)
+            if eigenvalues:
                 values = _eigenvalues(w)
-                found[f"spectral_radius{suffix}"] = _largest(values)
-                found[f"eigenvalue_moduli{suffix}"] = summarize_spectrum(values.abs())
-                found[f"eigenvalue_angles{suffix}"] = angle_histogram(_angles(values))
+                record[f"spectral_radius{suffix}"] = values.abs().max().item()
+                record[f"eigenvalue_moduli{suffix}"] = summarize_spectrum(values.abs())
+                record[f"eigenvalue_angles{suffix}"] = angle_histogram(values.angle())
         if error is not None:
-            found["orthogonality_error"] = float(error())
-    return found
-
-
-def _recurrences(module: Recurrence) -> Iterator[tuple[str, int, bool]]:
-    """(name, layer, reverse) in torch's order: l0, l0_reverse, l1, ..."""
-    for layer in range(module.num_layers):
-        for reverse in (False, True) if module.bidirectional else (False,):
-            yield f"l{layer}{'_reverse' if reverse else ''}", layer, reverse
+            record["orthogonality_error"] = float(error())
+    return record
 
 
 @contextmanager
@@ -215,28 +194,19 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _singular_values(w: Tensor) -> Tensor:
-    """[N] float64, or NaN if w is not finite, which LAPACK rejects."""
+def _singular_values(w: Any) -> Tensor:
+    """[N] float64 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
+    w = square("w", w)
     if not bool(w.isfinite().all()):
         return w.new_full((len(w),), math.nan)
     with _one_thread():
         return torch.linalg.svdvals(w)
 
 
-def _eigenvalues(w: Tensor) -> Tensor:
+def _eigenvalues(w: Any) -> Tensor:
     """[N] complex128 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
-    if _real("w", w).dim() != 2 or w.shape[0] != w.shape[1] or not len(w):
-        raise InputError(f"w has shape {list(w.shape)}; accepted: a square matrix [N, N]")
-    exact = w.detach().double().cpu()
-    if not bool(exact.isfinite().all()):
+    w = square("w", w)
+    if not bool(w.isfinite().all()):
         return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")
     with _one_thread():
-        return torch.linalg.eigvals(exact)
-
-
-def _largest(eigenvalues: Tensor) -> float:
-    return eigenvalues.abs().max().item()
-
-
-def _angles(eigenvalues: Tensor) -> Tensor:
-    return eigenvalues.angle().sort().values
+        return torch.linalg.eigvals(w)

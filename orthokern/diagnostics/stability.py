@@ -40,14 +40,14 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
     """
     weights = [(name, p) for name, p in module.named_parameters(recurse=False) if name.startswith("weight_hh_l")]
     if not weights or any(p.dim() != 2 or p.shape[0] != 3 * p.shape[1] for _, p in weights):
-        raise InputError(f"module is a {type(module).__name__}; accepted: a GRU of orthokern.nn or torch.nn")
-    found: dict[str, float] = {}
+        raise InputError(f"module must be a GRU of orthokern.nn or torch.nn, got {type(module).__name__}")
+    record: dict[str, float] = {}
     for index, (name, parameter) in enumerate(weights):
         suffix = f"_{name.removeprefix('weight_hh_')}" if index else ""
         w = parameter[2 * parameter.shape[1] :].detach().double().cpu()
-        found[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype, device="cpu") / 2)
-        found[f"recurrent_norm{suffix}"] = _norm(w)
-    return found
+        record[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype, device="cpu") / 2)
+        record[f"recurrent_norm{suffix}"] = _norm(w)
+    return record
 
 
 def _norm(w: Tensor) -> float:

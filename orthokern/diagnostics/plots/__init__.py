@@ -34,8 +34,14 @@ from orthokern.diagnostics.plots.heat_maps import (
 )
 from orthokern.diagnostics.plots.linear import memory
 from orthokern.diagnostics.plots.parts import compare_parts
-from orthokern.diagnostics.plots.spectra import compare_moduli, compare_spectra, plot_moduli, plot_spectrum
-from orthokern.diagnostics.plots.stability import compare_stability, plot_stability
+from orthokern.diagnostics.plots.spectra import (
+    compare_moduli,
+    compare_spectra,
+    compare_stability,
+    plot_moduli,
+    plot_spectrum,
+    plot_stability,
+)
 
 __all__ = [
     "AXES",

@@ -1,11 +1,13 @@
 """Figures, panels and axes that all plots share."""
 
+from __future__ import annotations
+
 import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,16 +22,18 @@ if TYPE_CHECKING:
 Records = Sequence[dict[str, Any]]
 AXES = ("iteration", "epoch")  # what the x axis may count
 CURVE_POINTS = 1000
-_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072b2", "#d55e00", "#009e73", "#cc3311", "#555555"
-_COLOURS = (_BLUE, _ORANGE, _GREEN, "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # Okabe and Ito's, without yellow
-_LINES = ("-", "--", ":", "-.")
+BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#d55e00", "#009e73", "#cc3311", "#555555"
+COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # Okabe and Ito's, without yellow
+LINES = ("-", "--", ":", "-.")
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float], title: str, **share: Any) -> "tuple[Figure, Any]":
-    """A figure of `size` inches and its axes [rows, columns]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def new_figure(rows: int, columns: int, size: tuple[float, float], title: str, **share: Any) -> tuple[Figure, Any]:
+    """A figure of `size` inches and its axes [rows, columns]. InputError if matplotlib rejects its own settings."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ValueError as error:  # MPLBACKEND or a matplotlibrc
+        raise InputError(f"matplotlib cannot be used: {error}") from None
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **share)
@@ -41,13 +45,13 @@ def _figure(rows: int, columns: int, size: tuple[float, float], title: str, **sh
     return figure, axes
 
 
-def _panels(titles: Sequence[str], title: str, height: float = 3.8, **share: Any) -> "tuple[Figure, list[Axes]]":
-    """A figure with one panel per title, three in a row at most; a single one takes the whole figure."""
+def new_panels(titles: Sequence[str], title: str, height: float = 3.8, **share: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with one panel per title, at most three in a row; a single panel fills the figure and has no title."""
     count = len(titles)
     columns = count if count < 4 else 2 if count == 4 else 3
     rows = -(-count // columns)
     size = (7.2, height) if count == 1 else (1.2 + 3.6 * columns, 0.6 + 2.7 * rows)
-    figure, axes = _figure(rows, columns, size, title, **share)
+    figure, axes = new_figure(rows, columns, size, title, **share)
     for axis in axes.flat[count:]:
         axis.remove()
     used = list(axes.flat[:count])
@@ -57,9 +61,9 @@ def _panels(titles: Sequence[str], title: str, height: float = 3.8, **share: Any
     return figure, used
 
 
-def save(figure: "Figure", path: Path) -> Path:
-    """Writes a figure as PNG, under a temporary name that is then renamed. A partial file is never visible under
-    `path`.
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure as PNG, under a temporary name that is then renamed. The folder is created if necessary. A
+    partial file is never visible under `path`.
 
     Raises:
         OSError: `path` cannot be written.
@@ -70,6 +74,7 @@ def save(figure: "Figure", path: Path) -> Path:
                 line.set_marker("o")  # a line with a single point, as in a short run, would be invisible
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(buffer.getvalue())
@@ -97,7 +102,7 @@ def percent_limits(values: Sequence[float]) -> tuple[float, float]:
     return max(low - pad, -beyond), min(high + pad, 100.0 + beyond)
 
 
-def _stretches(count: int, points: int) -> np.ndarray:
+def interval_starts(count: int, points: int) -> np.ndarray:
     """The first index of each interval when `count` points are divided into min(`points`, `count`) intervals."""
     return np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))
 
@@ -120,57 +125,76 @@ def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -
     """
     if len(at) <= points:
         return at, values
-    begin = _stretches(len(at), points)
+    begin = interval_starts(len(at), points)
     lengths = np.diff(np.append(begin, len(at)))
     return np.add.reduceat(at, begin) / lengths, np.add.reduceat(values, begin) / lengths
 
 
-@dataclass(frozen=True)
-class _Abscissa:
-    """The unit of the x axis, and the number of iterations per unit."""
-
-    label: str
-    per: float = 1.0
-
-    @classmethod
-    def of(cls, run: RunRecord, x: str) -> "_Abscissa":
-        if x == "iteration":
-            return cls(x)
-        per = run.iterations_per_epoch
-        if per is None:
-            raise InputError(f"{run.path}: neither records nor settings tell how many iterations make an epoch")
-        return cls(x, per)
-
-
-Found = TypeVar("Found")
+def level(axis: Axes, value: float, label: str | None, linestyle: str = "--", colour: str = GREY) -> None:
+    """Draws a horizontal line."""
+    axis.axhline(value, color=colour, linestyle=linestyle, linewidth=1.0, label=label)
 
 
 @dataclass(frozen=True)
-class _Panel(Generic[Found]):
-    """The content of a panel: data of one run."""
+class Panel:
+    """The content of a panel: data of one run, and the unit of its x axis with the number of iterations per unit."""
 
     title: str
-    found: Found
-    x: _Abscissa
+    data: Any
+    unit: str = "iteration"
+    per: float = 1.0
     margin: float | None = None
 
 
-def _common_abscissa(runs: Sequence[RunRecord], x: str | None) -> str:
+def single_panel(data: Any, margin: float | None = None) -> list[Panel]:
+    """The panel of the only run, if it has data."""
+    return [] if data is None else [Panel("", data, margin=margin)]
+
+
+def common_unit(runs: Sequence[RunRecord], x: str | None) -> str:
     """`x`; if None: epochs if the length of an epoch is known for every run, else iterations."""
     if x is None:
         return "epoch" if runs and all(run.iterations_per_epoch is not None for run in runs) else "iteration"
     if x not in AXES:
-        raise InputError(f"x is {x!r}; accepted: {', '.join(AXES)}")
+        raise InputError(f"x must be one of {', '.join(AXES)}, got {x!r}")
     return x
 
 
-def _per_run(
-    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Found | None]
-) -> list[_Panel[Found]]:
+def iterations_per(run: RunRecord, unit: str) -> float:
+    """Iterations per unit of the x axis."""
+    if unit == "iteration":
+        return 1.0
+    if run.iterations_per_epoch is None:
+        raise InputError(f"{run.path}: neither records nor settings tell how many iterations make an epoch")
+    return run.iterations_per_epoch
+
+
+def panels_of(
+    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Any]
+) -> list[Panel]:
     """One panel for every run in which `find` finds data to draw."""
-    x = _common_abscissa(runs, x)
-    pairs = [(run, found) for run in runs if (found := find(run)) is not None]
+    unit = common_unit(runs, x)
+    pairs = [(run, data) for run in runs if (data := find(run)) is not None]
     texts = labels([run for run, _ in pairs], legend) if pairs else []
     return [
-        _Panel(text, found, _Abscissa.of(run, x), run.margin) for text, (run, found) in zip(texts, pairs, strict=True)
+        Panel(text, data, unit, iterations_per(run, unit), run.margin)
+        for text, (run, data) in zip(texts, pairs, strict=True)
     ]
+
+
+def draw_panels(
+    panels: Sequence[Panel], title: str, draw: Callable[[Axes, Panel], None], **share: Any
+) -> Figure | None:
+    """A figure with the panels; None if there are none."""
+    if not panels:
+        return None
+    figure, axes = new_panels([panel.title for panel in panels], title, **share)
+    for axis, panel in zip(axes, panels, strict=True):
+        draw(axis, panel)
+        axis.set_xlabel(panel.unit)
+    return figure
+
+
+def save_figure(figure: Figure | None, path: Path) -> Path | None:
+    """`save`; None if there is no figure."""
+    return None if figure is None else save(figure, path)

@@ -1,5 +1,7 @@
 """Curves over iterations: loss and accuracy of one or several runs, values per layer, and iterations until solved."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,16 +12,16 @@ import numpy as np
 
 from orthokern.diagnostics.comparison import are_named, check_settings, labels, setting_text, telling_settings
 from orthokern.diagnostics.plots._figures import (
-    _BLUE,
-    _COLOURS,
-    _GREY,
-    _LINES,
-    _ORANGE,
+    BLUE,
+    COLOURS,
+    LINES,
+    ORANGE,
     Records,
-    _Abscissa,
-    _common_abscissa,
-    _figure,
-    _panels,
+    common_unit,
+    iterations_per,
+    level,
+    new_figure,
+    new_panels,
     percent_limits,
     save,
     thin_curve,
@@ -27,7 +29,18 @@ from orthokern.diagnostics.plots._figures import (
 from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at, series
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_LOSSES = ("loss", "nll", "bpc", "perplexity")  # in the names of quantities that a divergence makes large
+
+
+def _draw(axis: Axes, records: Records, quantity: str, label: str, scale: float = 1.0, **style: Any) -> np.ndarray:
+    """Draws a quantity, if the records have it; returns the values that are drawn."""
+    at, values = thin_curve(*series(records, quantity))
+    if len(at):
+        axis.plot(at, scale * values, label=label, **style)
+    return scale * values
 
 
 def plot_learning(
@@ -51,34 +64,27 @@ def plot_learning(
     Returns:
         `path`, or None if no record has a loss.
     """
-    records = list(records)
-    iterations, losses = thin_curve(*series(records, "loss"))
-    if not len(iterations):
+    rows = 2 if any(len(series(records, name)[0]) for name in ("accuracy", "held_out_accuracy")) else 1
+    if not len(series(records, "loss")[0]):
         return None
-    accuracy, held_out = series(records, "accuracy"), series(records, "held_out_accuracy")
-    rows = 2 if len(accuracy[0]) or len(held_out[0]) else 1
-    figure, axes = _figure(rows, 1, (7.2, 1.0 + 2.3 * rows), title, sharex=True)
+    figure, axes = new_figure(rows, 1, (7.2, 1.0 + 2.3 * rows), title, sharex=True)
     top = axes[0, 0]
-    top.plot(iterations, losses, color=_BLUE, linewidth=1.2, label="training batch")
+    losses = _draw(top, records, "loss", "training batch", color=BLUE, linewidth=1.2)
     if baseline is not None:
-        top.axhline(
-            baseline, color=_GREY, linestyle="--", linewidth=1.0, label=f"baseline without memory, {baseline:.4g}"
-        )
+        level(top, baseline, f"baseline without memory, {baseline:.4g}")
     if losses.min() > 0 and losses.max() > 10 * losses.min():
         top.set_yscale("log")
     top.set_ylabel(loss_label)
     top.legend(loc="best", fontsize=8)
     if rows == 2:
         bottom = axes[1, 0]
-        at, values = thin_curve(*accuracy)
-        bottom.plot(at, 100 * values, color=_BLUE, linewidth=1.2, label="training batch")
-        at, values = thin_curve(*held_out)
-        if len(at):
-            bottom.plot(at, 100 * values, "o", color=_ORANGE, markersize=4, label="held-out sequences")
+        points = {"color": ORANGE, "linestyle": "", "marker": "o", "markersize": 4}
+        shown = [*_draw(bottom, records, "accuracy", "training batch", 100, color=BLUE, linewidth=1.2)]
+        shown += [*_draw(bottom, records, "held_out_accuracy", "held-out sequences", 100, **points)]
         if goal is not None:
-            bottom.axhline(100 * goal, color=_GREY, linestyle="--", linewidth=1.0, label=f"goal, {100 * goal:g} %")
-        shown = [100 * float(value) for _, values in (accuracy, held_out) for value in values]
-        bottom.set_ylim(percent_limits(shown if goal is None else [*shown, 100 * goal]))
+            level(bottom, 100 * goal, f"goal, {100 * goal:g} %")
+            shown.append(100 * goal)
+        bottom.set_ylim(percent_limits(shown))
         bottom.set_ylabel("accuracy (%)")
         bottom.legend(loc="best", fontsize=8)
     axes[-1, 0].set_xlabel("iteration")
@@ -95,21 +101,17 @@ def plot_losses(
         label: the unit.
         baseline: a loss to draw a line at.
     """
-    records = list(records)
-    at, values = thin_curve(*series(records, "nll"))
-    if not len(at):
+    if not len(series(records, "nll")[0]):
         return None
-    figure, axes = _figure(1, 1, (7.2, 3.8), title)
+    figure, axes = new_figure(1, 1, (7.2, 3.8), title)
     axis = axes[0, 0]
-    axis.plot(at, values, color=_BLUE, linewidth=1.0, label="training batch")
-    at, values = thin_curve(*series(records, "held_out_loss"))
-    if len(at):
-        axis.plot(at, values, color=_ORANGE, linewidth=1.4, marker="o", markersize=3, label="validation")
+    _draw(axis, records, "nll", "training batch", color=BLUE, linewidth=1.0)
+    _draw(axis, records, "held_out_loss", "validation", color=ORANGE, linewidth=1.4, marker="o", markersize=3)
     initial = series(records, "held_out_initial_loss")[1]
     if len(initial):
-        axis.axhline(initial[0], color=_GREY, linestyle="--", linewidth=1.0, label="validation, untrained")
+        level(axis, initial[0], "validation, untrained")
     if baseline is not None:
-        axis.axhline(baseline, color=_GREY, linestyle=":", linewidth=1.0, label=f"baseline, {baseline:.4g}")
+        level(axis, baseline, f"baseline, {baseline:.4g}", ":")
     axis.set_xlabel("iteration")
     axis.set_ylabel(label)
     axis.legend(loc="best", fontsize=8)
@@ -127,24 +129,21 @@ def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
     )
-    told = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in records]
-    lengths = [len(lists[0]) for _, lists in told if lists[0] is not None]
-    layers = [lengths[-1]] * len(panels) if lengths else []
-    taken = [(at, lists) for at, lists in told if [len(values or []) for values in lists] == layers]
-    if not taken:
+    rows = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in records]
+    layers = [len(lists[0]) for _, lists in rows if lists[0] is not None][-1:]  # the last record tells how many
+    rows = [(at, lists) for at, lists in rows if [len(values or []) for values in lists] == layers * len(panels)]
+    if not layers or not rows:
         return None
-    figure, axes = _figure(2, 1, (7.2, 6.0), title, sharex=True)
-    iterations = np.array([at for at, _ in taken], dtype=float)
+    figure, axes = new_figure(2, 1, (7.2, 6.0), title, sharex=True)
+    iterations = np.array([at for at, _ in rows], dtype=float)
+    last = layers[0] - 1
     for panel, (axis, (_, label)) in enumerate(zip(axes[:, 0], panels, strict=True)):
-        curves = np.array([lists[panel] for _, lists in taken], dtype=float)  # [P, layers], NaN for null
+        curves = np.array([lists[panel] for _, lists in rows], dtype=float)  # [P, layers], NaN for null
         curves = np.where(curves > 0, curves, math.nan)  # zero cannot be drawn on a logarithmic axis
-        count = curves.shape[1]
-        for index in range(count):
-            at, values = thin_curve(iterations, curves[:, index])
-            name = "input" if index == 0 else "readout" if index == count - 1 else None
-            shade = 0.15 + 0.7 * index / max(1, count - 1)
-            colour = _BLUE if index == 0 else _ORANGE if index == count - 1 else str(shade)
-            axis.plot(at, values, color=colour, linewidth=1.2 if name else 0.8, label=name)
+        for index, curve in enumerate(curves.T):
+            name = "input" if index == 0 else "readout" if index == last else None
+            colour = {"input": BLUE, "readout": ORANGE}.get(name or "", str(0.15 + 0.7 * index / max(1, last)))
+            axis.plot(*thin_curve(iterations, curve), color=colour, linewidth=1.2 if name else 0.8, label=name)
         if np.isfinite(curves).any():
             axis.set_yscale("log")
         axis.set_ylabel(label, fontsize=9)
@@ -163,7 +162,7 @@ def compare_curves(
     x: str | None = None,
     baseline: float | None = None,
     title: str = "",
-) -> "Figure | None":
+) -> Figure | None:
     """One quantity of several runs, a curve each: accuracy as the paper's Figures 1 and 4, mean squared error as
     Figure 5, loss as Figure 6.
 
@@ -189,72 +188,65 @@ def compare_curves(
         runs = [load_run(path) for path in Path("runs").iterdir()]
         save(compare_curves(runs, "accuracy", panel="T", legend=["margin"]), Path("accuracy.png"))
     """
-    x = _common_abscissa(runs, x)
+    unit = common_unit(runs, x)
     if panel is not None:
         check_settings("panel", runs, [panel])
-    found = {id(run): thin_curve(*run.series(quantity)) for run in runs}
-    drawn = [run for run in runs if len(found[id(run)][0])]
+    curves = {id(run): thin_curve(*run.series(quantity)) for run in runs}
+    drawn = [run for run in runs if len(curves[id(run)][0])]
     if not drawn:
         return None
     groups = _by_setting(drawn, panel)
-    texts = _legend(drawn, groups, panel, legend)
-    kinds = list(dict.fromkeys(texts[id(run)] for run in drawn))
-    percent = "accuracy" in quantity
-    may_diverge = any(name in quantity for name in _LOSSES)
-    top = _top([found[id(run)][1] for run in drawn]) if may_diverge else math.inf
+    texts = _labels(drawn, groups, panel, legend)
+    kinds = list(dict.fromkeys(texts.values()))
+    scale = 100.0 if "accuracy" in quantity else 1.0
+    ends = [scale * float(end(curves[id(run)][1])) for run in drawn for end in (min, max)]
+    top = _top([curves[id(run)][1] for run in drawn]) if any(name in quantity for name in _LOSSES) else math.inf
     named = are_named(drawn)
-    figure, axes = _panels(list(groups), title, sharey=True)
-    levels: list[float] = []
+    figure, axes = new_panels(list(groups), title, sharey=True)
     for axis, members in zip(axes, groups.values(), strict=True):
-        told: set[str] = set()
-        shown = texts if panel is None or named else _shown(members, texts, legend)
-        few = all(len(found[id(run)][0]) <= 50 for run in members)  # evaluations; markers on some curves would mislead
+        shown = texts if panel is None or named else _differing_labels(members, texts, legend)
+        few = all(len(curves[id(run)][0]) <= 50 for run in members)  # evaluations; markers on some curves would mislead
+        used: set[str] = set()
         for run in members:
-            at, values = found[id(run)]
-            text = shown[id(run)]
-            kind = kinds.index(texts[id(run)])
+            at, values = curves[id(run)]
+            at = at / iterations_per(run, unit)
+            kind, text = kinds.index(texts[id(run)]), shown[id(run)]
+            colour, line = COLOURS[kind % len(COLOURS)], LINES[kind // len(COLOURS) % len(LINES)]
             axis.plot(
-                at / _Abscissa.of(run, x).per,
-                100 * values if percent else values,
-                color=_COLOURS[kind % len(_COLOURS)],
-                linestyle=_LINES[kind // len(_COLOURS) % len(_LINES)],
+                at,
+                scale * values,
+                color=colour,
+                linestyle=line,
                 linewidth=1.2,
                 marker="o" if few else None,
                 markersize=3,
-                label=None if text in told else text,
+                label=None if text in used else text,
             )
-            told.add(text)
-            beyond = values > top
-            if beyond.any():
-                where = at[beyond] / _Abscissa.of(run, x).per
-                axis.plot(where, np.full(len(where), top), "^", color=_COLOURS[kind % len(_COLOURS)], clip_on=False)
-        for level in _baselines(members, quantity, baseline):
-            levels.append(level)
-            axis.axhline(
-                100 * level if percent else level,
-                color=_GREY,
-                linestyle="--",
-                linewidth=1.0,
-                label=f"baseline {level:.4g}",
-            )
-        axis.set_xlabel(x)
+            used.add(text)
+            if values.max() > top:
+                axis.plot(at[values > top], np.full((values > top).sum(), top), "^", color=colour, clip_on=False)
+        for value in _baselines(members, quantity, baseline):
+            level(axis, scale * value, f"baseline {value:.4g}")
+            ends += [scale * value] if scale == 100.0 else []
+        axis.set_xlabel(unit)
         axis.locator_params(axis="x", integer=axis.get_xlim()[1] > 4)  # few whole epochs would leave few ticks
         if not named:
             axis.legend(loc="best", fontsize=7)
     if named:
         _legend_below(figure, legend_title)
-    ends = [float(end(found[id(run)][1])) for run in drawn for end in (min, max)]
-    if percent:
-        axes[0].set_ylim(percent_limits([100 * end for end in (*ends, *levels)]))
-    elif min(ends) > 0 and max(ends) > 10 * min(ends):
-        axes[0].set_yscale("log")
-    if max(ends) > top:
-        axes[0].set_ylim(top=top)
-    axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if percent else ""))
+    _limit(axes[0], ends, scale == 100.0, top)
+    axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if scale == 100.0 else ""))
     return figure
 
 
-_LOSSES = ("loss", "nll", "bpc", "perplexity")  # in the names of quantities that a divergence makes large
+def _limit(axis: Axes, ends: Sequence[float], percent: bool, top: float) -> None:
+    """Sets the limits and the scale of the y axis for values that lie between `ends`."""
+    if percent:
+        axis.set_ylim(percent_limits(ends))
+    elif min(ends) > 0 and max(ends) > 10 * min(ends):
+        axis.set_yscale("log")
+    if max(ends) > top:
+        axis.set_ylim(top=top)
 
 
 def _top(curves: Sequence[np.ndarray]) -> float:
@@ -280,7 +272,7 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
     return groups
 
 
-def _legend(
+def _labels(
     runs: Sequence[RunRecord], groups: dict[str, list[RunRecord]], panel: str | None, legend: Sequence[str] | None
 ) -> dict[int, str]:
     """The label of each run, by id. The setting in the panel's title is left out of the label."""
@@ -290,7 +282,9 @@ def _legend(
     return {id(run): text for run, text in zip(runs, labels(runs, list(names)), strict=True)}
 
 
-def _shown(members: Sequence[RunRecord], texts: dict[int, str], legend: Sequence[str] | None) -> dict[int, str]:
+def _differing_labels(
+    members: Sequence[RunRecord], texts: dict[int, str], legend: Sequence[str] | None
+) -> dict[int, str]:
     """The labels of the runs of one panel, without those settings of a legend that are the same in the whole panel."""
     differing = [name for name in legend or () if len({setting_text(run, name) for run in members}) > 1]
     if not differing:
@@ -303,24 +297,31 @@ def _baselines(runs: Sequence[RunRecord], quantity: str, baseline: float | None)
         return [baseline]
     if quantity not in ("loss", "held_out_loss"):
         return []
-    told = {number_at(run.config, "baseline") for run in runs}
-    return sorted(level for level in told if level is not None) if len(told) == 1 else []
+    baselines = {number_at(run.config, "baseline") for run in runs}
+    return sorted(level for level in baselines if level is not None) if len(baselines) == 1 else []
 
 
-def _legend_below(figure: "Figure", title: str) -> None:
+def _legend_below(figure: Figure, title: str) -> None:
     """One legend for all panels, below them, where it covers no curve. The figure grows by its height."""
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axis in figure.axes:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(text, handle)
+            handles.setdefault(text, handle)
     width, height = figure.get_size_inches()
-    columns = max(1, min(len(found), int(width / (0.5 + 0.075 * max(map(len, found))))))  # inches, of 8 point letters
-    lines = -(-len(found) // columns) + bool(title)
+    columns = max(
+        1, min(len(handles), int(width / (0.5 + 0.075 * max(map(len, handles)))))
+    )  # inches, of 8 point letters
+    lines = -(-len(handles) // columns) + bool(title)
     figure.set_size_inches(width, height + 0.1 + 0.18 * lines)
     figure.legend(
-        list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, title=title or None,
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=8,
+        title=title or None,
         title_fontsize=8,
-    )  # fmt: skip
+    )
 
 
 _DYNAMICS = (
@@ -333,7 +334,7 @@ _DYNAMICS = (
 
 def compare_dynamics(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, legend_title: str = "", title: str = ""
-) -> "Figure | None":
+) -> Figure | None:
     """Spectral radius, orthogonality error and gradient norm of plain recurrent matrices, and the accuracy, over the
     number of training sequences: Figure 3b of Manchev and Spratling.
 
@@ -345,8 +346,8 @@ def compare_dynamics(
     drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
     if not drawn:
         return None
-    texts = _legend(drawn, {"": drawn}, None, legend)
-    figure, axes = _panels([label for _, label, _ in _DYNAMICS], title)
+    texts = _labels(drawn, {"": drawn}, None, legend)
+    figure, axes = new_panels([label for _, label, _ in _DYNAMICS], title)
     for axis, (key, _, logarithmic) in zip(axes, _DYNAMICS, strict=True):
         for index, run in enumerate(drawn):
             at, values = thin_curve(*run.series(key))
@@ -354,7 +355,7 @@ def compare_dynamics(
             axis.plot(
                 at * per_iteration,
                 100 * values if "accuracy" in key else values,
-                color=_COLOURS[index % len(_COLOURS)],
+                color=COLOURS[index % len(COLOURS)],
                 linewidth=1.2,
                 marker="o" if len(at) <= 50 else None,
                 markersize=3,
@@ -371,7 +372,7 @@ def compare_dynamics(
     return figure
 
 
-def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> "Figure | None":
+def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> Figure | None:
     """The number of iterations until a problem is solved, over the length of its sequences.
 
     Args:
@@ -386,13 +387,13 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
         return None
     names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
     alone = next(iter(drawn)) if len(drawn) == 1 else ""  # a single panel has no title of its own
-    figure, axes = _panels(list(drawn), ": ".join(filter(None, (title, alone))))
+    figure, axes = new_panels(list(drawn), ": ".join(filter(None, (title, alone))))
     for axis, networks in zip(axes, drawn.values(), strict=True):
         for name, solved in networks.items():
             if not solved:
                 continue
             lengths = sorted(solved)
-            colour = _COLOURS[names.index(name) % len(_COLOURS)]
+            colour = COLOURS[names.index(name) % len(COLOURS)]
             counts = [solved[T] for T in lengths]
             axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
         axis.set_yscale("log")

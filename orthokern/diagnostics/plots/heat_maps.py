@@ -1,26 +1,25 @@
 """Heat maps over iterations: norms through time, and histograms of the angles of eigenvalues."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from orthokern.diagnostics.gradients import profile_steps
-from orthokern.diagnostics.plots._figures import Records, _Abscissa, _Panel, _panels, _per_run, save
+from orthokern.diagnostics.plots._figures import Panel, Records, new_panels, panels_of, save_figure, single_panel
 from orthokern.diagnostics.runs import RunRecord, numbers_at
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 HEAT_MAP_COLUMNS, FRACTIONS = 600, 64
 _GRADIENT_FIELDS = ("grad_norm_through_time", "last_grad_norm_through_time")
-_GRADIENT_BAR = "log₁₀ of ‖dL/dhₜ‖ / its maximum over t"
-_STATE_BAR = "log₁₀ of ‖hₜ‖"
-_ANGLE_BAR = "eigenvalues (%)"
+_GRADIENT_BAR, _ANGLE_BAR = "log₁₀ of ‖dL/dhₜ‖ / its maximum over t", "eigenvalues (%)"
 
 
 @dataclass(frozen=True)
@@ -51,61 +50,60 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         columns: number of records to keep, evenly spaced, including the first and the last.
 
     Returns:
-        None if no record has such a list (with the length of `profile_steps(T)`, if T is given).
+        None if no record has such a list (with the length of `profile_steps(T)`, if T is known).
     """
     points = min(64, length) if length is not None else 0
-    found = [(r["iteration"], norms) for r in records if (norms := numbers_at(r, key)) is not None]
-    rows = [row for row in found if not points or len(row[1]) == points]
+    rows = _rows(records, key, lambda norms: not points or len(norms) == points, columns)
     if not rows:
         return None
-    rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))]
-    lists = [np.asarray([math.nan if x is None else x for x in norms], dtype=float) for _, norms in rows]
-    if length is not None:
-        steps = np.asarray(profile_steps(length), dtype=float)
-    else:
-        steps = np.linspace(0.0, 1.0, FRACTIONS)
-        lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
     at = np.asarray([iteration for iteration, _ in rows], dtype=float)
-    return Profiles(at, steps, np.stack(lists), length is not None)
+    lists = [np.asarray(norms, dtype=float) for _, norms in rows]  # NaN for null
+    if length is not None:
+        return Profiles(at, np.asarray(profile_steps(length), dtype=float), np.stack(lists), True)
+    steps = np.linspace(0.0, 1.0, FRACTIONS)
+    lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
+    return Profiles(at, steps, np.stack(lists), False)
 
 
-def _normalized(found: Profiles | None) -> Profiles | None:
+def _rows(records: Records, key: str, fits: Callable[[list[Any]], bool], columns: int) -> list[tuple[int, list[Any]]]:
+    """At most `columns` evenly spaced pairs of an iteration and a list that fits."""
+    rows = [(r["iteration"], values) for r in records if (values := numbers_at(r, key)) is not None and fits(values)]
+    return [rows[i] for i in profile_steps(len(rows), max(2, columns))] if rows else []
+
+
+def _normalized(norms: Profiles | None) -> Profiles | None:
     """log10 of norms divided by the largest over time. Iterations with a zero gradient are left out, for example the
     first one if the readout is initialised to zero."""
-    if found is None:
+    if norms is None:
         return None
-    largest = found.values.max(axis=1)  # NaN if any is
+    largest = norms.values.max(axis=1)  # NaN if any is
     seen = np.isfinite(largest) & (largest > 0)
-    if not seen.any():
-        return None
-    decades = np.log10(np.maximum(found.values[seen] / largest[seen, None], 1e-12))
-    return Profiles(found.iterations[seen], found.steps, decades, found.in_steps)
+    decades = np.log10(np.maximum(norms.values[seen] / largest[seen, None], 1e-12))
+    return replace(norms, iterations=norms.iterations[seen], values=decades) if seen.any() else None
 
 
-def _decades(found: Profiles | None) -> Profiles | None:
+def _decades(norms: Profiles | None) -> Profiles | None:
     """log10 of norms; a norm of zero is replaced by the smallest norm above zero."""
-    if found is None:
+    if norms is None:
         return None
-    finite = np.isfinite(found.values).all(axis=1)
-    values = found.values[finite]
-    positive = values[values > 0]
-    if not len(positive):
+    finite = np.isfinite(norms.values).all(axis=1)
+    values = norms.values[finite]
+    if not (values > 0).any():
         return None
-    return Profiles(found.iterations[finite], found.steps, np.log10(np.maximum(values, positive.min())), found.in_steps)
+    decades = np.log10(np.maximum(values, values[values > 0].min()))
+    return replace(norms, iterations=norms.iterations[finite], values=decades)
 
 
 def _angle_profiles(records: Records, key: str) -> Profiles | None:
     """Shares of the eigenvalues, in percent, by angle in radians."""
-    found = [(record["iteration"], shares) for record in records if (shares := numbers_at(record, key)) is not None]
-    bins = len(found[-1][1]) if found else 0
-    rows = [
-        (iteration, shares)
-        for iteration, shares in found
-        if len(shares) == bins and all(share is not None and share >= 0 for share in shares) and any(shares)
-    ]
+    bins = next((len(shares) for r in reversed(records) if (shares := numbers_at(r, key)) is not None), 0)
+
+    def fits(shares: list[Any]) -> bool:
+        return len(shares) == bins and None not in shares and min(shares) >= 0 and any(shares)
+
+    rows = _rows(records, key, fits, HEAT_MAP_COLUMNS)
     if not rows:
         return None
-    rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)]
     counts = np.asarray([shares for _, shares in rows], dtype=float)
     at = np.asarray([iteration for iteration, _ in rows], dtype=float)
     centres = (np.arange(bins) + 0.5) * (2 * math.pi / bins) - math.pi
@@ -120,42 +118,6 @@ def _edges(centres: np.ndarray) -> np.ndarray:
     return np.concatenate([[2 * centres[0] - between[0]], between, [2 * centres[-1] - between[-1]]])
 
 
-def _draw_heat_map(axis: "Axes", found: Profiles, x: _Abscissa, low: float, high: float, ylabel: str = "") -> Any:
-    """Draws the heat map; returns the image for a colour bar."""
-    axis.grid(False)
-    image = axis.pcolormesh(
-        _edges(found.iterations / x.per),
-        _edges(found.steps),
-        found.values.T,
-        cmap="viridis",  # readable in greyscale and by colour-blind readers
-        vmin=low,
-        vmax=high,
-        rasterized=True,
-    )
-    axis.set_xlabel(x.label)
-    axis.set_ylabel(ylabel or ("time step t" if found.in_steps else "t as a fraction of the sequence"))
-    return image
-
-
-def _heat_maps(
-    panels: "Sequence[_Panel[Profiles]]",
-    title: str,
-    bar: str,
-    limits: Callable[[float, float], tuple[float, float]],
-    ylabel: str = "",
-) -> "Figure | None":
-    """Panels that share one colour scale, with `limits` (smallest and largest value)."""
-    if not panels:
-        return None
-    smallest = min(float(panel.found.values.min()) for panel in panels)
-    low, high = limits(smallest, max(float(panel.found.values.max()) for panel in panels))
-    figure, axes = _panels([panel.title for panel in panels], title, 4.2)
-    for axis, panel in zip(axes, panels, strict=True):
-        image = _draw_heat_map(axis, panel.found, panel.x, low, high, ylabel)
-    figure.colorbar(image, ax=axes, label=bar, extend="min" if smallest < low else "neither")
-    return figure
-
-
 def _below_one(low: float, high: float) -> tuple[float, float]:
     """Limits of at most six decades: with a wider range, one run with a vanishing gradient would use up all colours."""
     return min(-1.0, max(-6.0, math.floor(low))), 0.0
@@ -166,21 +128,43 @@ def _whole_decades(low: float, high: float) -> tuple[float, float]:
     return float(low), float(high if high > low else low + 1)
 
 
-def _from_zero(low: float, high: float) -> tuple[float, float]:
-    return 0.0, high
+def _heat_maps(
+    panels: Sequence[Panel], title: str, bar: str, limits: Callable[[float, float], tuple[float, float]]
+) -> Figure | None:
+    """Panels that share one colour scale, with `limits` (smallest and largest value)."""
+    if not panels:
+        return None
+    smallest = min(float(panel.data.values.min()) for panel in panels)
+    low, high = limits(smallest, max(float(panel.data.values.max()) for panel in panels))
+    figure, axes = new_panels([panel.title for panel in panels], title, 4.2)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.grid(False)
+        image = axis.pcolormesh(
+            _edges(panel.data.iterations / panel.per),
+            _edges(panel.data.steps),
+            panel.data.values.T,
+            cmap="viridis",  # readable in greyscale and by colour-blind readers
+            vmin=low,
+            vmax=high,
+            rasterized=True,
+        )
+        axis.set_xlabel(panel.unit)
+        fraction = "time step t" if panel.data.in_steps else "t as a fraction of the sequence"
+        axis.set_ylabel("angle (radians)" if bar == _ANGLE_BAR else fraction)
+    figure.colorbar(image, ax=axes, label=bar, extend="min" if smallest < low else "neither")
+    return figure
 
 
-def _plot_heat_map(
-    found: Profiles | None,
-    path: Path,
-    title: str,
-    bar: str,
-    limits: Callable[[float, float], tuple[float, float]],
-    ylabel: str = "",
-) -> Path | None:
-    panels = [] if found is None else [_Panel("", found, _Abscissa("iteration"))]
-    figure = _heat_maps(panels, title, bar, limits, ylabel)
-    return None if figure is None else save(figure, path)
+def _gradient_maps(panels: Sequence[Panel], title: str, last: bool = False) -> Figure | None:
+    return _heat_maps(panels, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
+
+
+def _state_maps(panels: Sequence[Panel], title: str) -> Figure | None:
+    return _heat_maps(panels, title, "log₁₀ of ‖hₜ‖", _whole_decades)
+
+
+def _angle_maps(panels: Sequence[Panel], title: str) -> Figure | None:
+    return _heat_maps(panels, title, _ANGLE_BAR, lambda low, high: (0.0, high))
 
 
 def plot_gradients(
@@ -196,7 +180,7 @@ def plot_gradients(
         length: number of time steps; None if it isn't known or varies.
         key: the field of the records; "last_grad_norm_through_time" holds the quantity of Figure 2.
     """
-    return _plot_heat_map(_normalized(profiles(records, key, length)), path, title, _GRADIENT_BAR, _below_one)
+    return save_figure(_gradient_maps(single_panel(_normalized(profiles(records, key, length))), title), path)
 
 
 def plot_states(records: Records, path: Path, *, length: int | None, title: str = "") -> Path | None:
@@ -206,8 +190,8 @@ def plot_states(records: Records, path: Path, *, length: int | None, title: str 
         records: those with "state_norm_through_time" (values at `profile_steps(length)`) are drawn.
         path, length, title: as in `plot_gradients`.
     """
-    found = _decades(profiles(records, "state_norm_through_time", length))
-    return _plot_heat_map(found, path, title, _STATE_BAR, _whole_decades)
+    data = _decades(profiles(records, "state_norm_through_time", length))
+    return save_figure(_state_maps(single_panel(data), title), path)
 
 
 def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_angles") -> Path | None:
@@ -216,31 +200,31 @@ def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "ei
     Args:
         records: those with "eigenvalue_angles", as `angle_histogram` returns them, are drawn.
     """
-    return _plot_heat_map(_angle_profiles(records, key), path, title, _ANGLE_BAR, _from_zero, "angle (radians)")
+    return save_figure(_angle_maps(single_panel(_angle_profiles(records, key)), title), path)
 
 
 def compare_gradients(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
-) -> "Figure | None":
+) -> Figure | None:
     """The norm of the gradient through time over iterations, one panel per run: Figure 2 of Vorontsov et al. 2017.
 
     Norms are divided by the largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
     the paper, if all runs with norms recorded it; else it is the training loss.
     """
     having = [{field for field in _GRADIENT_FIELDS if any(field in r for r in run.records)} for run in runs]
-    last = all(_GRADIENT_FIELDS[1] in found for found in having if found)
+    last = all(_GRADIENT_FIELDS[1] in fields for fields in having if fields)
     key = _GRADIENT_FIELDS[last]
-    found = _per_run(runs, legend, x, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))))
-    return _heat_maps(found, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
+    panels = panels_of(runs, legend, x, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))))
+    return _gradient_maps(panels, title, last)
 
 
 def compare_states(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
-) -> "Figure | None":
+) -> Figure | None:
     """The norm of the states through time over iterations, a panel for each run."""
     key = "state_norm_through_time"
-    found = _per_run(runs, legend, x, lambda run: _decades(profiles(run.records, key, run.profile_length(key))))
-    return _heat_maps(found, title, _STATE_BAR, _whole_decades)
+    panels = panels_of(runs, legend, x, lambda run: _decades(profiles(run.records, key, run.profile_length(key))))
+    return _state_maps(panels, title)
 
 
 def compare_angles(
@@ -250,7 +234,6 @@ def compare_angles(
     x: str | None = None,
     title: str = "",
     key: str = "eigenvalue_angles",
-) -> "Figure | None":
+) -> Figure | None:
     """Histograms of the angles of the eigenvalues over iterations, a panel for each run."""
-    found = _per_run(runs, legend, x, lambda run: _angle_profiles(run.records, key))
-    return _heat_maps(found, title, _ANGLE_BAR, _from_zero, "angle (radians)")
+    return _angle_maps(panels_of(runs, legend, x, lambda run: _angle_profiles(run.records, key)), title)

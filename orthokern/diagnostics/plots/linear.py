@@ -1,20 +1,20 @@
 """The response of a linear network to its inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orthokern.diagnostics.plots._figures import _COLOURS, _LINES, _panels
+from orthokern.diagnostics.plots._figures import COLOURS, LINES, new_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
 
-def memory(
-    matrix: "Tensor", transients: Mapping[str, "Tensor"], curves: Mapping[str, "Tensor"], title: str = ""
-) -> "Figure":
+def memory(matrix: Tensor, transients: Mapping[str, Tensor], curves: Mapping[str, Tensor], title: str = "") -> Figure:
     """The response of non-normal matrices: Figure 1 of the nnRNN report (Jahagirdar et al. 2019).
 
     Args:
@@ -26,12 +26,12 @@ def memory(
     Returns:
         The figure, three axes.
     """
-    figure, axes = _panels(["(a) the matrix", "(b) norm of the state", "(c) Fisher memory J(k)"], title)
+    figure, axes = new_panels(["(a) the matrix", "(b) norm of the state", "(c) Fisher memory J(k)"], title)
     picture = axes[0].imshow(matrix.numpy(), cmap="viridis")
     axes[0].grid(False)
     figure.colorbar(picture, ax=axes[0], shrink=0.8)
     for index, (name, norms) in enumerate(transients.items()):
-        colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // 3 % len(_LINES)]
+        colour, line = COLOURS[index % len(COLOURS)], LINES[index // 3 % len(LINES)]
         mean, spread = norms.mean(1).numpy(), norms.std(1).numpy()
         alive = mean > 0  # the powers of a nilpotent matrix become exactly zero
         at = np.arange(len(mean))[alive]
@@ -41,7 +41,7 @@ def memory(
     for index, (name, curve) in enumerate(curves.items()):
         values = curve.numpy()
         at = np.flatnonzero(values > 1e-8 * values.max())
-        colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // len(_COLOURS) % len(_LINES)]
+        colour, line = COLOURS[index % len(COLOURS)], LINES[index // len(COLOURS) % len(LINES)]
         axes[2].plot(at, values[at], color=colour, linestyle=line, linewidth=1.2, label=name)
     for axis in axes[1:]:
         axis.set_yscale("log")

@@ -1,10 +1,12 @@
 """Numbers of many variants of a network side by side, one panel per task."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from orthokern.diagnostics.plots._figures import _COLOURS, _GREY, _figure
+from orthokern.diagnostics.plots._figures import COLOURS, GREY, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 Variant = tuple[str, str]  # the part that is varied, and its value
 
 
-def compare_parts(panels: Mapping[str, Mapping[Variant, Sequence[float]]], title: str = "") -> "Figure | None":
+def compare_parts(panels: Mapping[str, Mapping[Variant, Sequence[float]]], title: str = "") -> Figure | None:
     """A point for each variant: from top to bottom the values of one part of a method after the other.
 
     Args:
@@ -35,20 +37,20 @@ def compare_parts(panels: Mapping[str, Mapping[Variant, Sequence[float]]], title
         return None
     parts = list(dict.fromkeys(part for part, _ in variants))
     size = (2.4 + 2.5 * len(panels), 1.2 + 0.24 * len(variants))
-    figure, axes = _figure(1, len(panels), size, title, sharey=True)
+    figure, axes = new_figure(1, len(panels), size, title, sharey=True)
     for axis, (heading, values) in zip(axes[0], panels.items(), strict=True):
         known = [number for numbers in values.values() for number in numbers]
         for row, variant in enumerate(variants):
             numbers = values.get(variant, ())
-            colour = _COLOURS[parts.index(variant[0]) % len(_COLOURS)]
+            colour = COLOURS[parts.index(variant[0]) % len(COLOURS)]
             if not numbers:
-                axis.plot([0.5], [row], "x", color=_GREY, markersize=4, transform=axis.get_yaxis_transform())
+                axis.plot([0.5], [row], "x", color=GREY, markersize=4, transform=axis.get_yaxis_transform())
             else:
                 axis.plot([min(numbers), max(numbers)], [row, row], color=colour, linewidth=2.5, alpha=0.5)
                 axis.plot([statistics.median(numbers)], [row], "o", color=colour, markersize=6)
         for row, (above, below) in enumerate(zip(variants, variants[1:], strict=False)):
             if above[0] != below[0]:
-                axis.axhline(row + 0.5, color=_GREY, linewidth=0.8)
+                axis.axhline(row + 0.5, color=GREY, linewidth=0.8)
         if known and min(known) > 0 and max(known) > 30 * min(known):
             axis.set_xscale("log")
         axis.set_title(heading, fontsize=9, wrap=True)

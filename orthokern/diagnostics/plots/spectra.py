@@ -1,94 +1,80 @@
-"""Singular values of the recurrent matrix, and magnitudes of its eigenvalues, over iterations."""
+"""Singular values of the recurrent matrix, magnitudes of its eigenvalues, and the stability of a GRU, over
+iterations."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from orthokern.diagnostics.plots._figures import (
-    _BLUE,
-    _GREEN,
-    _GREY,
-    _RED,
+    BLUE,
+    COLOURS,
     CURVE_POINTS,
+    GREEN,
+    GREY,
+    RED,
+    Panel,
     Records,
-    _Abscissa,
-    _panels,
-    _per_run,
-    _stretches,
-    save,
+    draw_panels,
+    interval_starts,
+    level,
+    panels_of,
+    save_figure,
+    single_panel,
     thin_curve,
 )
-from orthokern.diagnostics.runs import RunRecord, number_at
+from orthokern.diagnostics.runs import RunRecord, number_at, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class _Spectra:
-    """Singular values over iterations: [P] float64 each."""
-
-    at: np.ndarray
-    mean: np.ndarray
-    std: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-
-def _spectra(records: Records, key: str) -> _Spectra | None:
-    found = []
-    for record in records:
-        if key not in record:
-            continue
-        parts = [number_at(record, f"{key}.{name}") for name in ("mean", "std", "min", "max")]
-        if None not in parts:
-            found.append([record["iteration"], *parts])
-    if not found:
-        return None
-    at, mean, std, low, high = np.asarray(found, dtype=float).T
-    begin = _stretches(len(at), CURVE_POINTS)
-    return _Spectra(
-        thin_curve(at, at)[0],
-        thin_curve(at, mean)[1],
-        thin_curve(at, std)[1],
-        np.minimum.reduceat(low, begin),
-        np.maximum.reduceat(high, begin),
-    )
-
-
 _SINGULAR, _MODULUS = "singular value (no unit)", "|eigenvalue| (no unit)"
 
 
-def _draw_spectrum(axis: "Axes", found: _Spectra, margin: float | None, x: _Abscissa, ylabel: str) -> None:
-    at, mean, std = found.at / x.per, found.mean, found.std
+def _spectra(records: Records, key: str) -> np.ndarray | None:
+    """[5, P] float64: iterations, mean, standard deviation, minimum and maximum."""
+    rows = [
+        [record["iteration"], *(number_at(record, f"{key}.{name}") for name in ("mean", "std", "min", "max"))]
+        for record in records
+        if key in record
+    ]
+    rows = [row for row in rows if None not in row]
+    if not rows:
+        return None
+    at, mean, std, low, high = np.asarray(rows, dtype=float).T
+    begin = interval_starts(len(at), CURVE_POINTS)
+    means = [thin_curve(at, values)[1] for values in (at, mean, std)]
+    return np.stack([*means, np.minimum.reduceat(low, begin), np.maximum.reduceat(high, begin)])
+
+
+def _draw_spectrum(axis: Axes, panel: Panel, ylabel: str) -> None:
+    at, mean, std, low, high = panel.data
+    at = at / panel.per
     axis.fill_between(
-        at, mean - std, mean + std, color=_GREEN, alpha=0.3, linewidth=0, label="mean ± standard deviation"
+        at, mean - std, mean + std, color=GREEN, alpha=0.3, linewidth=0, label="mean ± standard deviation"
     )
-    axis.plot(at, mean, color=_GREEN, linewidth=1.4, label="mean")
-    axis.plot(at, found.high, color=_BLUE, linewidth=1.2, label="maximum")
-    axis.plot(at, found.low, color=_RED, linewidth=1.2, label="minimum")
+    axis.plot(at, mean, color=GREEN, linewidth=1.4, label="mean")
+    axis.plot(at, high, color=BLUE, linewidth=1.2, label="maximum")
+    axis.plot(at, low, color=RED, linewidth=1.2, label="minimum")
+    margin = panel.margin if ylabel == _SINGULAR else None
     # Bounds far away from the values would compress the curves into one line.
-    if margin is not None and margin > 0 and max(1 - found.low.min(), found.high.max() - 1) > 0.25 * margin:
-        for bound in (1 - margin, 1 + margin):
-            axis.axhline(
-                bound, color=_GREY, linestyle="--", linewidth=1.0, label=f"bounds 1 ± {margin:g}" if bound < 1 else None
-            )
+    if margin is not None and margin > 0 and max(1 - low.min(), high.max() - 1) > 0.25 * margin:
+        level(axis, 1 - margin, f"bounds 1 ± {margin:g}")
+        level(axis, 1 + margin, None)
     axis.ticklabel_format(axis="y", useOffset=False)
-    axis.set_xlabel(x.label)
     axis.set_ylabel(ylabel)
 
 
-def _plot(found: _Spectra | None, path: Path, title: str, margin: float | None, ylabel: str) -> Path | None:
-    if found is None:
-        return None
-    figure, (axis,) = _panels([""], title)
-    _draw_spectrum(axis, found, margin, _Abscissa("iteration"), ylabel)
-    axis.legend(loc="best", fontsize=8)
-    return save(figure, path)
+def _spectrum_figure(panels: Sequence[Panel], title: str, ylabel: str, font: int) -> Figure | None:
+    figure = draw_panels(panels, title, partial(_draw_spectrum, ylabel=ylabel))
+    if figure is not None:
+        figure.axes[0].legend(loc="best", fontsize=font)
+    return figure
 
 
 def plot_spectrum(
@@ -102,7 +88,7 @@ def plot_spectrum(
         margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
             bounds.
     """
-    return _plot(_spectra(records, key), path, title, margin, _SINGULAR)
+    return save_figure(_spectrum_figure(single_panel(_spectra(records, key), margin), title, _SINGULAR, 8), path)
 
 
 def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
@@ -112,7 +98,7 @@ def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "ei
     Args:
         records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
     """
-    return _plot(_spectra(records, key), path, title, None, _MODULUS)
+    return save_figure(_spectrum_figure(single_panel(_spectra(records, key)), title, _MODULUS, 8), path)
 
 
 def compare_spectra(
@@ -122,11 +108,12 @@ def compare_spectra(
     x: str | None = None,
     title: str = "",
     key: str = "spectrum",
-) -> "Figure | None":
+) -> Figure | None:
     """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
     scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
     """
-    return _compare(runs, legend, x, title, key, _SINGULAR)
+    panels = panels_of(runs, legend, x, lambda run: _spectra(run.records, key))
+    return _spectrum_figure(panels, title, _SINGULAR, 7)
 
 
 def compare_moduli(
@@ -136,19 +123,56 @@ def compare_moduli(
     x: str | None = None,
     title: str = "",
     key: str = "eigenvalue_moduli",
-) -> "Figure | None":
+) -> Figure | None:
     """Magnitudes of the eigenvalues over iterations, one panel per run."""
-    return _compare(runs, legend, x, title, key, _MODULUS)
+    panels = panels_of(runs, legend, x, lambda run: _spectra(run.records, key))
+    return _spectrum_figure(panels, title, _MODULUS, 7)
 
 
-def _compare(
-    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, title: str, key: str, ylabel: str
-) -> "Figure | None":
-    panels = _per_run(runs, legend, x, lambda run: _spectra(run.records, key))
-    if not panels:
+Curve = tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
+
+
+def _stability(records: Records) -> tuple[Curve, dict[str, Curve]] | None:
+    """Norms of the gradient, divided by the largest, and by field the spectral radius of the Jacobian at h = 0."""
+    fields = list(dict.fromkeys(key for r in records for key in r if key.startswith("jacobian_radius")))
+    radii = {field: thin_curve(*series(records, field)) for field in fields}
+    radii = {field: curve for field, curve in radii.items() if len(curve[0])}
+    at, norms = series(records, "grad_norm")
+    if not radii or not len(at):
         return None
-    figure, axes = _panels([panel.title for panel in panels], title)
-    for axis, panel in zip(axes, panels, strict=True):
-        _draw_spectrum(axis, panel.found, panel.margin if ylabel == _SINGULAR else None, panel.x, ylabel)
-    axes[0].legend(loc="best", fontsize=7)
-    return figure
+    # Not thinned: an explosion is one iteration.
+    return (at, norms / norms.max() if norms.max() > 0 else norms), radii
+
+
+def _draw_stability(axis: Axes, panel: Panel) -> None:
+    (at, norms), radii = panel.data
+    axis.plot(at / panel.per, norms, color=GREY, linewidth=0.8, label="‖gradient‖ / its maximum")
+    for (field, (at, radius)), colour in zip(radii.items(), COLOURS, strict=False):
+        layer = field.removeprefix("jacobian_radius").removeprefix("_l")
+        name = "spectral radius of J" + (f", layer {layer or 0}" if len(radii) > 1 else "")
+        axis.plot(at / panel.per, radius, color=colour, linewidth=1.4, label=name)
+    level(axis, 1.0, None, colour=RED)
+    axis.set_ylim(bottom=0.0)
+    axis.set_ylabel("no unit")
+    axis.legend(loc="best", fontsize=8)
+
+
+def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
+    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at h = 0, over iterations (Kanai et
+    al. 2017, Figure 1).
+
+    Args:
+        records: with "grad_norm", and with "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) in some.
+
+    Returns:
+        `path`, or None if no record has a spectral radius.
+    """
+    return save_figure(draw_panels(single_panel(_stability(records)), title, _draw_stability), path)
+
+
+def compare_stability(
+    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
+) -> Figure | None:
+    """Like `plot_stability`, with one panel per run."""
+    panels = panels_of(runs, legend, x, lambda run: _stability(run.records))
+    return draw_panels(panels, title, _draw_stability, sharey=True)

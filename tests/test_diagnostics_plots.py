@@ -1,0 +1,376 @@
+"""The contents of plots of one run and of several, and the command line of the diagnostics."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from test_diagnostics import a_run, new_run, record, write_run
+
+from orthokern import InputError
+from orthokern.diagnostics import __main__ as command
+from orthokern.diagnostics import plots
+from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.tasks import copy
+
+
+def test_a_thinned_curve_is_means_over_stretches() -> None:
+    at, values = np.arange(1.0, 10.0), np.arange(9.0) ** 2
+    assert plots.thin_curve(at, values, 9) == (at, values)
+    thin_at, thin_values = plots.thin_curve(at, values, 3)
+    assert thin_at.tolist() == [2.0, 5.0, 8.0]
+    assert thin_values.tolist() == [values[:3].mean(), values[3:6].mean(), values[6:].mean()]
+    thin_at, thin_values = plots.thin_curve(np.arange(1000.0), np.full(1000, 0.7), 7)
+    assert len(thin_at) == 7 and thin_values == pytest.approx(np.full(7, 0.7))
+
+
+def test_profiles_of_known_and_of_varying_lengths() -> None:
+    same = [{"iteration": i, "p": [float(i)] * 64} for i in range(1, 2001)] + [{"iteration": 2001, "p": [1.0] * 5}]
+    result = plots.profiles(same, "p", 500)
+    assert result is not None and result.values.shape == (600, 64) and result.in_steps
+    assert result.iterations[[0, -1]].tolist() == [1, 2000] and result.steps[[0, -1]].tolist() == [0, 499]
+    strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
+    result = plots.profiles(strange, "p", None)
+    assert result is not None and result.iterations.tolist() == [3]  # what is no profile is passed over
+    varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
+    result = plots.profiles(varying, "p", None)
+    assert result is not None and not result.in_steps
+    assert result.values == pytest.approx(np.stack([np.linspace(0, 1, 64)] * 2))
+    assert plots.profiles([{"iteration": 1}], "p", None) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def check_png(path: Path) -> None:
+    """A picture that is there, whole, and not empty paper."""
+    image = imread(path)
+    assert image.ndim == 3 and min(image.shape[:2]) > 100 and image.std() > 0.01
+    assert not path.with_name(path.name + ".tmp").exists()
+
+
+def axes(figure: Any) -> list[Any]:
+    """The axes of a figure that must have been drawn."""
+    assert figure is not None
+    return list(figure.axes)
+
+
+def shown(axis: Any) -> dict[str, list[Any]]:
+    """The legend's texts with what their lines show."""
+    return {line.get_label(): line.get_ydata() for line in axis.get_lines()}
+
+
+def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
+    bare: list[dict[str, Any]] = [{"iteration": 1, "loss": None, "spectrum": None, "eigenvalue_angles": [None] * 36}]
+    bare[0] |= {"grad_norm_through_time": [0.0] * 64, "state_norm_through_time": [None] * 64}
+    path = tmp_path / "x.png"
+    for records in ([], bare):
+        assert plots.plot_learning(records, path) is None and plots.plot_spectrum(records, path) is None
+        assert plots.plot_gradients(records, path, length=100) is None
+        assert plots.plot_states(records, path, length=100) is None and plots.plot_angles(records, path) is None
+        run = new_run("a", records=records)
+        assert plots.compare_curves([run], "loss") is None
+        for compare in (plots.compare_gradients, plots.compare_spectra, plots.compare_states, plots.compare_angles):
+            assert compare([run]) is None
+    assert not path.exists()
+
+
+def test_curves_of_several_runs_by_panel() -> None:
+    grid = [
+        new_run(f"{T}-{m}", T=T, margin=m, records=[{"iteration": i, "accuracy": i / T} for i in range(1, 101)])
+        for T in (500, 200)
+        for m in (None, 0.1, 0.01)
+    ]
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T"))
+    assert (left.get_title(), right.get_title()) == ("T 200", "T 500"), "numbers in order"
+    assert set(shown(left)) == set(shown(right)) == {"margin none", "margin 0.1", "margin 0.01"}
+    assert shown(left)["margin 0.1"][-1] == pytest.approx(50.0), "in percent"
+    colours = [{line.get_label(): line.get_color() for line in axis.get_lines()} for axis in (left, right)]
+    assert colours[0] == colours[1] and len(set(colours[0].values())) == 3, "a colour means the same everywhere"
+    assert left.get_ylabel() == "accuracy (%)" and left.get_xlabel() == "iteration"
+
+    figure = plots.compare_curves(grid, "accuracy")
+    assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
+
+    grid = [
+        new_run(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
+        for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))
+    ]
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"]))
+    assert list(shown(left)) == ["margin 0.1", "margin 1"], "all have seed 0"
+    assert list(shown(right)) == ["seed 0", "seed 1"], "all have margin 0.1"
+    assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
+
+
+def test_runs_with_labels_of_their_own() -> None:
+    """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
+    records = [{"iteration": i, "accuracy": i / 100} for i in range(1, 81)]
+    grid = [
+        replace(new_run(f"{T}-{seed}-{name}", T=T, seed=seed, records=records[:count]), label=name)
+        for T, count in ((200, 40), (500, 80))
+        for seed in (0, 1)
+        for name in ("zero", "learned")
+    ]
+    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend_title="weights of the blank"))
+    assert left.get_legend() is None and right.get_legend() is None
+    (legend,) = left.figure.legends
+    assert legend.get_title().get_text() == "weights of the blank"
+    assert [text.get_text() for text in legend.get_texts()] == ["zero", "learned"]
+    for axis in (left, right):
+        colours = [line.get_color() for line in axis.get_lines()]
+        assert len(colours) == 4 and len(set(colours[::2])) == len(set(colours[1::2])) == 1 != len(set(colours))
+    assert {line.get_marker() for line in left.get_lines()} == {"o"}
+    assert {line.get_marker() for line in right.get_lines()} == {"None"}
+
+
+def test_a_diverged_run_leaves_room_for_the_others() -> None:
+    def run(name: str, *values: float) -> RunRecord:
+        return new_run(name, records=[{"iteration": i, "loss": value} for i, value in enumerate(values, 1)])
+
+    diverged = [run("a", 9.0, 5.0, 4.0), run("b", 8.0, 6.0), run("c", 7.0, 1e9, 1e12)]
+    (axis,) = axes(plots.compare_curves(diverged, "loss"))
+    assert axis.get_ylim()[1] == pytest.approx(80.0), "ten times the first values"
+    (beyond,) = (line for line in axis.get_lines() if line.get_marker() == "^")
+    assert list(beyond.get_xdata()) == [2, 3] and set(beyond.get_ydata()) == {80.0}
+    figure = plots.compare_curves([run("a", 9.0, 5e-7), run("b", 8.0, 800.0)], "loss")
+    assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
+    slow = new_run("slow", records=[{"iteration": i, "seconds": 10.0**i, "accuracy": 0.5} for i in range(1, 9)])
+    figure = plots.compare_curves([slow], "seconds")
+    assert figure is not None and len(figure.axes[0].get_lines()) == 1, "only a loss diverges"
+    figure = plots.compare_curves([slow], "accuracy", baseline=0.1)
+    assert figure is not None and shown(figure.axes[0])["baseline 0.1"][0] == pytest.approx(10.0), "in percent too"
+
+
+def test_curves_by_epoch_with_their_baseline() -> None:
+    records = [{"iteration": i, "loss": 0.2 - 1e-4 * i} for i in range(1, 1001)]
+    told = [
+        RunRecord(Path(name), {"baseline": 1 / 6}, {"margin": m, "iterations_per_epoch": 100}, "adding", records)
+        for name, m in (("a", 1.0), ("b", 10.0))
+    ]
+    (axis,) = axes(plots.compare_curves(told, "loss"))
+    assert axis.get_xlabel() == "epoch" and axis.get_lines()[0].get_xdata()[-1] == pytest.approx(10.0)
+    assert shown(axis)["baseline 0.1667"][0] == pytest.approx(1 / 6)
+    counted = [r | {"epoch": round(r["iteration"] / 817, 4)} for r in records]
+    assert new_run("c", records=counted).iterations_per_epoch == 817, "from records that count both"
+    figure = plots.compare_curves(told, "loss", x="iteration", baseline=0.3)
+    assert figure is not None and "baseline 0.3" in shown(figure.axes[0])
+    with pytest.raises(InputError, match="neither records nor settings tell"):
+        plots.compare_curves([*told, new_run("c", records=records)], "loss", x="epoch")
+    with pytest.raises(InputError, match="unknown panel 'margine': did you mean 'margin'"):
+        plots.compare_curves(told, "loss", panel="margine")
+
+
+def test_long_runs_are_thinned_before_they_are_drawn(tmp_path: Path) -> None:
+    base = record(1, steps=220, fade=2.0, spread=0.1)
+    spike = {"mean": 1.0, "std": 0.0, "min": 0.5, "max": 3.0}
+    records = [
+        base | {"iteration": i} if i % 50 == 1 else {"iteration": i, "loss": 1.0, "accuracy": 0.1}
+        for i in range(1, 200_001)
+    ]
+    records[50 * 1234]["spectrum"] = spike
+    run = new_run("long", records=records, margin=0.1)
+    figure = plots.compare_curves([run, new_run("other", records=records, margin=0.2)], "loss")
+    assert figure is not None and [len(line.get_xdata()) for line in figure.axes[0].get_lines()] == [1000, 1000]
+    figure = plots.compare_spectra([run])
+    assert figure is not None
+    lines = shown(figure.axes[0])
+    assert len(lines["maximum"]) == 1000 and max(lines["maximum"]) == 3.0 and min(lines["minimum"]) == 0.5
+    figure = plots.compare_gradients([run])
+    assert figure is not None and figure.axes[0].collections[0].get_array().size == 600 * 64
+    check_png(plots.save(figure, tmp_path / "x.png"))
+
+
+def heat_map(axis: Any) -> np.ndarray:
+    """[S, P]"""
+    mesh = axis.collections[0]
+    return np.asarray(mesh.get_array()).reshape(len(mesh.get_coordinates()) - 1, -1)
+
+
+def test_gradients_of_several_runs(tmp_path: Path) -> None:
+    steady = load_run(a_run(tmp_path / "a", fade=0.0, margin=0.0))
+    fading = load_run(a_run(tmp_path / "b", fade=math.log(1e3), margin=0.1))
+    first, second, bar = axes(plots.compare_gradients([steady, fading]))
+    assert [axis.get_title() for axis in (first, second)] == ["margin 0", "margin 0.1"]
+    assert heat_map(first).shape == (64, 5) and heat_map(first) == pytest.approx(0.0)
+    assert heat_map(second)[0] == pytest.approx(-3.0) and heat_map(second)[-1] == pytest.approx(0.0)
+    assert first.collections[0].get_clim() == second.collections[0].get_clim() == (-3.0, 0.0), "one scale for all"
+    assert first.get_ylim() == pytest.approx((-1.5, 220.5), abs=2) and first.get_ylabel() == "time step t"
+    assert "last step" not in bar.get_ylabel()
+
+
+def test_the_last_steps_gradient_is_taken_where_all_runs_have_it(tmp_path: Path) -> None:
+    runs_ = []
+    for name, margin in (("a", 0.0), ("b", 0.1)):
+        run = load_run(a_run(tmp_path / name, fade=0.0, margin=margin))
+        for r in run.records:
+            r["last_grad_norm_through_time"] = np.logspace(-2, 0, 64).tolist()
+        runs_.append(run)
+    figure = plots.compare_gradients(runs_)
+    assert figure is not None and heat_map(figure.axes[0])[0] == pytest.approx(-2.0)
+    assert "last step" in figure.axes[-1].get_ylabel()
+    for r in runs_[1].records:
+        del r["last_grad_norm_through_time"]
+    figure = plots.compare_gradients(runs_)
+    assert figure is not None and heat_map(figure.axes[0]) == pytest.approx(0.0), "never two quantities in one picture"
+
+
+def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
+    both = [load_run(a_run(tmp_path / str(m), fade=math.log(10), margin=m)) for m in (0.02, None)]
+    figure = plots.compare_states(both)
+    assert figure is not None and heat_map(figure.axes[0])[[0, -1], 0] == pytest.approx([0.0, 1.0])
+
+    figure = plots.compare_angles(both)
+    assert figure is not None
+    shares = heat_map(figure.axes[0])
+    assert shares.shape == (36, 5) and shares.sum(axis=0) == pytest.approx(100.0)
+    assert shares[0] == pytest.approx([100 * i / (i + 35) for i in range(1, 6)])
+    assert figure.axes[0].get_ylim() == pytest.approx((-math.pi, math.pi))
+
+    bounded, free = axes(plots.compare_spectra(both))
+    assert shown(free)["maximum"] == pytest.approx([1.01, 1.02, 1.03, 1.04, 1.05])
+    assert sorted(line.get_ydata()[0] for line in bounded.get_lines() if line.get_linestyle() == "--") == [0.98, 1.02]
+    assert not [line for line in free.get_lines() if line.get_linestyle() == "--"]
+    both[0].settings["model"] = "rnn"  # a margin bounds a factorized network only
+    figure = plots.compare_spectra(both[:1])
+    assert figure is not None and not [line for line in figure.axes[0].get_lines() if line.get_linestyle() == "--"]
+    one_point = replace(both[0], records=both[0].records[:1])
+    figure = plots.compare_spectra([one_point])
+    assert figure is not None
+    plots.save(figure, tmp_path / "point.png")  # where a line of one point gets a marker
+    assert {line.get_marker() for line in figure.axes[0].get_lines()} == {"o"}
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize("model", ["factorized", "nnrnn"])
+def test_a_run_is_redrawn_as_training_drew_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    folder = tmp_path / "run"
+    small = "--T 5 --hidden 4 --batch 2 --iterations 3 --diagnose-every 1 --eval-sequences 2 --threads 1".split()
+    assert copy.main([*small, "--model", model, "--out", str(folder)]) == 0
+    pictures = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    names = ["learning", "gradients", "spectrum", *(["moduli"] if model == "nnrnn" else []), "states", "angles"]
+    assert set(pictures) == {f"{name}.png" for name in names}
+    capsys.readouterr()
+    assert command.main([str(folder), "--out", str(tmp_path / "again")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("| run ") and not err
+    assert [line.rsplit("/", 1)[1] for line in out.splitlines() if line.startswith("drawn: ")] == [
+        f"{name}.png" for name in names
+    ]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == pictures
+    for name in pictures:
+        check_png(folder / name)
+
+
+def test_moduli_of_several_runs_and_layers_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moduli = {"mean": 1.0, "std": 0.1, "min": 0.9, "max": 1.2}
+    layers = {"orthogonality_by_layer": [1.0, 0.5], "grad_norm_by_layer": [0.1, 0.2]}
+    records = [{"iteration": i, "loss": 1.0, "eigenvalue_moduli": moduli, **layers} for i in (1, 2)]
+    folders = [str(write_run(tmp_path / name, records, model="nnrnn")) for name in "ab"]
+    assert command.main([*folders, "--out", str(tmp_path / "both")]) == 0
+    assert {path.name for path in (tmp_path / "both").iterdir()} == {"curves-loss.png", "moduli.png"}
+    figure = plots.compare_moduli([load_run(folder) for folder in folders])
+    assert figure is not None and [axis.get_ylabel() for axis in figure.axes] == ["|eigenvalue| (no unit)"] * 2
+    assert shown(figure.axes[0])["maximum"].tolist() == [1.2, 1.2]
+    capsys.readouterr()
+    assert command.main([*folders, "--figure", "layers"]) == 2
+    assert "--figure layers: of one run" in capsys.readouterr().err
+    assert command.main([folders[0]]) == 0
+    assert {path.name for path in Path(folders[0]).glob("*.png")} == {"learning.png", "moduli.png", "layers.png"}
+
+
+def test_runs_are_compared_in_one_picture_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [str(a_run(tmp_path / f"m{m}", margin=m)) for m in (0.0, 0.1)]
+    monkeypatch.chdir(tmp_path)
+    assert command.main([*folders, "--table", "table.md"]) == 0
+    names = {path.name for path in (tmp_path / "comparison").iterdir()}
+    curves = {f"curves-{q}.png" for q in ("loss", "accuracy", "held_out_accuracy", "held_out_loss")}
+    assert names == curves | {"gradients.png", "spectrum.png", "states.png", "angles.png"}
+    for name in names:
+        check_png(tmp_path / "comparison" / name)
+    table = (tmp_path / "table.md").read_text()
+    assert capsys.readouterr().out.startswith(table) and table.count("\n") == 4
+
+    chosen = ["--figure", "curves", "--quantity", "spectrum.max,grad_norm", "--panel", "margin", "--out", "some/where"]
+    assert command.main([*folders, *chosen]) == 0
+    assert {path.name for path in Path("some/where").iterdir()} == {"curves-spectrum.max.png", "curves-grad_norm.png"}
+
+
+def test_invalid_settings_of_matplotlib(tmp_path: Path) -> None:
+    """A table can still be printed; a picture is refused with one line."""
+    words = [sys.executable, "-m", "orthokern.diagnostics", str(a_run(tmp_path / "run"))]
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    done = subprocess.run([*words, "--figure", "none"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "| copy |" in done.stdout
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: matplotlib cannot be used: ") and "'nonsense'" in done.stderr
+    assert not list(tmp_path.glob("**/*.png"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--figur", "all"], "unknown option --figur: did you mean --figure"),
+        (["--figure", "gradient"], "unknown figure 'gradient': did you mean 'gradients'"),
+        (["--figure", "curves", "--quantity", "acuracy"], "unknown --quantity 'acuracy': did you mean 'accuracy'"),
+        (["--panel", "margn"], "unknown --panel 'margn': did you mean 'margin'"),
+        (["--legend", "margin,sed"], "unknown --legend 'sed': did you mean 'seed'"),
+        (["--x", "epoch"], "neither records nor settings tell"),
+        (["--figure", "layers"], "holds what the figure 'layers' shows"),
+        (["--recurrence", "nonsense"], "unknown --recurrence 'nonsense': accepted: l0"),
+        (["--figure", "spectrum", "--recurrence", "l1"], "unknown --recurrence 'l1': accepted: l0"),
+        (["--figure", "moduli"], "holds what the figure 'moduli' shows"),
+        (["--out", "{run}/config.json"], "config.json: File exists"),
+        (["--figure", "none", "--table", "{run}/no/table.md"], "table.md: No such file or directory"),
+        (
+            ["--figure", "spectrum", "--quantity", "loss"],
+            "--quantity has no effect with --figure spectrum (needs curves)",
+        ),
+        (["--figure", "states", "--recurrence", "l0"], "(needs spectrum or moduli or angles)"),
+    ],
+)
+def test_bad_options_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    folder = a_run(tmp_path / "run", margin=0.1)
+    assert command.main([str(folder), *(option.format(run=folder) for option in options)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_run_without_anything_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_run(tmp_path / "run", []))
+    for options, message in (
+        ([], "holds anything to draw (no record yet)"),
+        (["--recurrence", "l0"], f"--recurrence l0: no record of {folder} holds a spectrum, moduli or angles"),
+        (["--quantity", "loss"], f"--quantity loss: no record of {folder} holds a number yet"),
+    ):
+        assert command.main([folder, *options]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_iterations_over_lengths() -> None:
+    """A panel per problem with something solved, a line per network with something solved, a colour per network."""
+    one = {"easy": {"plain": {20: 5, 10: 3}, "other": {}, "third": {10: 7}}, "hard": {"plain": {}, "third": {}}}
+    figure = plots.iterations_over_lengths(one, "Lengths")
+    assert figure is not None and figure.get_suptitle() == "Lengths: easy" and len(figure.axes) == 1
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    assert list(lines) == ["plain", "third"] and list(lines["plain"].get_xdata()) == [10, 20]
+    assert list(lines["plain"].get_ydata()) == [3, 5]
+    two = plots.iterations_over_lengths({**one, "hard": {"third": {10: 9}}}, "Lengths")
+    assert two is not None and two.get_suptitle() == "Lengths"
+    assert [axis.get_title() for axis in two.axes] == ["easy", "hard"]
+    assert two.axes[1].get_lines()[0].get_color() == lines["third"].get_color()
+    assert plots.iterations_over_lengths({"hard": {"plain": {}}}) is None
