@@ -11,7 +11,7 @@ import torch
 from helpers import GruProblem, run_scan, scan_problem
 
 from orthokern import cpu, functional
-from orthokern.cpu import _call, spectral
+from orthokern.cpu import _call
 from orthokern.nn import GRU, RNN, ExpRNN, PeepholeLSTM
 
 LIST = Path(__file__).resolve().parents[1] / "csrc" / "cpu" / "select.h"
@@ -59,17 +59,13 @@ def every_call() -> dict[str, dict[str, Any]]:
         )
         torch.ops.orthokern.linear_cross_entropy_fwd(x, w, None, torch.tensor([0, 1, 2, 5]), "mean", True, "cpu")
         torch.ops.orthokern.cayley(torch.eye(3), torch.randn(3, 3), torch.tensor(0.1), "cpu")
-        v = torch.randn(3, 2, dtype=torch.float64)
-        spectral.subtract_product(w, spectral.wide_product(w, v), v)
-        spectral.is_definite(spectral.gram(w), torch.ones(3))
-        spectral.distance(w)
     return listening.calls
 
 
 @pytest.mark.skipif(not LIST.exists(), reason="not a source tree with kernels")
 def test_every_kernel_is_called() -> None:
     kernels = re.findall(r"^ *kernel\((\w+), \w+, \w+\)", LIST.read_text(), flags=re.MULTILINE)
-    assert len(kernels) > 20 and set(every_call()) == set(kernels)
+    assert len(kernels) > 10 and set(every_call()) == set(kernels)
 
 
 def test_a_missing_or_misspelt_argument_is_an_error() -> None:

@@ -31,12 +31,7 @@ namespace orthokern {
   kernel(modal_scan_bwd, ModalArgs, scan_backward)                 \
   kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy)        \
   kernel(cayley, CayleyArgs, fields)                               \
-  kernel(exponential_steps_bwd, ExponentialArgs, fields)           \
-  kernel(gram, SpectralArgs, gram)                                 \
-  kernel(is_definite, SpectralArgs, is_definite)                   \
-  kernel(distance, SpectralArgs, norm)                             \
-  kernel(wide_product, SpectralArgs, wide_product)                 \
-  kernel(subtract_product, SpectralArgs, subtract_product)
+  kernel(exponential_steps_bwd, ExponentialArgs, fields)
 // clang-format on
 
 // Each returns false if memory ran out.

@@ -15,11 +15,10 @@ from orthokern.ops import (
     modal_scan,
     peephole_scan,
     skew_exp,
-    spectral,
 )
 
 NAMES = (
-    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
+    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp",
     "modal_scan", "modal_cross_entropy", "peephole_scan",
 )  # fmt: skip
 
@@ -35,5 +34,4 @@ __all__ = [
     "modal_scan",
     "peephole_scan",
     "skew_exp",
-    "spectral",
 ]
