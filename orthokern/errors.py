@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Real
+from typing import TypeGuard
 
 
 class InputError(ValueError):
@@ -45,3 +47,14 @@ def unknown_name(argument: str, name: object, choices: Iterable[str]) -> InputEr
     guess = nearest(name, names)
     hint = f"did you mean {guess!r}? " if guess is not None else ""
     return InputError(f"unknown {argument} {name!r}: {hint}accepted: {', '.join(names)}")
+
+
+def require(fits: object, name: str, accepted: object, got: object) -> None:
+    """Raise InputError("NAME must be ACCEPTED, got GOT") unless a check has succeeded."""
+    if not fits:
+        raise InputError(f"{name} must be {accepted}, got {got}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, also one of numpy, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -82,9 +82,9 @@ def empty_cache() -> None:
 
 # Arguments of kernels whose dtype is not that of the call.
 _OWN_DTYPE = {
-    **dict.fromkeys(("tokens", "lengths", "target", "definite", "hits", "pairs"), torch.int64),
+    **dict.fromkeys(("tokens", "lengths", "target", "hits", "pairs"), torch.int64),
     "resets": torch.bool,
-    **dict.fromkeys(("lr", "distance", "image", "v_rows", "re", "im"), torch.float64),
+    **dict.fromkeys(("lr", "re", "im"), torch.float64),
     **dict.fromkeys(("grad_re", "grad_im", "grad_pairs"), torch.float64),
     **dict.fromkeys(("ids", "target_ids"), torch.uint8),  # any integer dtype: its bytes
 }

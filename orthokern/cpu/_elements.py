@@ -119,14 +119,14 @@ def _linear_cross_entropy(s: Sizes) -> dict[str, int]:
 
 
 def _modal(s: Sizes) -> dict[str, int]:
-    T, M, D, P, rows = s["T"], s["M"], s["D"], s["P"], s["T"] * s["B"]
+    T, M, rows, D, P = s["T"], s["M"], s["T"] * s["B"], s.get("D", 0), s.get("P", 0)
     state, states, C = 2 * s["B"] * M, 2 * rows * M, s.get("C", 0)
     return {
         "re": M,
         "im": M,
         "lengths": s["B"],
         "x": states,
-        "ids": rows * s["id_bytes"],
+        "ids": rows * s.get("id_bytes", 0),
         "table": D * 2 * M,
         "z0": state,
         "pairs": 2 * P,
@@ -136,8 +136,6 @@ def _modal(s: Sizes) -> dict[str, int]:
         "loss": 1,
         "hits": T,
         "z": states,
-        "grad_z": states,
-        "states": states,
         "grad_x": states,
         "grad_z0": state,
         "grad_table": D * 2 * M,
@@ -154,24 +152,12 @@ def _cayley(s: Sizes) -> dict[str, int]:
     return {"m": matrices, "g": matrices, "lr": s["batch"], "out": matrices}
 
 
-def _square(s: Sizes) -> dict[str, int]:
-    M, K = s.get("M", 0), s["K"]
-    return {"w": M * K, "out": K * K, "a": K * K, "diagonal": K, "definite": 1}
-
-
-def _spectral(s: Sizes) -> dict[str, int]:
-    M, K, S = s["M"], s["K"], s.get("S", 0)
-    return {"w": M * K, "other": M * K, "distance": 1, "v_rows": S * K, "image": M * S, "out": M * K}
-
-
 ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
     **dict.fromkeys(("factored_scan_fwd", "factored_scan_bwd", "dense_scan_fwd", "dense_scan_bwd"), _scan),
     **dict.fromkeys(("gru_scan_fwd", "gru_scan_bwd"), _gru),
     **dict.fromkeys(("peephole_scan_fwd", "peephole_scan_bwd"), _peephole),
     **dict.fromkeys(("activation_fwd", "activation_bwd"), _activation),
     "linear_cross_entropy_fwd": _linear_cross_entropy,
-    **dict.fromkeys(("modal_scan_fwd", "modal_scan_bwd", "modal_cross_entropy_fwd"), _modal),
+    **dict.fromkeys(("modal_scan", "modal_loss"), _modal),
     "cayley": _cayley,
-    **dict.fromkeys(("gram", "is_definite"), _square),
-    **dict.fromkeys(("distance", "wide_product", "subtract_product"), _spectral),
 }

@@ -15,11 +15,10 @@ from orthokern.ops import (
     modal,
     peephole_scan,
     skew_exp,
-    spectral,
 )
 
 NAMES = (
-    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
+    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp",
     "modal", "peephole_scan",
 )  # fmt: skip
 
@@ -34,5 +33,4 @@ __all__ = [
     "modal",
     "peephole_scan",
     "skew_exp",
-    "spectral",
 ]
