@@ -111,7 +111,7 @@ def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any])
     """Converts settings to command-line arguments."""
     options: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
-        if action.option_strings and action.dest not in ("help", "out", "resume", "replicas"):
+        if action.option_strings and action.dest not in ("help", "out", "resume"):
             options.setdefault(action.dest, []).append(action)
     words = []
     for name, value in settings.items():

@@ -247,7 +247,6 @@ class CopyExperiment(DrawnTask):
             self.way = self.rnn.explain_loss(*sizes, **call)
             if self.way[0] == "modal":
                 self.capturable = False  # it decides on the host when to decompose anew
-                self.stacked_bytes = None  # the eigenvectors are those of one matrix
             # the other algorithms need the states of all steps
             if self.way[0] == "modal" or not settings.last_step_gradient:
                 states = _loss.state_bytes(self.rnn, *sizes, **call)

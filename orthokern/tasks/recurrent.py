@@ -57,7 +57,6 @@ class DrawnOptions(OptimizerOptions):
     """The settings of a task whose sequences are generated."""
 
     GROUP = "the task"
-    REPLICAS = True
     T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
     eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
@@ -224,10 +223,6 @@ class DrawnTask(RecurrentTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         self.capturable = self.without_counters()
-        moves = getattr(self.rnn, "rebase_every", None) is not None  # changes buffers between steps
-        if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)) and not moves:
-            rows, size = self.settings.batch, torch.get_default_dtype().itemsize
-            self.stacked_bytes = size * self.time_steps * rows * self.settings.hidden
 
     @classmethod
     def evaluation_batch(cls, settings: DrawnOptions) -> int:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -32,8 +32,7 @@ from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
 from orthokern.training.options import Options, add_options, defaults, named, option, switch
-from orthokern.training.replicas import PreparedRun, train_together
-from orthokern.training.rundir import RunFolder, folder_of_seed, usual_folder
+from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -51,8 +50,6 @@ class RunOptions(Options):
     """
 
     GROUP = "the run"
-    # whether --replicas is accepted: a built task draws all of its random numbers from generators of its own
-    REPLICAS: ClassVar[bool] = False
     preset: str | None = None
     processes: int = 1  # number of processes that train together; recorded
     iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
@@ -217,25 +214,37 @@ def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run before its first iteration: arguments of `train`, and the settings of the task."""
+
+    task: Task
+    folder: RunFolder
+    settings: LoopSettings
+    resume: bool
+    options: Any
+
+    def headline(self) -> str:
+        """The first line of output."""
+        return f"{'resuming in' if self.resume else 'run folder'} {self.folder.path}{self.task.headline()}"
+
+
 @contextlib.contextmanager
-def _rejected(runs: list[PreparedRun]) -> Iterator[None]:
-    """Removes the folders of runs that are rejected before their first iteration, and names a folder that cannot be
-    written."""
+def _rejected(run: PreparedRun) -> Iterator[None]:
+    """Removes the folder of a run that is rejected before its first iteration, and names one that cannot be written."""
     try:
         yield
     except (InputError, BackendUnavailable):
-        for run in runs:
-            run.folder.discard()
+        run.folder.discard()
         raise
     except OSError as error:
-        for run in runs:
-            run.folder.discard()
-        told = InputError(f"cannot write in the run folder {runs[0].folder.path}: {error.strerror or error}")
+        run.folder.discard()
+        told = InputError(f"cannot write in the run folder {run.folder.path}: {error.strerror or error}")
         raise distributed.same_scope(told, error) from None
 
 
 def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
-    with _rejected([run]), _enough_memory(run.options):
+    with _rejected(run), _enough_memory(run.options):
         outcome = train(
             run.task, run.folder, run.settings, resume=run.resume, started=started, announce=lambda: say(run.headline())
         )
@@ -283,11 +292,6 @@ class TaskCommand(Generic[Chosen]):
         group.add_argument("--out", type=path, metavar="DIR", help=text)
         text = "resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run"
         group.add_argument("--resume", type=path, nargs="?", const=None, metavar="DIR", help=text)
-        text = (
-            "train the R seeds from --seed on in one process, in folders of their own: DIR-seed-0, ...; or resume them"
-        )
-        text = text if self.options.REPLICAS else argparse.SUPPRESS
-        group.add_argument("--replicas", type=integer(1), metavar="R", help=text)
         return parser
 
     def main(self, arguments: list[str] | None = None) -> int:
@@ -306,13 +310,8 @@ class TaskCommand(Generic[Chosen]):
             try:
                 given = self.parser().parse(arguments)
                 timeout: float = given.get("process_timeout") or self.options.process_timeout
-                replicas = given.pop("replicas", None)
-                if replicas is not None and not self.options.REPLICAS:
-                    raise InputError(f"--replicas {replicas}: for tasks that generate their sequences, not {self.name}")
                 with without_dynamo(), distributed.processes(timeout) as shard:
-                    if replicas is None:
-                        return _run_one(self._prepare(given, shard), started, shard)
-                    return self._run_replicas(given, replicas, started, shard)
+                    return _run_one(self._prepare(given, shard), started, shard)
             except (InputError, BackendUnavailable) as error:
                 if distributed.speaks(error):
                     raise
@@ -401,25 +400,3 @@ class TaskCommand(Generic[Chosen]):
             run_folder.config |= task.facts()
         loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
         return PreparedRun(task, run_folder, loop, resume, settings)
-
-    def _run_replicas(self, given: Settings, count: int, started: float, shard: Shard) -> int:
-        """Trains the runs of `count` seeds. Returns the largest of their exit codes."""
-        if shard.world > 1:
-            raise InputError(f"--replicas {count}: for one process, not under torchrun")
-        for setting in ("profile", "cuda_graph"):
-            if given.get(setting):
-                raise InputError(f"--replicas {count}: not with --{setting.replace('_', '-')}, which is for one run")
-        places = {key: given[key] for key in ("out", "resume") if given.get(key) is not None}
-        if not places and "resume" not in given:
-            places = {"out": usual_folder(self.name)}
-        first = given.get("seed", 0)
-        if first + count - 1 > LARGEST_SEED:  # a run with such a seed could not be resumed
-            raise InputError(f"--replicas {count} from --seed {first} on: accepted: seeds of at most {LARGEST_SEED}")
-        runs: list[PreparedRun] = []
-        with _rejected(runs):
-            for seed in range(first, first + count):
-                own = {key: folder_of_seed(base, seed) for key, base in places.items()}
-                runs.append(self._prepare({**given, **own, "seed": seed}, shard))
-            with _enough_memory(runs[0].options):
-                outcomes = train_together(runs, [f"seed {first + index}" for index in range(count)], started)
-        return max(outcome.exit_code for outcome in outcomes)

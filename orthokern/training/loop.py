@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from orthokern.training.signals import StopRequest
 from orthokern.training.state import RunState
 from orthokern.training.task import Task
 
-__all__ = ["EXIT_DIVERGED", "EXIT_OK", "Iterations", "LoopSettings", "Outcome", "iterations", "train"]
+__all__ = ["EXIT_DIVERGED", "EXIT_OK", "LoopSettings", "Outcome", "train"]
 
 EXIT_OK, EXIT_DIVERGED = 0, 3
 
@@ -51,10 +51,6 @@ class Outcome:
     seconds: float
     evaluation: dict[str, float] | None
     message: str
-
-
-# A run under way. It yields before the gradients of each iteration: whether the iteration records diagnostics.
-Iterations = Generator[bool, None, Outcome]
 
 
 def train(
@@ -142,38 +138,20 @@ def train(
     take: Callable[..., Step] = step
     if settings.cuda_graph:  # before a state is restored
         take = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
+    state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
     with StopRequest() as stop:
-        run_under_way = iterations(
-            task, run, settings, stop, take, progress, resume=resume, started=started, announce=announce
-        )
-        while True:
-            try:
-                next(run_under_way)
-            except StopIteration as ended:
-                outcome: Outcome = ended.value
-                return outcome
+        return _train(state, settings, stop, take, resume, announce)
 
 
-def iterations(
-    task: Task,
-    run: RunFolder,
+def _train(
+    state: RunState,
     settings: LoopSettings,
     stop: StopRequest,
     take: Callable[..., Step],
-    progress: Progress,
-    *,
-    resume: bool = False,
-    started: float | None = None,
-    announce: Callable[[], None] | None = None,
-) -> Iterations:
-    """The body of `train`, with its arguments, which several runs in one process go through in turns.
-
-    Args:
-        stop: of a context that is entered.
-        take: computes an iteration, as `orthokern.training.iteration.step`.
-    """
-    shard = distributed.joined()
-    state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
+    resume: bool,
+    announce: Callable[[], None] | None,
+) -> Outcome:
+    task, shard, progress = state.task, state.shard, state.progress
     if resume:
         state.restore()
     state.prepare_for_loss()
@@ -183,7 +161,7 @@ def iterations(
     profiler = Profiler(settings.profile if shard.first else None, task.device)
     try:
         task.module = distributed.wrap(task.model)
-        return (yield from _iterations(state, settings, stop, profiler, announce if shard.first else None, take))
+        return _iterations(state, settings, stop, profiler, announce if shard.first else None, take)
     except OutOfRange as error:
         if not state.moved:  # not finite before the first step: the checkpoint is the cause
             raise
@@ -202,7 +180,7 @@ def _iterations(
     profiler: Profiler,
     announce: Callable[[], None] | None,
     take: Callable[..., Step],
-) -> Iterations:
+) -> Outcome:
     task, progress = state.task, state.progress
     several = state.shard.world > 1
     first = state.iteration
@@ -215,7 +193,6 @@ def _iterations(
         state.iteration += 1
         profiler.begin(state.iteration)
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        yield diagnose
         done = take(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
         if announce is not None:
             announce()

@@ -1,6 +1,5 @@
 """A run's folder: config.json, metrics.jsonl, checkpoint.pt, best.pt and plots."""
 
-import glob
 import json
 import os
 import platform
@@ -92,7 +91,7 @@ class RunFolder:
         what = "the run folder" if path is None else f"--out {path}: the folder"
         own = path is None
         if path is None:
-            path = usual_folder(task)
+            path = Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
         config = {
             "task": task,
             "settings": settings,
@@ -241,61 +240,10 @@ class RunFolder:
             )
 
 
-def usual_folder(task: str) -> Path:
-    """The folder of a run that is given none."""
-    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def folder_of_seed(base: Path, seed: int) -> Path:
-    """The run folder of a seed, with the name that `orthokern.reproduce` gives it.
-
-    Example::
-
-        >>> folder_of_seed(Path("runs/copy-200"), 3).name
-        'copy-200-seed-3'
-    """
-    return Path(f"{base}-seed-{seed}")
-
-
-def _seeds(base: Path) -> list[int]:
-    """The seeds for which `folder_of_seed` holds a run, in order."""
-    start = f"{base.name}-seed-"
-    try:
-        names = [file.parent.name for file in base.parent.glob(f"{glob.escape(start)}*/config.json")]
-    except OSError:
-        return []
-    ends = [name.removeprefix(start) for name in names]
-    return sorted(int(end) for end in ends if end.isdecimal())
-
-
-def _command_for_all(base: Path) -> str | None:
-    """The options that resume all seeds of `--replicas`, or None if a seed is missing or there is only one."""
-    seeds = _seeds(base)
-    if len(seeds) < 2 or seeds != list(range(seeds[0], seeds[0] + len(seeds))):
-        return None
-    first = f" --seed {seeds[0]}" if seeds[0] else ""
-    return f"--replicas {len(seeds)}{first} --resume {base}"
-
-
 def _other_runs(path: Path) -> str:
-    """Where the runs are that `--resume path` may mean: those in the folder, or those of `--replicas`."""
-    if command := _command_for_all(path):
-        return f"; the runs of several seeds are resumed by {command}"
-    if seeds := _seeds(path):
-        return f"; give the run of one seed, as --resume {folder_of_seed(path, seeds[0])}"
-    try:
-        runs = sorted(file.parent for file in path.glob("*/config.json"))
-    except OSError:
-        runs = []
-    base, _, seed = path.name.rpartition("-seed-")
-    if base and seed.isdecimal() and not runs:  # --replicas looks for a run of its own in each folder
-        return _other_runs(path.with_name(base)) if path.with_name(base).is_dir() else ""
-    if not runs:
-        return ""
-    bases = {run.with_name(run.name.rpartition("-seed-")[0]) for run in runs if "-seed-" in run.name}
-    commands = [command for each in sorted(bases) if (command := _command_for_all(each))]
-    several = "".join(f", or {command}" for command in commands[:3])
-    return f"; {path} holds {len(runs)} run folder(s): give one, as --resume {runs[0]}{several}"
+    """Names a run folder inside `path`, if there is one."""
+    runs = sorted(file.parent for file in path.glob("*/config.json"))
+    return f"; {path} holds {len(runs)} run folder(s): give one, as --resume {runs[0]}" if runs else ""
 
 
 def _check_empty(path: Path, what: str) -> None:
