@@ -18,13 +18,11 @@ from types import ModuleType
 from typing import Any, TextIO
 
 import pytest
-import torch
 
-from orthokern import commandline, tasks
+from orthokern import commandline
 from orthokern.commandline import Parser, one_line, write
 from orthokern.errors import InputError
-from orthokern.tasks import copy, memory
-from orthokern.tasks.network import MODELS
+from orthokern.tasks import copy
 
 TASKS = (
     "adding",
@@ -338,130 +336,3 @@ def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
     if (tmp_path / "err").exists():
         assert "Traceback" not in (tmp_path / "err").read_text(errors="replace")
         assert "usage: " in (tmp_path / "out").read_text(errors="replace")
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def complete(name: str, **settings: Any) -> Any:
-    made = module(name)
-    chosen = {**made.DEFAULTS, "data": None if name in ("adding", "copy") else "nowhere", "device": "cpu", **settings}
-    return made.complete({**chosen, "backend": "auto"})
-
-
-NETWORKS = [
-    {"model": model, **more}
-    for model in MODELS
-    for more in (
-        {"nonlinearity": "tanh"},
-        {"nonlinearity": "prelu", "learned_h0": True},
-        {"nonlinearity": "modrelu", "rank": 3},
-        {"triangle": False},
-    )
-    if not ((model != "nnrnn" and "triangle" in more) or (model.endswith("lstm") and "learned_h0" in more))
-]
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: "-".join(map(str, network.values())))
-def test_sizes_are_those_of_the_modules(network: dict[str, Any], bias: bool) -> None:
-    from orthokern.optim import split_parameters
-    from orthokern.tasks.network import build_recurrence
-    from orthokern.tasks.optimization import OptimizerOptions, build_optimizer
-
-    init = "cayley" if network["model"] in ("exprnn", "nnrnn") else "orthogonal"
-    for hidden, optimizer, geodesic in ((7, "adam", "sgd"), (4, "sgd", "rmsprop"), (5, "rmsprop", "sgd")):
-        chosen = {"device": "cpu", "backend": "auto", "hidden": hidden, "init": init, **network}
-        settings = OptimizerOptions(optimizer=optimizer, geodesic=geodesic, **chosen)
-        rnn, readout = build_recurrence(3, settings, bias=bias), torch.nn.Linear(hidden, 2)
-        parameters, bases, buffers = memory.network_size(3, settings, bias=bias)
-        assert parameters == sum(p.numel() for p in rnn.parameters())
-        assert bases == sum(p.numel() for p in split_parameters(rnn)["geodesic"])
-        assert buffers == sum(b.numel() for b in rnn.buffers())
-        stepped = build_optimizer(rnn, readout, settings)
-        for p in (*rnn.parameters(), *readout.parameters()):
-            p.grad = torch.zeros_like(p)
-        stepped.step()
-        kept = [value for state in stepped.state.values() for value in state.values()]
-        kept_bytes = sum(v.nbytes for v in kept if isinstance(v, torch.Tensor) and v.dim() > 0)
-        parts = memory.model_parts(parameters + 2 * hidden + 2, settings, (), bases=bases, buffers=buffers)
-        assert parts[2].size == kept_bytes, (network, optimizer, geodesic)
-
-
-def test_sizes_of_gru_layers_and_of_the_deep_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from orthokern.tasks import deep_mnist, gru
-
-    told: list[memory.Part] = []
-    monkeypatch.setattr(deep_mnist, "check", lambda settings, parts: told.extend(parts))
-    for layers, hidden in ((1, 3), (2, 5), (4, 6)):
-        settings = complete("word_lm", layers=layers, hidden=hidden)
-        assert memory.gru_size(settings) == sum(p.numel() for p in gru.build_gru(hidden, settings).parameters())
-        settings = complete("deep_mnist", layers=layers, hidden=hidden, init="normal")
-        told.clear()
-        deep_mnist._check_memory(settings)
-        assert told[0].size == 4 * sum(p.numel() for p in deep_mnist.DeepNetwork(settings).parameters())
-
-
-def too_large() -> Iterator[tuple[str, list[str], str]]:
-    """Every task's every size, far beyond any machine, and the option that the error must name."""
-    for name in TASKS:
-        data = ["--data", "nowhere"] if "data" in module(name).DEFAULTS else []
-        for option in ("hidden", "T", "window", "batch", "layers"):
-            drawn = not data or name == "music"
-            if option in module(name).DEFAULTS and (drawn or option == "hidden" or name + option == "deep_mnistlayers"):
-                for model in MODELS if option == "hidden" and "rank" in module(name).DEFAULTS else ("",):
-                    init = {"exprnn": "cayley", "nnrnn": "cayley", "": ""}.get(model, "orthogonal")
-                    chosen = ["--model", model, "--init", init] if model else []
-                    yield name, [*data, *chosen, f"--{option}", str(10**12)], f"--{option}"
-
-
-@pytest.mark.parametrize("name, words, option", list(too_large()))
-def test_what_cannot_fit_is_refused_before_anything_is_made(
-    name: str,
-    words: list[str],
-    option: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for maker in ("empty", "zeros", "randn", "rand"):
-        monkeypatch.setattr(torch, maker, None)  # whatever is made is an error of another kind
-    assert main(name, *words) == 2
-    told = refused(capsys)
-    assert "out of memory on cpu: at least " in told and f"{option} ({10**12})" in told, told
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A byte decides, and the largest part is the one that is named."""
-    settings = complete("copy", batch=3, T=5)
-    parts = [memory.Part("one", 100, ("rank", "T")), memory.Part("two", 200, ("rank", "batch"))]
-    monkeypatch.setattr(memory, "machine_memory", lambda device: 300)
-    memory.check(settings, parts)
-    monkeypatch.setattr(memory, "machine_memory", lambda device: 299)
-    with pytest.raises(InputError, match=r"largest part is two, .* GiB: lower --batch \(3\)$"):
-        memory.check(settings, parts)
-    monkeypatch.setattr(memory, "machine_memory", lambda device: None)
-    memory.check(settings, parts)
-
-
-def test_the_notes_of_a_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs and targets of 88 notes, beside the states of a small GRU."""
-    settings = complete("music", batch=1000, window=100, hidden=1, layers=1, data="nowhere")
-    told: list[int] = []
-    monkeypatch.setattr(memory, "check", lambda settings, parts: told.append(parts[-1].size))
-    monkeypatch.setattr("orthokern.tasks.gru.check_gru", lambda settings: None)
-    with pytest.raises(InputError, match="nowhere"):
-        module("music").MusicTask(settings)
-    assert told == [4 * 1000 * 100 * (2 + 2 * 88)]
-
-
-def test_the_machines_memory() -> None:
-    assert 2**28 < (memory.machine_memory("cpu") or 0) < 2**50
-
-
-@pytest.mark.parametrize("task", tasks.names())
-def test_the_help_of_a_task_is_complete(task: str) -> None:
-    text = importlib.import_module(f"orthokern.tasks.{task}").COMMAND.parser().format_help()
-    assert "as in the other tasks" not in " ".join(text.split())

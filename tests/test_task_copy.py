@@ -11,14 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from runs import records, same
 
-from orthokern.errors import InputError
-from orthokern.tasks import copy, memory
+from orthokern.tasks import copy
 from orthokern.training import load_checkpoint, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,28 +182,6 @@ def test_long_sequences_are_modal() -> None:
     assert name == "sequential" and "'tanh'" in why
     batch = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 30})).next_batch()
     assert all(part.dtype == torch.uint8 for part in batch)
-
-
-@pytest.mark.parametrize(
-    ("options", "fits"),
-    [
-        ({}, True),
-        ({"last_step_gradient": True}, True),
-        ({"nonlinearity": "tanh"}, True),  # in chunks of states
-        ({"algorithm": "sequential"}, True),
-        ({"nonlinearity": "tanh", "last_step_gradient": True}, False),
-        ({"model": "lstm"}, False),
-    ],
-)
-def test_what_a_million_steps_need(options: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 1 GiB is refused where the states of all steps would be made, and only there."""
-    monkeypatch.setattr(memory, "machine_memory", lambda device: 2**30)
-    settings = copy.complete({**copy.DEFAULTS, "T": 10**6, **options})
-    if fits:
-        assert copy.CopyExperiment(settings).time_steps == 10**6 + 20
-        return
-    with pytest.raises(InputError, match="the largest part is the states of a batch with their gradients"):
-        copy.CopyExperiment(settings)
 
 
 # ---- resuming ------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ adding | --margin 0 --spectrum-lr 0.1 | --spectrum-lr: for --model factorized wi
 adding | --margin 0 --spectrum-map tanh | --spectrum-map: for --model factorized with --margin; here
 adding | --margin 0 --spectrum-prior 1 | --spectrum-prior: for --model factorized with --margin; here
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
-adding | --batch 9007199254740992 | GiB: lower --T (1000) or --batch (9007199254740992)
+adding | --batch 9007199254740992 | out of memory on cpu
 adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
 adding | --T 10 --model exprnn --project-every 0 | --project-every: '0' is not an integer of at least 1

@@ -45,7 +45,6 @@ from orthokern.errors import InputError
 from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
-from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import EXPONENTIALS, OF_KERNELS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
@@ -278,7 +277,6 @@ class Adding(DrawnTask):
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
-        check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
         self.running_error = self.baseline

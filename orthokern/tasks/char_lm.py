@@ -28,7 +28,6 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import LSTMS, OF_OTHERS, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
@@ -249,7 +248,6 @@ class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: CharOptions) -> None:
-        check_recurrent(settings, len(ALPHABET), len(ALPHABET))
         super().__init__(settings, classes=len(ALPHABET))
         data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
         if settings.batch > len(data.train):
@@ -312,7 +310,6 @@ class CharStream(CharTask):
 
     def __init__(self, settings: CharOptions) -> None:
         characters = len(STREAM_ALPHABET)
-        check_recurrent(settings, characters, characters)
         super().__init__(settings, classes=characters)
         if current_shard().world > 1:
             raise InputError(
@@ -332,7 +329,6 @@ class CharStream(CharTask):
             rows[part] = stream_rows(text, STREAM_ROWS)
         self.parts = {part: tokens.to(self.device) for part, tokens in rows.items()}
         self.time_steps = min(self.length, len(self.parts["train"]) - 1)
-        check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
         self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # index of the next segment in the epoch

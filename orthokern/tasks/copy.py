@@ -40,7 +40,6 @@ from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, _loss
 from orthokern.tasks import recurrent
-from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import OF_OTHERS, build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training import cli
@@ -231,26 +230,18 @@ class CopyExperiment(DrawnTask):
 
     def __init__(self, settings: CopyOptions) -> None:
         self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
-        inputs = _inputs(self.data, settings)
         classes = self.data.num_classes
-        # A training batch and an evaluation batch; tokens and targets have one byte each.
-        ids = 4 * self.data.length * settings.batch
-        check_recurrent(settings, inputs, classes, bias=False, ids=ids)
         super().__init__(self.data, settings, classes=classes)
         self.goal = settings.goal / 100.0
         self.build(CopyModel(self.data, settings))
 
-        self.way, states = ("sequential", ""), None
+        self.way = ("sequential", "")
         if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
             if self.way[0] == "modal":
                 self.capturable = False  # it decides on the host when to decompose anew
-            # the other algorithms need the states of all steps
-            if self.way[0] == "modal" or not settings.last_step_gradient:
-                states = _loss.state_bytes(self.rnn, *sizes, **call)
-        check_recurrent(settings, inputs, classes, bias=False, steps=self.time_steps, ids=ids, states=states)
 
     def headline(self) -> str:
         name, why = self.way

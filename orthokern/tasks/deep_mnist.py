@@ -21,7 +21,6 @@ from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
-from orthokern.tasks.memory import Part, check, model_parts
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training import cli
 from orthokern.training.averaging import Average
@@ -100,22 +99,6 @@ def _sides(settings: DeepOptions) -> list[int]:
     return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
 
 
-def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
-    """Raises an error for a network that does not fit into memory.
-
-    Args:
-        settings: as DEFAULTS, complete.
-        rows: number of images of a batch; 0 if it is not known yet.
-
-    Raises:
-        InputError: as `orthokern.tasks.memory.check`.
-    """
-    n, layers = settings.hidden, settings.layers
-    parameters = (PIXELS + 1) * n + (layers - 1) * (n + 1) * n + (n + 1) * CLASSES
-    states = Part("the layers' outputs", torch.get_default_dtype().itemsize * rows * layers * n, ("batch", "hidden"))
-    check(settings, [*model_parts(parameters, settings, ("hidden", "layers")), states])
-
-
 class DeepNetwork(nn.Module):
     """Layers of tanh units, and a linear readout; settings as DEFAULTS, complete."""
 
@@ -161,7 +144,6 @@ class DeepMnist(DigitsTask):
     settings: DeepOptions
 
     def __init__(self, settings: DeepOptions) -> None:
-        _check_memory(settings)
         self.settings = settings
         self.device = torch.device(settings.device)
         self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
@@ -175,7 +157,6 @@ class DeepMnist(DigitsTask):
             for part in (data.train, data.validation, data.test)
         )
         self.begin_epochs()
-        _check_memory(settings, settings.batch // current_shard().world)
         self.model = DeepNetwork(settings)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")

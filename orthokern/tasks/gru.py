@@ -22,7 +22,6 @@ from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.epochs import DataOptions
-from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.training import Task
 from orthokern.training.distributed import current_shard
@@ -180,7 +179,6 @@ class GruTask(Task):
         """Args: settings: complete."""
         if current_shard().world > 1:
             raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
-        check_gru(settings)
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window

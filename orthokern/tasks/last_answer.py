@@ -13,7 +13,6 @@ from orthokern import init
 from orthokern.commandline import Settings, integer, real
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
 from orthokern.training.options import option, switch
@@ -106,9 +105,6 @@ class LastAnswer(DrawnTask):
     iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: LastAnswerOptions) -> None:
-        features, evaluated = data.num_features, self.evaluation_batch(settings)
-        sizes: dict[str, Any] = {"steps": data.length, "features": features, "evaluated": evaluated}
-        check_recurrent(settings, features, data.num_classes, **sizes)
         super().__init__(data, settings, classes=data.num_classes)
         self.goal = settings.goal / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))

@@ -30,7 +30,6 @@ from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
 from orthokern.training import cli
 from orthokern.training.options import defaults, named, option, redeclared
@@ -91,7 +90,6 @@ class MusicTask(GruTask):
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
-        check_gru(settings, steps=settings.window, features=2 * NOTES)  # inputs and targets
         super().__init__(settings)
         self.data = load_music(settings.data, settings.collection)
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)

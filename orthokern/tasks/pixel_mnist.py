@@ -21,7 +21,6 @@ from orthokern.tasks import recurrent
 from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
 from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.last_answer import LastAnswerModel
-from orthokern.tasks.memory import check_recurrent
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions
 from orthokern.training import cli
 from orthokern.training.options import defaults, option, switch
@@ -136,7 +135,6 @@ class PixelMnist(DigitsTask, RecurrentTask):
     settings: PixelOptions
 
     def __init__(self, settings: PixelOptions) -> None:
-        check_recurrent(settings, 1, 10)
         super().__init__(settings, classes=10)
         self.time_steps = (28 // settings.pool) ** 2
         data = load_mnist(settings.data, validation=settings.validation)
@@ -148,8 +146,6 @@ class PixelMnist(DigitsTask, RecurrentTask):
             mean, deviation = pixel_statistics(self.train_set[0].cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         self.begin_epochs()
-        evaluated = min(self.EVALUATION_BATCH, len(self.validation_set[1]))
-        check_recurrent(settings, 1, 10, steps=self.time_steps, evaluated=evaluated)
         self.build(PixelModel(1, 10, settings))
 
     def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

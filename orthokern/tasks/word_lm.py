@@ -27,7 +27,6 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.tasks.memory import check_gru
 from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
@@ -97,7 +96,6 @@ class WordLm(GruTask):
         dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)
-        check_gru(settings, steps=self.time_steps)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read
