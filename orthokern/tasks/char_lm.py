@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -28,14 +28,12 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.network import LSTMS, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import LSTMS, UNGATED, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import defaults, option, redeclared, switch
-
-_BY_SENTENCE = Needs("bptt", (None,))
+from orthokern.training.options import changed, defaults, option
 
 # Measurements of both rates and of the margin: docs/training.md, "Learning rates".
 # The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
@@ -52,42 +50,36 @@ class CharOptions(StartOptions, DataOptions):
     GROUP = "the task"
     HIDDEN = DataOptions.HIDDEN | {"sigma"}
     data: str = data_option("the three text files")
-    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
+    length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
         16,
-        integer(1),
-        "number of batches whose sentences are sorted by length together; 1: random batches",
-        "N",
-        needs=_BY_SENTENCE,
+        "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches",
     )
-    released_targets: bool = switch(
-        False, "also count two trivial targets per sentence, as in the paper's released code", needs=_BY_SENTENCE
+    released_targets: bool = option(
+        False, "without --bptt: also count two trivial targets per sentence, as in the paper's released code"
     )
     bptt: int | None = option(
         None,
-        integer(1),
         "one stream of characters instead of sentences, in segments of N, carrying the state",
-        "N",
         shown="sentences",
+        basic=True,
     )
     goal: float | None = option(
-        None, real(0.0, exclusive=True, none=True), "stop at this number of bits per validation character; none", "BITS"
+        None, "stop at this number of bits per validation character; none", above=0.0, metavar="BITS"
     )
     # the readout does not depend on it, and gates neither
-    start: str = redeclared(StartOptions, "start", or_needs=OF_OTHERS)
+    start: str = changed(StartOptions, "start", models=UNGATED)
     hidden: int = 512
     nonlinearity: str = "modrelu"
     # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
     margin: float | None = 0.1
     optimizer: str = "adam"
     lr: float = 1e-2
-    input_lr: float | None = redeclared(
+    input_lr: float | None = changed(
         StartOptions, "input_lr", shown=f"as --lr; factorized, exprnn: {INPUT_RATE:g} --lr"
     )
     geodesic: str = "rmsprop"
-    geodesic_lr: float = redeclared(
-        StartOptions, "geodesic_lr", default=None, shown=f"{GEODESIC_RATE_TIMES_N:g} / hidden"
-    )
+    geodesic_lr: float = changed(StartOptions, "geodesic_lr", default=None, shown=f"{GEODESIC_RATE_TIMES_N:g} / hidden")
     schedule: str = "cosine"
     clip: float | None = 1.0
     checkpoint_every: int = 200

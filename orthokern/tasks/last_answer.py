@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
-from orthokern.training.options import option, switch
+from orthokern.training.options import option
 
 SHORT_EVALUATIONS = (
     "end an evaluation as soon as the goal can no longer be reached: the record then has the loss and accuracy of "
@@ -33,9 +33,9 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     """
 
     GROUP = "the task"
-    T: int = option(100, integer(2), "symbols in a sequence", "N")
-    goal: float = option(100.0, real(0.0, maximum=100.0), "percentage of new sequences to answer correctly")
-    short_evaluations: bool = switch(False, SHORT_EVALUATIONS)
+    T: int = option(100, "symbols in a sequence", low=2, basic=True)
+    goal: float = option(100.0, "percentage of new sequences to answer correctly", low=0.0, high=100.0, basic=True)
+    short_evaluations: bool = option(False, SHORT_EVALUATIONS)
     eval_sequences: int = 10_000
     margin: float | None = 0.01
     nonlinearity: str = "identity"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from orthokern.commandline import Settings, integer
+from orthokern.commandline import Settings
 from orthokern.data import TemporalOrderTask
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
@@ -23,8 +23,8 @@ class TemporalOrderOptions(LastAnswerOptions):
     """The settings of the temporal order problems."""
 
     GROUP = "the task"
-    T: int = option(100, integer(10), "symbols in a sequence", "N")
-    bits: int = option(2, integer(2, 3), "number of symbols to remember, 2 or 3", "N")
+    T: int = option(100, "symbols in a sequence", low=10, basic=True)
+    bits: int = option(2, "number of symbols to remember, 2 or 3", low=2, high=3, basic=True)
 
 
 DEFAULTS = defaults(TemporalOrderOptions)

@@ -39,7 +39,7 @@ class Task(ABC):
     the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
     divide by the total weight of the joint batch and multiply by the number of ranks.
 
-    Example: see `orthokern.training.train`; orthokern/tasks/adding.py is a complete task with a command line.
+    Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
 
     name: str
