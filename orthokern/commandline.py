@@ -47,7 +47,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
             each.write(content.encode(encoding, "backslashreplace").decode(encoding))
             each.flush()
         except (OSError, ValueError):  # the rest of the buffer must not cause an error at the end of the interpreter
-            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, each.fileno())
                 os.close(null)

@@ -152,7 +152,7 @@ def test_only_regular_files_of_a_bounded_size(tmp_path: Path, kind: str, what: s
         with path.open("wb") as file:
             file.truncate(2**43)  # without a block on the disk
     line = refused(read, tmp_path, path.name)
-    assert ("accepted: at most" if what == "too large" else f"it is {what}") in line
+    assert ("must have at most" if what == "too large" else "must be a regular file") in line
 
 
 def test_bombs_take_the_memory_that_their_header_promises(tmp_path: Path) -> None:
@@ -166,14 +166,10 @@ def test_bombs_take_the_memory_that_their_header_promises(tmp_path: Path) -> Non
             with archive.open(f"{name}.npy", "w") as file:
                 for _ in range(bomb >> 20):
                     file.write(bytes(2**20))
-    zip_bomb = io.BytesIO()
-    with zipfile.ZipFile(zip_bomb, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(2**24))
     contents = {
         "gzip": gzip.compress(struct.pack(">4I", 2051, 12, 28, 28) + bytes(2**26)),
         "mat": header + struct.pack("<II", 15, len(packed)) + packed,
         "npz": npz_bomb.getvalue(),
-        "checkpoint": zip_bomb.getvalue(),
     }
     for kind, content in contents.items():
         path, read = lay(tmp_path / kind, kind, content)
