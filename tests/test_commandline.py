@@ -78,7 +78,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_every_task_is_in_the_table() -> None:
     tasks = Path(commandline.__file__).parent / "tasks"
-    assert {path.stem for path in tasks.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()} == set(TASKS)
+    assert {path.stem for path in tasks.glob("*.py") if "\nmain = COMMAND.main" in path.read_text()} == set(TASKS)
 
 
 # ---- help ----------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_good_files_are_read(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["a named pipe", "a device", "a folder", "a socket", "too large"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"checkpoint"}))
 def test_only_regular_files_of_a_bounded_size(tmp_path: Path, kind: str, what: str) -> None:
     path, read = lay(tmp_path, kind)
     if what == "a named pipe":

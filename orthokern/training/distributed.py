@@ -203,7 +203,9 @@ def on_first(work: Callable[[], T]) -> T:
     Raises:
         As `on_all`.
     """
-    return gather(on_all(lambda: work() if current_shard().first else None))[0]  # type: ignore[return-value]
+    own = on_all(lambda: work() if current_shard().first else None)
+    first = gather(own)[0]
+    return own if current_shard().first else first  # type: ignore[return-value]
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
