@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import random
 import signal
@@ -21,16 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_data_music import mat_file, npz_arrays
 
 from orthokern import _files
 from orthokern.data import load_mnist, load_music, load_ptb, load_words
-from orthokern.diagnostics import __main__ as command
-from orthokern.diagnostics.runs import load_run, number_at, read_metrics
+from orthokern.diagnostics.runs import load_run
 from orthokern.errors import InputError
-from orthokern.reproduce.runner import _last_record, is_done
 from orthokern.training.checkpoint import load_checkpoint
 from orthokern.training.rundir import RunFolder
 
@@ -254,65 +249,6 @@ def test_damage_anywhere_is_one_line_or_another_good_file(tmp_path: Path, kind: 
         except InputError as error:
             assert "\n" not in str(error) and str(tmp_path) in str(error)
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-
-
-# ---- numbers of records and results ----------------------------------------------------------------------------------
-
-WRONG = st.one_of(
-    st.sampled_from([None, "many", [], {}, True, 10**400, -(10**400), 1e308, -1e308, 5e-324, 2**63, -1]),
-    st.text(max_size=3),
-    st.lists(st.one_of(st.none(), st.text(max_size=2), st.floats(), st.integers()), max_size=3),
-)
-FIELDS = ["iteration", "epoch", "loss", "accuracy", "seconds", "ms_per_iteration", "us_per_step", "held_out_accuracy"]
-FIELDS += ["spectrum", "eigenvalue_angles", "grad_norm_through_time", "state_norm_through_time", "spectral_radius"]
-FIELDS += ["orthogonality_error", "grad_norm", "time_steps", "held_out_loss", "nll"]
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.dictionaries(st.sampled_from(FIELDS), WRONG, max_size=6), max_size=4), WRONG, WRONG)
-def test_records_of_any_content(tmp_path_factory: pytest.TempPathFactory, drawn: Any, first: Any, second: Any) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    config = {"task": "copy", "settings": {"accumulate": first, "iterations": second, "margin": first}}
-    config |= {"time_steps": first, "baseline": second, "machine": first}
-    (folder / "config.json").write_text(json.dumps(config))
-    good = {"loss": 1.0, "ms_per_iteration": 1.0, "us_per_step": 2.0}
-    lines = [{"iteration": index, **good, **record} for index, record in enumerate(drawn, start=1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "result.json").write_text(json.dumps({"test": {"loss": first}, "iteration": second, "seconds": first}))
-    assert command.main([str(folder), "--figure", "none"]) in (0, 2)
-    try:
-        run = load_run(folder)
-    except InputError as error:
-        assert "\n" not in str(error)
-    else:
-        assert (run.time_steps or 1) >= 1 and (run.iterations_per_epoch or 1.0) > 0
-        assert all(np.isfinite(run.series(name)[1]).all() for name in run.quantities)
-    for record in read_metrics(folder / "metrics.jsonl"):
-        assert number_at(record, "loss") is None or abs(number_at(record, "loss") or 0.0) <= 1e100
-    is_done(folder, ("--epochs", "3"))
-    _last_record(folder / "metrics.jsonl")
-
-
-def test_pictures_of_records_of_any_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [None, "many", [], {}, True, 10**400, 1e308, -1, ["a"], [10**400, 1], [1e308, 1e308], [None, None], [[1]]]
-    (tmp_path / "config.json").write_text('{"task": "copy", "settings": {}}')
-    for value in wrong:
-        lines = [{"iteration": index, **dict.fromkeys(FIELDS[1:], value)} for index in (1, 2)]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert command.main([str(tmp_path)]) in (0, 2), value
-        assert capsys.readouterr().err.count("\n") <= 1
-
-
-def test_an_unknown_quantity_leaves_nothing_and_says_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        lay(tmp_path / name, "metrics", b'{"iteration": 1, "loss": 2.0}\n')
-    assert command.main(["a", "b", "--quantity", "spectrum.xyz"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "spectrum.xyz" in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_numbers_and_counts() -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern._state import check_integer, check_tensor, misfit
 from orthokern.commandline import Settings
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
@@ -28,7 +27,7 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.network import LSTMS, UNGATED, build_recurrence
+from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training import cli
@@ -360,12 +359,7 @@ class CharStream(CharTask):
         return {"position": self.position, "carried": [state.clone() for state in carried]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        settings, states = self.settings, state["carried"]
-        self.position = check_integer("position", state["position"], 0, self.pieces - 1)
-        if len(states) not in (0, 2 if settings.model in LSTMS else 1):
-            raise misfit("carried", states, "the states of one recurrence")
-        for tensor in states:
-            check_tensor("carried", tensor, torch.zeros(1, settings.batch, settings.hidden))
+        self.position = state["position"]
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
-from orthokern._state import check_real, check_tensor
 from orthokern.commandline import Settings
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
@@ -293,10 +292,6 @@ class GruTask(Task):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["state"] is not None:
-            check_tensor("state", state["state"], self.zero_state(self.settings.batch).cpu())
-        if state["initial_loss"] is not None:
-            check_real("initial_loss", state["initial_loss"])
         self.state = None if state["state"] is None else state["state"].to(self.device)
         self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
         if self.projection is not None and state["projection"] is not None:

@@ -3,6 +3,8 @@ the last one (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +15,10 @@ from orthokern import init
 from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
+from orthokern.tasks import recurrent
 from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
+from orthokern.training.cli import TaskCommand
 from orthokern.training.options import option
 
 SHORT_EVALUATIONS = (
@@ -130,3 +134,11 @@ class LastAnswer(DrawnTask):
             return f"not solved ({goal}): {done}"
         result = f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+
+
+def last_answer_command(
+    name: str, description: str, examples: str, *, options: type[LastAnswerOptions], build: Callable[[Any], LastAnswer]
+) -> TaskCommand[Any]:
+    """The command line of a task with one answer per sequence, with the presets of all of them."""
+    complete = functools.partial(recurrent.complete, options)
+    return TaskCommand(name, description, examples, options, complete, build, PRESETS, PRESET_HELP)

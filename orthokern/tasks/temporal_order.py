@@ -10,11 +10,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from orthokern.commandline import Settings
 from orthokern.data import TemporalOrderTask
-from orthokern.tasks import recurrent
-from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
-from orthokern.training import cli
+from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions, last_answer_command
 from orthokern.training.options import defaults, option
 
 
@@ -61,14 +58,10 @@ examples:
 """
 
 
-def complete(settings: Settings) -> TemporalOrderOptions:
-    """The settings as an object, checked; see `recurrent.complete`."""
-    return recurrent.complete(TemporalOrderOptions, settings)
-
-
-COMMAND = cli.TaskCommand(
-    "temporal_order", DESCRIPTION, EXAMPLES, TemporalOrderOptions, complete, TemporalOrder, PRESETS, PRESET_HELP
+COMMAND = last_answer_command(
+    "temporal_order", DESCRIPTION, EXAMPLES, options=TemporalOrderOptions, build=TemporalOrder
 )
+complete = COMMAND.complete
 main = COMMAND.main
 
 if __name__ == "__main__":
