@@ -1,15 +1,4 @@
-"""Input files: opening, size limits and decoding for all files that may come from elsewhere.
-
-Every function rejects bad input with an error of one line that names the file. The type of a file is checked before it
-is opened, so that a named pipe or a device is rejected instead of blocking, and its size is checked before it is read.
-Decoders run inside `decoding`, which converts their errors to such a line. Sizes in a header are checked against a
-limit before memory is allocated.
-
-    FILE_LIMIT      1 GiB     a data file, and its decompressed content
-    RECORDS_LIMIT   4 GiB     metrics.jsonl, which is read line by line
-    JSON_LIMIT      16 MiB    config.json, result.json, a line of metrics.jsonl; nested at most JSON_DEPTH deep
-    CHECKPOINT_LIMIT          1 TiB unless the caller gives a smaller limit
-"""
+"""Input files: opening, size limits and decoding. Bad input is an error of one line that names the file."""
 
 from __future__ import annotations
 
@@ -17,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,24 +13,10 @@ from typing import Any, BinaryIO
 
 from orthokern.errors import InputError
 
-FILE_LIMIT = 2**30
-RECORDS_LIMIT = 2**32
-JSON_LIMIT = 2**24
-CHECKPOINT_LIMIT = 2**40
-JSON_DEPTH = 64
-LARGEST_INTEGER = 2**53  # above any size or count; exact as float64, so that torch and JSON readers take it
+FILE_LIMIT = 2**30  # bytes of a data file, and of its decompressed content
+RECORDS_LIMIT = 2**32  # of metrics.jsonl, which is read line by line
+LARGEST_INTEGER = 2**53  # above any size or count; exact as float64, so that torch and JSON readers accept it
 NUMBER_LIMIT = 1e100  # products and squares of such numbers stay finite
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-# ---- opening ---------------------------------------------------------------------------------------------------------
 
 
 def reason(error: OSError) -> str:
@@ -52,56 +26,32 @@ def reason(error: OSError) -> str:
 
 def size_text(size: int) -> str:
     """A number of bytes as text, e.g. "16 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024  # type: ignore[assignment]
-    raise AssertionError
+    power = min(max(size.bit_length() - 1, 0) // 10, 4)
+    return f"{size / 1024**power:.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def open_regular(path: Path, limit: int = FILE_LIMIT) -> tuple[BinaryIO, int]:
-    """Opens a regular file for reading.
-
-    Args:
-        path: the file; a symbolic link is followed.
-        limit: bytes that it may have at most.
+    """Opens a regular file of at most `limit` bytes for reading.
 
     Returns:
         The open file, and its size in bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
-        InputError: it is a folder, a named pipe, a socket or a device, it is too large, or it may not be read.
-
-    Example:
-        file, size = open_regular(Path("metrics.jsonl"), RECORDS_LIMIT)
+        InputError: it is no regular file (opening a named pipe would wait for its writer), it is too large, or it may
+            not be read.
     """
     try:
-        _check_kind(path, os.stat(path), limit)  # opening a named pipe would wait for its writer
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # the name may refer to another file by now
-    except (FileNotFoundError, InputError):
+        size = os.stat(path).st_size
+        if not path.is_file():
+            raise InputError(f"{path} must be a regular file")
+        if size > limit:
+            raise InputError(f"{path} must have at most {size_text(limit)}, got {size_text(size)}")
+        return open(path, "rb"), size
+    except FileNotFoundError:
         raise
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {reason(error)}; expected: a file that this user may read") from None
-    except ValueError:  # a zero byte
-        raise InputError(f"{str(path)!r} is no file name") from None
-    try:
-        found = os.fstat(descriptor)
-        _check_kind(path, found, limit)
-        return os.fdopen(descriptor, "rb"), found.st_size
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _check_kind(path: Path, found: os.stat_result, limit: int) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
-        raise InputError(f"{path} cannot be read: it is {kind}; expected: a regular file")
-    if found.st_size > limit:
-        raise InputError(f"{path} has {size_text(found.st_size)}; accepted: at most {size_text(limit)}")
+        raise InputError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
@@ -110,20 +60,9 @@ def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
     Raises:
         FileNotFoundError, InputError: as `open_regular`.
     """
-    file, size = open_regular(path, limit)
+    file, _ = open_regular(path, limit)
     with file:
-        try:
-            content = file.read(size + 1)
-            if len(content) > size:  # the file has grown, or its file system does not report sizes
-                content += file.read(limit + 1 - len(content))
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {reason(error)}") from None
-    if len(content) > limit:
-        raise InputError(f"{path} has more than {size_text(limit)}, which is the most that is accepted")
-    return content
-
-
-# ---- decoding --------------------------------------------------------------------------------------------------------
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -143,23 +82,15 @@ def decoding(path: Path, what: str, size: int, error_type: type[InputError] = In
         yield
     except InputError:
         raise
-    except MemoryError:
-        raise error_type(f"{path} does not fit into memory ({size} bytes)") from None
     except Exception as error:  # zlib.error, zipfile's, struct.error, KeyError, ...: decoders share no base class
-        text = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [""])[0])  # torch's are in colour
-        told = " ".join(text.split())[:120] or type(error).__name__
-        raise error_type(f"{path} is {what} ({size} bytes): {told}") from None
+        text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:120] or type(error).__name__
+        raise error_type(f"{path} is {what} ({size} bytes): {text}") from None
 
 
 def inflate(content: bytes, limit: int, *, gzip: bool = False) -> bytes:
     """Decompresses at most `limit` bytes of a zlib or gzip stream, so that memory is bounded by the limit. A gzip
     stream may have several members. The checksum is verified only if the stream ends within the limit: request one byte
     more than expected.
-
-    Args:
-        content: the stream.
-        limit: at least 1.
-        gzip: whether it has gzip's header and not zlib's.
 
     Raises:
         EOFError: the stream is cut off.
@@ -178,33 +109,16 @@ def inflate(content: bytes, limit: int, *, gzip: bool = False) -> bytes:
             return b"".join(parts)
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def parse_json(content: bytes) -> Any:
     """Decodes a JSON text.
 
     Raises:
-        ValueError: it is not JSON, has more than JSON_LIMIT bytes, or is nested deeper than JSON_DEPTH.
+        ValueError: it is not JSON.
     """
-    if len(content) > JSON_LIMIT:
-        raise ValueError(f"more than {size_text(JSON_LIMIT)}")
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except RecursionError:
-        raise ValueError(f"nested deeper than {JSON_DEPTH}") from None
-    if content.count(b"[") + content.count(b"{") > JSON_DEPTH:
-        layer, depth = [value], 0
-        while layer := [
-            inner
-            for outer in layer
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]:
-            depth += 1
-            if depth > JSON_DEPTH:
-                raise ValueError(f"nested deeper than {JSON_DEPTH}")
-    return value
+        raise ValueError("nested too deep") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -214,11 +128,12 @@ def read_object(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         InputError: as `open_regular`, or the file does not hold a JSON object.
     """
-    content = read_file(path, JSON_LIMIT)
     try:
-        value = parse_json(content)
+        value = parse_json(read_file(path))
+    except InputError:
+        raise
     except ValueError:
-        raise InputError(f"{path} is damaged: not JSON of at most {JSON_DEPTH} levels") from None
+        value = None
     if not isinstance(value, dict):
         raise InputError(f"{path} is damaged: not a JSON object")
     return value
@@ -226,48 +141,34 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """The lines of a file with their line ends, each with its JSON object, or None if it is not a JSON object.
-    Iteration ends at the first line of more than JSON_LIMIT bytes, with (a part of) that line and None.
 
     Raises:
         FileNotFoundError, InputError: as `open_regular`.
     """
     file, _ = open_regular(path, RECORDS_LIMIT)
     with file:
-        while True:
-            try:
-                line = file.readline(JSON_LIMIT + 1)
-            except OSError as error:
-                raise InputError(f"{path} cannot be read: {reason(error)}") from None
-            if not line:
-                return
+        for line in file:
             try:
                 value = parse_json(line)
             except ValueError:
                 value = None
             yield line, value if isinstance(value, dict) else None
-            if len(line) > JSON_LIMIT:
-                return
 
 
 def number(value: Any) -> float | None:
     """A value of a record or a result as a number: finite and at most 1e100 in magnitude, so that computations with it
-    stay finite; None for everything else (text, null, true, lists, NaN, integers of hundreds of digits).
+    stay finite; None for everything else (text, null, true, lists, NaN).
 
     Example:
-        >>> number(3), number("3"), number(10**400), number(True)
-        (3.0, None, None, None)
+        >>> number(3), number("3"), number(True)
+        (3.0, None, None)
     """
-    if type(value) not in (int, float) or not abs(value) <= NUMBER_LIMIT:  # what JSON knows: bool is no number
-        return None
-    return float(value)
+    return float(value) if type(value) in (int, float) and abs(value) <= NUMBER_LIMIT else None
 
 
 def count(value: Any, minimum: int = 0) -> int | None:
     """A value of a record or a result as an integer in [minimum, 2^53]; None for everything else."""
     return value if type(value) is int and minimum <= value <= LARGEST_INTEGER else None
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def make_folder(path: Path) -> list[Path]:
@@ -277,24 +178,11 @@ def make_folder(path: Path) -> list[Path]:
         The folders that did not exist before, the innermost first, for `remove_folders`.
 
     Raises:
-        OSError: it cannot be created; folders that were created before the error are removed.
+        OSError: it cannot be created.
     """
-    made: list[Path] = []
-    missing = [path, *path.parents]
-    missing = missing[: next((i for i, each in enumerate(missing) if each.is_dir()), len(missing))]
-    try:
-        for each in reversed(missing):
-            try:
-                each.mkdir()
-            except FileExistsError:
-                if not each.is_dir():
-                    raise
-            else:
-                made.insert(0, each)
-    except OSError:
-        remove_folders(made)
-        raise
-    return made
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 def remove_folders(folders: list[Path]) -> None:

@@ -1,5 +1,7 @@
 """The common part of all command lines of the project: types of options, and a parser with one-line errors."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import math
@@ -23,7 +25,6 @@ Settings = dict[str, Any]
 LARGEST = 1e30
 MAX_THREADS = 1024  # torch accepts any number, and crashes if the system does not
 
-
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -34,23 +35,19 @@ def write(text: str, stream: TextIO | None = None) -> None:
     """Writes text and flushes it, to standard output unless `stream` is given.
 
     A character that the encoding of the stream does not have is written as its escape. Errors of the stream are
-    ignored: it may have been closed before the process started, its reader may have ended (`... | head`) or been
-    stopped by the same Ctrl-C (`... | tee`), or its disk may be full.
+    ignored: it may have been closed before the process started, its reader may have ended (`... | head`), or its disk
+    may be full.
     """
     stream = sys.stdout if stream is None else stream
-    if stream is not None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: a closed file
-            try:
-                stream.write(text)
-            except UnicodeEncodeError as error:
-                stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-    for each in (sys.stdout, stream):
+    for each, content in ((stream, text), (sys.stdout, "")):
         if each is None:
             continue
         try:
+            encoding = getattr(each, "encoding", None) or "utf-8"
+            each.write(content.encode(encoding, "backslashreplace").decode(encoding))
             each.flush()
-        except (OSError, ValueError):  # nor may the rest of the buffer cause an error at the end of the interpreter
-            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        except (OSError, ValueError):  # the rest of the buffer must not cause an error at the end of the interpreter
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, each.fileno())
                 os.close(null)
@@ -63,34 +60,22 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def printable(text: str) -> str:
     """The text with escapes for control characters, and for bytes of a file name that are not text in the encoding of
-    the file system.
-    """
+    the file system."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-# Limits of an error line: the longest value that is shown in full (few paths are longer), and the longest line.
-_LONGEST_VALUE, _LONGEST_LINE = 160, 2000
-
-
-def _cut(text: str, longest: int) -> str:
-    """The text, or the beginning and the end of a text that is longer than `longest`."""
-    return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
-
-
 def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
-    """Converts an error message to one line of limited length. Long values in it are shortened.
+    """Converts an error message to one line of limited length. Long words are shortened, and so are long values of the
+    command line, `arguments`, by default that of the process."""
 
-    Args:
-        text: the message.
-        arguments: the command line, whose values may be part of the message; by default that of the process.
-    """
+    def shortened(text: str, longest: int = 160) -> str:
+        return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
+
     for argument in sys.argv[1:] if arguments is None else arguments:
         value = argument.partition("=")[2] if argument.startswith("-") and "=" in argument else argument
-        for shown in {value, repr(value)[1:-1], " ".join(value.split())}:
-            if len(shown) > _LONGEST_VALUE:
-                text = text.replace(shown, _cut(shown, _LONGEST_VALUE))
-    text = re.sub(rf"\S{{{_LONGEST_VALUE + 1},}}", lambda found: _cut(found[0], _LONGEST_VALUE), printable(text))
-    return _cut(text, _LONGEST_LINE)
+        for each in {value, repr(value)[1:-1], " ".join(value.split())} - {""}:
+            text = text.replace(each, shortened(each))
+    return shortened(re.sub(r"\S{161,}", lambda match: shortened(match[0]), printable(" ".join(text.split()))), 2000)
 
 
 # ---- the main function -----------------------------------------------------------------------------------------------
@@ -107,7 +92,14 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
         The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
         EXIT_INTERRUPTED for a KeyboardInterrupt.
     """
-    _open_streams()
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file would get the number of this stream, and its output
+            os.open(os.devnull, os.O_RDWR)
+        stream = getattr(sys, name)
+        if number and (stream is None or stream.closed):
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     try:
         return body()
     except (InputError, BackendUnavailable) as error:
@@ -122,38 +114,24 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
     return EXIT_BAD_INPUT
 
 
-def _open_streams() -> None:
-    """Opens the null device for each of the three standard streams that was closed when the process started (`>&-`).
-    Otherwise the next file that is opened gets the descriptor of the stream, and the output of the stream goes to this
-    file."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
-        stream = getattr(sys, name)
-        if stream is None or stream.closed:
-            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))
-
-
 # ---- values of options -----------------------------------------------------------------------------------------------
 
 
-def integer(minimum: int, maximum: int = LARGEST_INTEGER) -> Callable[[str], int]:
-    """An argparse type: an integer in [`minimum`, `maximum`]."""
+def integer(minimum: int, maximum: int | None = None, *, none: bool = False) -> Callable[[str], int | None]:
+    """An argparse type: an integer in [`minimum`, `maximum`], also written as 1e4. With `none`, the word none is
+    accepted and gives None."""
+    most = LARGEST_INTEGER if maximum is None else maximum
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> int | None:
+        if none and text.lower() == "none":
+            return None
         try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value > maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {maximum}")
-        if value < minimum:
+            value = int(text) if "e" not in text.lower() else int(float(text)) if float(text).is_integer() else None
+        except (ValueError, OverflowError):
+            value = None
+        if value is not None and value > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {most}")
+        if value is None or value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
         return value
 
@@ -167,30 +145,24 @@ def duration(text: str) -> float:
         seconds = float(text[:-1]) * units[text[-1:]]
     except (ValueError, KeyError):
         seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
+    if not 0.0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a length of time such as 90s, 30m or 2h")
     return seconds
 
 
 def real(
-    minimum: float = -math.inf,
+    low: float | None = None,
     *,
-    exclusive: bool = False,
-    maximum: float = math.inf,
-    below: float = math.inf,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     none: bool = False,
 ) -> Callable[[str], float | None]:
-    """An argparse type: a finite number of magnitude at most LARGEST, at least `minimum` (with `exclusive`, above it),
-    at most `maximum` and below `below`. With `none`, the word none is accepted and gives None.
-    """
-    at_least = "" if minimum == -math.inf else f" {'above' if exclusive else 'of at least'} {minimum:g}"
-    accepted = (
-        "a number"
-        + at_least
-        + (f" and at most {maximum:g}" if maximum < math.inf else "")
-        + (f" and below {below:g}" if below < math.inf else "")
-        + (" or none" if none else "")
-    )
+    """An argparse type: a finite number of magnitude at most LARGEST, in [`low`, `high`] and (`above`, `below`). With
+    `none`, the word none is accepted and gives None."""
+    bounds = (("of at least", low), ("above", above), ("at most", high), ("below", below))
+    texts = [f"{name} {bound:g}" for name, bound in bounds if bound is not None]
+    accepted = "a number" + (f" {' and '.join(texts)}" if texts else "") + (" or none" if none else "")
 
     def parse(text: str) -> float | None:
         if none and text.lower() == "none":
@@ -199,11 +171,12 @@ def real(
             value = float(text)
         except ValueError:
             value = math.nan
-        inside = minimum <= value <= maximum and value < below and not (exclusive and value == minimum)
-        if math.isfinite(value) and inside and abs(value) > LARGEST:
-            raise argparse.ArgumentTypeError(f"{text!r} is beyond {LARGEST:g}")
+        inside = (low is None or value >= low) and (high is None or value <= high)
+        inside = inside and (above is None or value > above) and (below is None or value < below)
         if not (math.isfinite(value) and inside):
             raise argparse.ArgumentTypeError(f"{text!r} is not {accepted}")
+        if abs(value) > LARGEST:
+            raise argparse.ArgumentTypeError(f"{text!r} is beyond {LARGEST:g}")
         return value
 
     return parse
@@ -229,8 +202,6 @@ def device(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; accepted: cpu, cuda, cuda:0, ...") from None
     if chosen.type not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"{text!r}: this project runs on cpu and cuda devices")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{text!r}: torch finds no CUDA device here")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise argparse.ArgumentTypeError(f"{text!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     return text
@@ -239,12 +210,10 @@ def device(text: str) -> str:
 def file_name(text: str) -> str:
     """An argparse type: a valid file name. The file need not exist."""
     try:
-        os.fsencode(text)
+        valid = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        fine = False
-    else:
-        fine = "\0" not in text
-    if not fine:
+        valid = False
+    if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return text
 
@@ -264,7 +233,7 @@ class Needs:
     Attributes:
         setting: name of the other setting.
         values: accepted values of it; (): any value except `nothing`.
-        nothing: the value, or a tuple of those, with which the other setting has no effect itself.
+        nothing: the value with which the other setting has no effect itself.
 
     Example::
 
@@ -280,19 +249,14 @@ class Needs:
 
     def met(self, settings: object) -> bool:
         value = getattr(settings, self.setting)
-        if self.values:
-            return value in self.values
-        return value not in (self.nothing if isinstance(self.nothing, tuple) else (self.nothing,))
-
-    @property
-    def option(self) -> str:
-        return "--" + self.setting.replace("_", "-")
+        return value in self.values if self.values else value != self.nothing
 
     def text(self) -> str:
         """The text of the condition in an error message."""
+        option = "--" + self.setting.replace("_", "-")
         if self.values == (None,):
-            return f"runs without {self.option}"
-        return f"{self.option} {' or '.join(map(str, self.values))}" if self.values else self.option
+            return f"runs without {option}"
+        return f"{option} {' or '.join(map(str, self.values))}" if self.values else option
 
 
 class Parser(argparse.ArgumentParser):
@@ -304,6 +268,7 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         needs: name of an option -> alternatives, each a tuple of conditions. The option has an effect if all conditions
             of one alternative are met.
+        basic: names of the options that --help shows; empty: all. --help-all shows all.
 
     Example::
 
@@ -319,11 +284,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         super().__init__(
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=105),
             argument_default=argparse.SUPPRESS,
             **keywords,
         )
         self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
+        self.basic: set[str] = set()
         # argparse's own pattern takes -1e-2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 
@@ -333,6 +299,15 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         write(message, file)
 
+    def _print_basic_help(self) -> None:
+        """The help of the basic options, with the first examples."""
+        self.usage = f"{self.prog} [options]"
+        self.epilog = "\n".join((self.epilog or "").splitlines()[:4]) + "\n\n--help-all shows all options."
+        for action in self._actions:
+            if action.dest not in ("help", *self.basic):
+                action.help = argparse.SUPPRESS
+        self.print_help()
+
     def parse(self, arguments: list[str] | None) -> Settings:
         """The given options, by name.
 
@@ -340,9 +315,13 @@ class Parser(argparse.ArgumentParser):
             InputError: an unknown option, or a value that is not accepted.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
+        if self.basic and ("--help-all" in arguments or "--help" in arguments or "-h" in arguments):
+            if "--help-all" in arguments:
+                self.print_help()
+            else:
+                self._print_basic_help()
+            raise SystemExit(0)
         for word in arguments:
-            if word == "--":
-                break
             option, _, value = word.partition("=")
             # argparse would drop the value, as the end of options, and treat the option as one without a value.
             if value == "--" and option in self._option_string_actions:
@@ -380,45 +359,11 @@ class Parser(argparse.ArgumentParser):
             InputError: an option has no effect. The message has the condition that is not met.
         """
         for action in self._actions:
-            if action.dest not in given or self.in_effect(action.dest, settings):
-                continue
-            ways = self.needs[action.dest]
-            wanted = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
-            lacking = next(need for need in ways[0] if not need.met(settings))
-            value = getattr(settings, lacking.setting)
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            shown = {"None": "none", "False": "none", "True": "given"}.get(shown, shown)
-            raise InputError(f"{action.option_strings[0]}: for {wanted}; here {lacking.option} is {shown}")
-
-    def check_recorded(self, settings: Mapping[str, Any]) -> None:
-        """Rejects settings from a file that the command line would not accept.
-
-        Args:
-            settings: settings by name. None, and names that are not options, are ignored.
-
-        Raises:
-            InputError: a value is not accepted. The message has the setting and the value.
-        """
-        for action in self._actions:
-            value = settings.get(action.dest)
-            if value is None or action.type is device:  # the device may be one of another machine
-                continue
-            if action.nargs == 0:
-                fine = isinstance(value, bool)
-            elif isinstance(value, bool) or not isinstance(value, str | int | float):
-                fine = False
-            else:
-                fine = _taken(action, value)
-            if not fine:
-                raise InputError(f"{action.dest} is {value!r}, which {action.option_strings[0]} does not take")
-
-
-def _taken(action: argparse.Action, value: str | int | float) -> bool:
-    """Whether an option with a value takes this one, and as something of its kind: 5 is not "5"."""
-    if not callable(action.type):
-        return isinstance(value, str)
-    try:
-        parsed = action.type(str(value))
-    except (argparse.ArgumentTypeError, InputError, ValueError):
-        return False
-    return isinstance(value, str) == isinstance(parsed, str | os.PathLike)
+            if action.dest in given and not self.in_effect(action.dest, settings):
+                ways = self.needs[action.dest]
+                needed = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
+                lacking = next(need for need in ways[0] if not need.met(settings))
+                value = getattr(settings, lacking.setting)
+                shown = {True: "given", False: "none", None: "none"}.get(value, value)
+                setting = lacking.setting.replace("_", "-")
+                raise InputError(f"{action.option_strings[0]}: for {needed}; here --{setting} is {shown}")

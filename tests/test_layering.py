@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"tasks"},
     {"reproduce"},
     {""},  # orthokern/__init__.py, which loads all of the above on first use
-    {"explain", "compare"},
+    {"explain", "compare", "__main__"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it

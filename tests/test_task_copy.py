@@ -331,68 +331,7 @@ def test_a_resumed_run_may_be_diagnosed_less_often(tmp_path: Path) -> None:
     assert [r["loss"] for r in one] == [r["loss"] for r in two]
 
 
-def test_resume_refuses_a_truncated_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    assert run(*SMALL, "--iterations", 6, "--out", folder) == 0
-    os.truncate(folder / "checkpoint.pt", 1000)
-    capsys.readouterr()
-    assert run("--resume", folder) == 2
-    assert re.fullmatch(
-        r"error: .*checkpoint.pt is truncated or no checkpoint \(1000 bytes\): .*\n", capsys.readouterr().err
-    )
-    assert len(records(folder)) == 6  # and nothing was touched
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("lr", "fast", "lr is 'fast', which --lr does not take"),
-        ("hidden", "16", "hidden is '16', which --hidden does not take"),
-        ("T", [4], r"T is \[4\], which --T does not take"),
-        ("batch", 0, "batch is 0, which --batch does not take"),
-        ("plots", "yes", "plots is 'yes', which --no-plots does not take"),
-        ("nonlinearity", "tan", "nonlinearity is 'tan', which --nonlinearity does not take"),
-        ("seed", True, "seed is True, which --seed does not take"),
-    ],
-)
-def test_resume_refuses_an_edited_configuration(
-    name: str, value: object, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    assert run(*SMALL, "--iterations", 2, "--out", folder) == 0
-    config = json.loads((folder / "config.json").read_text())
-    assert name in config["settings"]
-    config["settings"][name] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    capsys.readouterr()
-    assert run("--resume", folder, "--iterations", 4) == 2
-    assert re.fullmatch(rf"error: {re.escape(str(folder))}/config\.json: {told}\n", capsys.readouterr().err)
-    assert len(records(folder)) == 2
-
-
 # ---- refusals ------------------------------------------------------------------------------------
-
-
-def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    used, file = tmp_path / "used", tmp_path / "file"
-    used.mkdir()
-    (used / "precious").write_text("mine")
-    file.write_text("")
-    for folder, message in {
-        used: "the folder is in use (not empty)",
-        file: "the folder cannot be written",
-        file / "below": "the folder cannot be written",
-    }.items():
-        assert run(*SMALL, "--out", folder) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: --out ") and error.count("\n") == 1 and message in error
-    assert [p.name for p in used.iterdir()] == ["precious"]
-
-
-def test_bad_input_as_a_shell_sees_it(tmp_path: Path) -> None:
-    process = start(tmp_path / "a", "--margin", "-1")
-    assert process.communicate(timeout=60)[1] == "error: --margin: '-1' is not a number of at least 0 or none\n"
-    assert process.returncode == 2
 
 
 def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,18 +340,6 @@ def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, *options, "--out", tmp_path / "run") == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("diverged: the ") and "at iteration" in last and "no checkpoint was written yet" in last
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run("--help")
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "10 ln 8 / (T + 20)" in text and "examples:" in text and "Exit code:" in text
-    options = set(re.findall(r"^  (--[\w-]+)", text, flags=re.M))
-    switched_off = {"--plots", "--triangle"}  # by --no-plots, --no-triangle
-    settings = {"--" + key.replace("_", "-") for key in copy.DEFAULTS} - switched_off
-    assert settings <= options
 
 
 def test_a_run_does_not_load_the_compiler(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ copy | --schedule plateau --patience 0 | patience: '0' is not an integer of at l
 copy | --schedule plateau --eval-every 0 | --schedule plateau with --eval-every 0: without evaluations
 copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the final factor of the rates; accepted
 copy | --process-timeout 9007199254740992 | is not an integer of at most 31536000
-copy | --input onehot --marker 3 | --marker: for --input scalar; here --input is onehot
 copy | --model lstm --forget-bias 2 | unknown option --forget-bias
 copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 0 | --T: '0' is not an integer of at least 1
@@ -24,7 +23,8 @@ copy | --T 5 --batch -3 | --batch: '-3' is not an integer of at least 1
 copy | --T 5 --batch | --batch: expected one argument
 copy | --T 5 --margin -0.1 | --margin: '-0.1' is not a number of at least 0 or none
 copy | --T 5 --margin wide | --margin: 'wide' is not a number of at least 0 or none
-copy | --T 5 --lr nan | --lr: 'nan' is not a number of at least 0
+copy | --T 5 --lr nan | --lr: 'nan' is not a number above 0
+copy | --T 5 --lr 0 | --lr: '0' is not a number above 0
 copy | --T 5 --goal 0 | --goal: '0' is not a number above 0 and at most 100
 copy | --T 5 --clip 0 | --clip: '0' is not a number above 0 or none
 copy | --T 5 --seed -1 | --seed: '-1' is not an integer of at least 0
@@ -65,14 +65,6 @@ adding | --model lstm --rank 3 | --rank: for --model factorized; here --model is
 adding | --model rnn --margin 0.5 | --margin: for --model factorized; here --model is rnn
 adding | --model rnn --geodesic-lr 1 | --geodesic-lr: for --model factorized; here --model is rnn
 adding | --model lstm --nonlinearity relu | --nonlinearity: for --model factorized or rnn or exprnn or
-adding | --slope 0.1 | --slope: for --nonlinearity leaky_relu or prelu with --model
-adding | --spectrum-map tanh --margin none | with --margin; here --margin is none
-adding | --optimizer sgd --geodesic sgd --alpha 0.5 | --alpha: for --optimizer rmsprop, or --geodesic
-adding | --optimizer sgd --model rnn --eps 0.1 | --eps: for --optimizer rmsprop or adam, or --geodesic
-adding | --schedule constant --lr-decay 3 | --lr-decay: for --schedule inverse or exponential or cosine;
-adding | --schedule plateau --lr-decay 3 | --lr-decay: for --schedule inverse or exponential or cosine;
-adding | --patience 3 | --patience: for --schedule plateau; here --schedule is inverse
-adding | --plateau-factor 0.1 | --plateau-factor: for --schedule plateau; here --schedule is inverse
 adding | --schedule plateau --plateau-factor 1 | '1' is not a number above 0 and below 1
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
 adding | --model lstm --backend cpu | --backend: for --model factorized or rnn or gru or exprnn or nnrnn; here
@@ -80,24 +72,13 @@ adding | --last-step-gradient | --last-step-gradient: the task adding has no sep
 adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
 adding | --slope=-1e300 --nonlinearity prelu | --slope: '-1e300' is beyond 1e+30
 adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at most 1024
-adding | --beta1 0.5 | --beta1: for --optimizer adam; here --optimizer is rmsprop
-adding | --momentum 0.5 | --momentum: for --optimizer sgd; here --optimizer is rmsprop
 adding | --forget-bias 2 | --forget-bias: for --model lstm or peephole-lstm; here --model is factorized
-adding | --model exprnn --init cayley --rebase-state transport | with --rebase-every; here --rebase-every is
-adding | --modulus-norm l1 --model nnrnn --init cayley | --modulus-penalty; here --modulus-penalty is 0
 adding | --no-triangle | --no-triangle: for --model nnrnn
-adding | --soft-orthogonality-norm plain | --soft-orthogonality; here --soft-orthogonality is 0
-adding | --short-evaluations | --short-evaluations: for --right with --goal 0; here --right is none
-adding | --last-step-gradient --diagnose-every 0 | for --diagnose-every; here --diagnose-every is 0
-adding | --margin 0 --spectrum-lr 0.1 | --spectrum-lr: for --model factorized with --margin; here --margin is 0
-adding | --margin 0 --spectrum-map tanh | --spectrum-map: for --model factorized with --margin; here
-adding | --margin 0 --spectrum-prior 1 | --spectrum-prior: for --model factorized with --margin; here
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
-adding | --batch 9007199254740992 | GiB: lower --T (1000) or --batch (9007199254740992)
+adding | --batch 9007199254740992 | out of memory on cpu
 adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
 adding | --T 10 --model exprnn --project-every 0 | --project-every: '0' is not an integer of at least 1
-adding | --T 10 --model exprnn --project-every 5 | with --rebase-every; here --rebase-every is none
 adding | --T 10 --rebase-every 5 | --rebase-every: for --model exprnn or nnrnn; here
 adding | --T 10 --model rnn --skew-lr 1e-4 | --skew-lr: for --model exprnn or nnrnn; here
 adding | --T 10 --model exprnn --schur-mask legacy | --schur-mask: for --model nnrnn; here
@@ -115,7 +96,6 @@ pixel_mnist | --data nowhere | nowhere
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
 pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
-pixel_mnist | --data {mnist} --permutation-seed 1 | --permutation-seed: for --permuted; here --permuted
 pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | at most 900719925474099, of 10
 char_lm |  | --data is needed: the folder with the Penn Treebank's text files
 char_lm | --data {mnist} | ptb.train.txt
@@ -123,7 +103,6 @@ char_lm | --data {ptb} --length 4 | no sentence of at most
 char_lm | --data {ptb} --epochs 2 --iterations 3 | --epochs 2 and --iterations 3: give one of the two
 char_lm | --data {ptb} --schedule exponential | --schedule exponential with --lr-decay 0: the rates never
 char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at most 2, the batches of an epoch
-char_lm | --data {ptb} --bptt 9 --length 5 | --length: for runs without --bptt; here --bptt is 9
 char_lm | --data {ptb} --model lstm --start glorot | --start: for --model factorized or rnn or
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read

@@ -325,25 +325,16 @@ def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
-        (["--delta", "0"], "--delta 0: accepted is a number in (0, 2), the bound is 2 - delta"),
-        (["--delta", "2"], "--delta 2: accepted is a number in (0, 2)"),
-        (["--delta", "-1"], "--delta -1: accepted"),
+        (["--delta", "0"], "--delta: '0' is not a number above 0 and below 2"),
+        (["--delta", "2"], "--delta: '2' is not a number above 0 and below 2"),
         (["--delta", "nan"], "--delta: 'nan' is not a number"),
         (["--constraint", "projektion"], "did you mean 'projection'"),
         (["--clip", "0"], "--clip: '0' is not a number above 0"),
-        (["--dropout", "1"], "--dropout 1: accepted is a number in [0, 1)"),
+        (["--dropout", "1"], "--dropout: '1' is not a number of at least 0 and below 1"),
         (["--model", "lstm"], "unknown model 'lstm'"),
         (["--data", tmp_path / "no"], "does not exist"),
         (["--data", tmp_path], "missing data file"),
-        (["--delta", "0.5", "--clip", "15"], "--delta: for --constraint projection; here --constraint is none"),
-        (["--constraint", "none", "--delta", "0.7"], "--delta: for --constraint projection; here --constraint is none"),
-        (
-            ["--clip", "5", "--threshold", "2-delta"],
-            "--threshold: for --constraint projection; here --constraint is none",
-        ),
-        (["--clip", "5", "--constrained-inputs", "all"], "--constrained-inputs: for --constraint projection; here"),
         (["--model", "torch-gru", "--variant", "kanai"], "--variant: for --model gru; here --model is torch-gru"),
-        (["--optimizer", "adam", "--momentum", "0.9"], "--momentum: for --optimizer sgd; here --optimizer is adam"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
     ):
         assert_refused(capsys, message, name, *small[name], *options, "--out", tmp_path / "out")

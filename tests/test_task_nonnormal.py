@@ -203,25 +203,3 @@ def test_a_generator_that_leaves_its_range_is_a_divergence(tmp_path: Path, capsy
         and "accepted" not in last
     )
     assert "at iteration 1; no checkpoint was written yet; lower the learning rates" in last
-
-
-@pytest.mark.parametrize(
-    ("name", "factor", "message"),
-    [
-        ("skew_l0", math.nan, "rnn.skew_l0 holds NaN; expected: numbers"),
-        ("base_l0", 1.01, "rnn.base_l0 is not orthogonal: |B^T B - I| is 0.02"),
-        ("gamma_l0", math.inf, "rnn.gamma_l0 is a tensor [4] of float32; expected: finite numbers; some are not"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(
-    name: str, factor: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    assert run("adding", *SMALL["adding"], "--model", "nnrnn", *QUIET, "--out", folder) == 0
-    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    checkpoint["model"][f"rnn.{name}"] *= factor
-    torch.save(checkpoint, folder / "checkpoint.pt")
-    capsys.readouterr()
-    assert run("adding", "--resume", folder, "--iterations", 15) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error, error

@@ -155,34 +155,18 @@ def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "error, what",
-    [
-        (RuntimeError("CUDA: allocating 4096 bytes: out of memory (cudaErrorMemoryAllocation)"), "a tensor"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 80 GiB"), "20.00 GiB"),
-        (MemoryError("std::bad_alloc"), "a tensor"),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
-    ],
-    ids=["native", "torch", "python", "another"],
-)
-def test_memory_that_ends_in_training(
-    error: Exception,
-    what: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_failed_allocation_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(self: Toy, batch: Any) -> Any:
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Toy, "loss", fail)
-    if what is None:  # a bug keeps its traceback
-        with pytest.raises(RuntimeError, match="mat1"):
-            run(*OPTIONS, "--out", tmp_path / "run")
-        return
-    assert run(*OPTIONS, "--out", tmp_path / "run") == 2
-    line = f"error: out of memory on cpu: {what} could not be allocated; lower --hidden (12) or --batch (8)\n"
-    assert capsys.readouterr().err == line
+    for options in ([], ["--out", "a/b/c"]):
+        assert run(*OPTIONS, *options) == 2
+        line = "error: out of memory on cpu: CUDA out of memory. Tried to allocate 20.00 GiB.; lower --hidden (12) or"
+        assert capsys.readouterr().err.startswith(line) and not list(tmp_path.iterdir())
 
 
 # ---- norms through time --------------------------------------------------------------------------
@@ -343,10 +327,10 @@ def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2}, "has format version 2, this orthokern reads version 1"),
+        ({"version": 2}, "must have format version 1, got 2"),
         ({"task": "copy"}, "is of the task 'copy', not of 'toy'"),
-        ({"settings": {"hidden": 16}}, "was made with hidden=16, this run has hidden=12"),
-        ({"model": None}, "does not fit this run: .* expected: a tensor"),
+        ({"settings": {"hidden": 16}}, "was written with hidden=16, this run has hidden=12"),
+        ({"model": None}, "does not fit this run: .* size mismatch"),
         ({"optimizer": None}, "does not fit this run"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
@@ -30,13 +30,11 @@ from orthokern.training.options import defaults, option
 @dataclass(kw_only=True)
 class ToyOptions(cli.RunOptions):
     GROUP = "the task"
-    batch: int = option(8, integer(1), "sequences", "N")
-    hidden: int = option(12, integer(1), "units", "N")
-    dropout: float = option(0.0, real(0.0), "dropout")
-    mistake: str | None = option(None, str, "drift, data, model or idle: what the task does wrong", "NAME")
-    dump: str | None = option(
-        None, str, "at the end, each rank writes its parameters to this file, '.' and its number", "FILE"
-    )
+    batch: int = option(8, "sequences")
+    hidden: int = option(12, "units")
+    dropout: float = option(0.0, "dropout", low=0.0)
+    mistake: str | None = option(None, "drift, data or model: what the task does wrong")
+    dump: str | None = option(None, "at the end, each rank writes its parameters to this file, '.' and its number")
     device: str = "cpu"
     iterations: int = 30
     checkpoint_every: int = 4

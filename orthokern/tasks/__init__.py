@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import io
-import pkgutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from orthokern.errors import InputError, unknown_name
 
 __all__ = ["Result", "names", "run"]
 
-_ALONE = threading.RLock()
+_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,12 @@ class Result:
     records: list[dict[str, Any]]
 
 
+def descriptions() -> dict[str, str]:
+    """The name of every task, with the first sentence of its description."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))}
+    return {name: text[3 : text.index(": `")] for name, text in texts.items() if "\nmain = COMMAND.main" in text}
+
+
 def names() -> list[str]:
     """The names of all tasks, for `run`.
 
@@ -53,8 +57,7 @@ def names() -> list[str]:
         >>> "copy" in names()
         True
     """
-    found = [each.name for each in pkgutil.iter_modules(__path__)]
-    return [name for name in found if hasattr(importlib.import_module(f"{__name__}.{name}"), "main")]
+    return list(descriptions())
 
 
 def run(task: str, out: str | Path, **settings: Any) -> Result:
@@ -83,16 +86,14 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         >>> result.values["reached"], result.settings["hidden"]
         (True, 128)
     """
-    if not task.isidentifier() or importlib.util.find_spec(f"{__name__}.{task}") is None:
+    if task not in names():
         raise unknown_name("task", task, names())
     module = importlib.import_module(f"{__name__}.{task}")
-    if not hasattr(module, "main"):
-        raise unknown_name("task", task, names())
     arguments = [f"--out={Path(out)}", *_words(task, module.COMMAND.parser(), settings)]
-    said, complained = io.StringIO(), io.StringIO()
-    with _ALONE, contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with _LOCK, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         code = module.main(arguments)
-    lines = [*said.getvalue().strip().splitlines(), *complained.getvalue().strip().splitlines()]
+    lines = [*stdout.getvalue().strip().splitlines(), *stderr.getvalue().strip().splitlines()]
     message = lines[-1] if lines else ""
     if code == 2:
         raise InputError(message.removeprefix("error: "))
@@ -111,7 +112,7 @@ def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any])
     """Converts settings to command-line arguments."""
     options: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
-        if action.option_strings and action.dest not in ("help", "out", "resume", "replicas"):
+        if action.option_strings and action.dest not in ("help", "out", "resume"):
             options.setdefault(action.dest, []).append(action)
     words = []
     for name, value in settings.items():

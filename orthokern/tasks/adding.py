@@ -38,15 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.errors import InputError
 from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
-from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import EXPONENTIALS, OF_KERNELS, build_recurrence, last_output
+from orthokern.tasks.network import EXPONENTIALS, KERNELS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
     START_HELP,
@@ -58,7 +57,7 @@ from orthokern.tasks.recurrent import (
     start_recurrence,
 )
 from orthokern.training import cli
-from orthokern.training.options import defaults, named, option, redeclared, switch
+from orthokern.training.options import changed, defaults, option
 
 # An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
@@ -81,57 +80,60 @@ class AddingOptions(StartOptions, DrawnOptions):
     """The settings of the adding task."""
 
     GROUP = "the task"
-    T: int = option(1000, integer(2), "numbers per sequence", "N")
-    target: str = named("sum", TARGETS, "sum or mean of the two numbers")
-    positions: str = named(
-        "halves", POSITIONS, "halves: one mark in each half; pascanu: one in the first tenth, one before the middle"
+    T: int = option(1000, "numbers per sequence", low=2, basic=True)
+    target: str = option("sum", "sum or mean of the two numbers", choices=tuple(TARGETS))
+    positions: str = option(
+        "halves",
+        "halves: one mark in each half; pascanu: one in the first tenth, one before the middle",
+        choices=tuple(POSITIONS),
     )
-    goal: float = option(1e-3, real(0.0), "mean squared error on new sequences at which training ends")
+    goal: float = option(1e-3, "mean squared error on new sequences at which training ends", low=0.0, basic=True)
     right: float | None = option(
         None,
-        real(0.0, exclusive=True, maximum=100.0, none=True),
         f"also solved if this percentage of new sequences has an error of at most {CLOSE:g}; none",
-        "PERCENT",
+        above=0.0,
+        high=100.0,
+        metavar="PERCENT",
     )
-    short_evaluations: bool = switch(False, SHORT_EVALUATIONS, needs=(Needs("right"), Needs("goal", (0,))))
+    short_evaluations: bool = option(False, f"with --right and --goal 0: {SHORT_EVALUATIONS}")
     eval_sequences: int = 2000
-    start: str = named(
+    start: str = option(
         "auto",
-        ("auto", "silent", *STARTS),
         "silent: gates that are zero without a mark, and units without input that remember; auto: silent for relu "
         f"and --init identity with --model factorized, rnn or exprnn, else torch. The others: {START_HELP}",
+        choices=("auto", "silent", *STARTS),
     )
     nonlinearity: str = "relu"
     init: str = "identity"
-    lr: float = redeclared(
+    lr: float = changed(
         DrawnOptions,
         "lr",
         default=None,
         help="learning rate of the readout",
         shown=f"by T with the start silent, else {RATE:g}",
     )
-    input_lr: float | None = redeclared(
+    input_lr: float | None = changed(
         DrawnOptions,
         "input_lr",
         help="rate of the recurrent network's other weights",
         shown=f"{INPUT_RATE:g} with the start silent, else as --lr",
     )
-    spectrum_lr: float | None = redeclared(DrawnOptions, "spectrum_lr", shown="by T")
-    geodesic_lr: float = redeclared(DrawnOptions, "geodesic_lr", default=None, shown="by T")
-    skew_lr: float | None = redeclared(DrawnOptions, "skew_lr", shown="by T")
-    schedule: str = named(
+    spectrum_lr: float | None = changed(DrawnOptions, "spectrum_lr", shown="by T")
+    geodesic_lr: float = changed(DrawnOptions, "geodesic_lr", default=None, shown="by T")
+    skew_lr: float | None = changed(DrawnOptions, "skew_lr", shown="by T")
+    schedule: str = option(
         "auto",
-        ("auto", *SCHEDULES),
         f"auto: with the start silent inverse with D = {DECAY:g}, else constant. The others: {SCHEDULE_HELP}",
+        choices=("auto", *SCHEDULES),
     )
-    lr_decay: float = redeclared(
+    lr_decay: float = changed(
         DrawnOptions, "lr_decay", default=None, shown=f"{DECAY:g} with the schedule auto and the start silent, else 0"
     )
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
     # the readout is computed by torch, and so are LSTMs
-    backend: str = redeclared(DrawnOptions, "backend", or_needs=OF_KERNELS)
+    backend: str = changed(DrawnOptions, "backend", models=KERNELS)
 
 
 DEFAULTS = defaults(AddingOptions)
@@ -278,7 +280,6 @@ class Adding(DrawnTask):
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
-        check_recurrent(settings, 2, 1, steps=data.length, features=2, evaluated=self.evaluation_batch(settings))
         super().__init__(data, settings, classes=0)
         self.build(AddingModel(settings))
         self.running_error = self.baseline

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern._state import check_integer, check_tensor, misfit
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
@@ -28,15 +27,12 @@ from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.memory import check_recurrent
-from orthokern.tasks.network import LSTMS, OF_OTHERS, build_recurrence
+from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import defaults, option, redeclared, switch
-
-_BY_SENTENCE = Needs("bptt", (None,))
+from orthokern.training.options import changed, defaults, option
 
 # Measurements of both rates and of the margin: docs/training.md, "Learning rates".
 # The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
@@ -53,42 +49,36 @@ class CharOptions(StartOptions, DataOptions):
     GROUP = "the task"
     HIDDEN = DataOptions.HIDDEN | {"sigma"}
     data: str = data_option("the three text files")
-    length: int = option(75, integer(4), "omit sentences longer than N characters", "N", needs=_BY_SENTENCE)
+    length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
         16,
-        integer(1),
-        "number of batches whose sentences are sorted by length together; 1: random batches",
-        "N",
-        needs=_BY_SENTENCE,
+        "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches",
     )
-    released_targets: bool = switch(
-        False, "also count two trivial targets per sentence, as in the paper's released code", needs=_BY_SENTENCE
+    released_targets: bool = option(
+        False, "without --bptt: also count two trivial targets per sentence, as in the paper's released code"
     )
     bptt: int | None = option(
         None,
-        integer(1),
         "one stream of characters instead of sentences, in segments of N, carrying the state",
-        "N",
         shown="sentences",
+        basic=True,
     )
     goal: float | None = option(
-        None, real(0.0, exclusive=True, none=True), "stop at this number of bits per validation character; none", "BITS"
+        None, "stop at this number of bits per validation character; none", above=0.0, metavar="BITS"
     )
     # the readout does not depend on it, and gates neither
-    start: str = redeclared(StartOptions, "start", or_needs=OF_OTHERS)
+    start: str = changed(StartOptions, "start", models=UNGATED)
     hidden: int = 512
     nonlinearity: str = "modrelu"
     # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
     margin: float | None = 0.1
     optimizer: str = "adam"
     lr: float = 1e-2
-    input_lr: float | None = redeclared(
+    input_lr: float | None = changed(
         StartOptions, "input_lr", shown=f"as --lr; factorized, exprnn: {INPUT_RATE:g} --lr"
     )
     geodesic: str = "rmsprop"
-    geodesic_lr: float = redeclared(
-        StartOptions, "geodesic_lr", default=None, shown=f"{GEODESIC_RATE_TIMES_N:g} / hidden"
-    )
+    geodesic_lr: float = changed(StartOptions, "geodesic_lr", default=None, shown=f"{GEODESIC_RATE_TIMES_N:g} / hidden")
     schedule: str = "cosine"
     clip: float | None = 1.0
     checkpoint_every: int = 200
@@ -249,7 +239,6 @@ class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
 
     def __init__(self, settings: CharOptions) -> None:
-        check_recurrent(settings, len(ALPHABET), len(ALPHABET))
         super().__init__(settings, classes=len(ALPHABET))
         data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
         if settings.batch > len(data.train):
@@ -312,7 +301,6 @@ class CharStream(CharTask):
 
     def __init__(self, settings: CharOptions) -> None:
         characters = len(STREAM_ALPHABET)
-        check_recurrent(settings, characters, characters)
         super().__init__(settings, classes=characters)
         if current_shard().world > 1:
             raise InputError(
@@ -332,7 +320,6 @@ class CharStream(CharTask):
             rows[part] = stream_rows(text, STREAM_ROWS)
         self.parts = {part: tokens.to(self.device) for part, tokens in rows.items()}
         self.time_steps = min(self.length, len(self.parts["train"]) - 1)
-        check_recurrent(settings, characters, characters, steps=self.time_steps, evaluated=STREAM_ROWS)
         self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # index of the next segment in the epoch
@@ -372,12 +359,7 @@ class CharStream(CharTask):
         return {"position": self.position, "carried": [state.clone() for state in carried]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        settings, states = self.settings, state["carried"]
-        self.position = check_integer("position", state["position"], 0, self.pieces - 1)
-        if len(states) not in (0, 2 if settings.model in LSTMS else 1):
-            raise misfit("carried", states, "the states of one recurrence")
-        for tensor in states:
-            check_tensor("carried", tensor, torch.zeros(1, settings.batch, settings.hidden))
+        self.position = state["position"]
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 

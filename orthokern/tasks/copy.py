@@ -26,6 +26,8 @@ Note [Settings that solve it in a hundred iterations]
     the number of iterations at T = 1000 is the same: in this task the geodesic steps are not needed.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from dataclasses import dataclass
@@ -34,17 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.tasks import recurrent
-from orthokern.tasks.network import OF_OTHERS, build_recurrence
+from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training import cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import defaults, named, option, redeclared, switch
+from orthokern.training.options import changed, defaults, option
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -60,47 +62,46 @@ class CopyOptions(DrawnOptions):
 
     GROUP = "the task"
     HIDDEN = frozenset({"forget_bias"})  # the recurrence has no bias
-    T: int = option(1000, integer(1), "steps between symbols and recall", "N")
-    layout: str = named("arjovsky", LAYOUTS, "arjovsky: the recall starts after the marker; exprnn: at the marker")
-    input: str = named(
-        "onehot", INPUTS, "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank"
+    T: int = option(1000, "steps between symbols and recall", basic=True)
+    layout: str = option(
+        "arjovsky", "arjovsky: the recall starts after the marker; exprnn: at the marker", choices=tuple(LAYOUTS)
     )
-    marker: float = option(
-        -1.0,
-        real(),
-        "value of the marker in scalar input: -1 or 9 in released codes",
-        needs=Needs("input", ("scalar",)),
+    input: str = option(
+        "onehot",
+        "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
+        choices=INPUTS,
     )
+    marker: float = option(-1.0, "value of the marker in scalar input: -1 or 9 in released codes")
     goal: float = option(
         99.9,
-        real(0.0, exclusive=True, maximum=100.0),
         "recall accuracy on new sequences at which training ends",
-        "PERCENT",
+        above=0.0,
+        high=100.0,
+        metavar="PERCENT",
+        basic=True,
     )
-    start: str = named(
+    start: str = option(
         "zero",
-        STARTS,
-        "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: "
-        "both Glorot-normal",
+        "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: both "
+        "Glorot-normal",
+        choices=STARTS,
     )
-    algorithm: str = named(
+    algorithm: str = option(
         "auto",
-        ALGORITHMS,
-        "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; "
-        "auto: modal if it is faster and as accurate",
-        needs=OF_OTHERS,
+        "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; auto: modal if it is "
+        "faster and as accurate",
+        choices=ALGORITHMS,
+        models=UNGATED,
     )
-    learn_blank: bool = switch(
-        False,
-        "initialise and train the input column of the blank like the others (default: fixed at zero)",
-        needs=(Needs("start", ("zero",)), Needs("input", ("onehot",))),
+    learn_blank: bool = option(
+        False, "initialise and train the input column of the blank like the others (default: fixed at zero)"
     )
     nonlinearity: str = "identity"
     margin: float | None = 0.001
     lr: float = 2e-2
     input_lr: float | None = 1e-3
-    spectrum_lr: float | None = redeclared(DrawnOptions, "spectrum_lr", shown="by T")
-    geodesic_lr: float = redeclared(DrawnOptions, "geodesic_lr", default=None, shown="by T")
+    spectrum_lr: float | None = changed(DrawnOptions, "spectrum_lr", shown="by T")
+    geodesic_lr: float = changed(DrawnOptions, "geodesic_lr", default=None, shown="by T")
     schedule: str = "inverse"
     lr_decay: float = 0.005
     basis_clip: float | None = 1.0

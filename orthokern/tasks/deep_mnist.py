@@ -15,19 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
-from orthokern.tasks.memory import Part, check, model_parts
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training import cli
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import changed, defaults, option
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import defaults, named, option, redeclared, switch
 
 PIXELS, CLASSES = 784, 10
 STARTS = ("normal", "learned", "orthogonal", "glorot-uniform")
@@ -39,35 +38,29 @@ class DeepOptions(DigitsOptions, DescentOptions):
 
     GROUP = "the network"
     HIDDEN = DigitsOptions.HIDDEN | {"backend"}  # all computation is done by torch
-    layers: int = option(10, integer(1), "hidden layers", "N")
-    hidden: int = option(100, integer(1), "units per hidden layer", "N")
-    init: str = named(
+    layers: int = option(10, "hidden layers", basic=True)
+    hidden: int = option(100, "units per hidden layer", basic=True)
+    init: str = option(
         "learned",
-        STARTS,
         "initial matrices: normal: with standard deviation --sigma; learned: the same, then made orthogonal by "
         "gradient descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
+        choices=STARTS,
+        basic=True,
     )
-    sigma: float = option(
-        0.001,
-        real(0.0, exclusive=True),
-        "normal, learned: standard deviation of the weights",
-        needs=Needs("init", ("normal", "learned")),
-    )
-    standardize: bool = switch(
+    sigma: float = option(0.001, "normal, learned: standard deviation of the weights", above=0.0)
+    standardize: bool = option(
         True, "use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images"
     )
-    penalty: float = option(0.0, real(0.0), "add X ||W W^T - I||^2 of every weight matrix to the loss")
-    penalty_norm: str = named(
-        "squared", NORMS, "squared: as above; plain: the norm, not squared", needs=Needs("penalty", nothing=0.0)
-    )
-    batch: int = redeclared(DescentOptions, "batch", default=20, help="images per batch")
-    optimizer: str = redeclared(
+    penalty: float = option(0.0, "add X ||W W^T - I||^2 of every weight matrix to the loss", low=0.0, basic=True)
+    penalty_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
+    batch: int = changed(DescentOptions, "batch", default=20, help="images per batch")
+    optimizer: str = changed(
         DescentOptions, "optimizer", default="sgd", help="rmsprop, adam, sgd (with Nesterov momentum)"
     )
-    lr: float = redeclared(DescentOptions, "lr", default=0.01, help="learning rate")
+    lr: float = changed(DescentOptions, "lr", default=0.01, help="learning rate")
     momentum: float = 0.0
     checkpoint_every: int = 1000
-    diagnose_every: int = redeclared(
+    diagnose_every: int = changed(
         DescentOptions,
         "diagnose_every",
         default=250,
@@ -98,22 +91,6 @@ PRESET_HELP = {
 def _sides(settings: DeepOptions) -> list[int]:
     """Numbers of units, from the input to the output."""
     return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
-
-
-def _check_memory(settings: DeepOptions, rows: int = 0) -> None:
-    """Raises an error for a network that does not fit into memory.
-
-    Args:
-        settings: as DEFAULTS, complete.
-        rows: number of images of a batch; 0 if it is not known yet.
-
-    Raises:
-        InputError: as `orthokern.tasks.memory.check`.
-    """
-    n, layers = settings.hidden, settings.layers
-    parameters = (PIXELS + 1) * n + (layers - 1) * (n + 1) * n + (n + 1) * CLASSES
-    states = Part("the layers' outputs", torch.get_default_dtype().itemsize * rows * layers * n, ("batch", "hidden"))
-    check(settings, [*model_parts(parameters, settings, ("hidden", "layers")), states])
 
 
 class DeepNetwork(nn.Module):
@@ -161,7 +138,6 @@ class DeepMnist(DigitsTask):
     settings: DeepOptions
 
     def __init__(self, settings: DeepOptions) -> None:
-        _check_memory(settings)
         self.settings = settings
         self.device = torch.device(settings.device)
         self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
@@ -175,7 +151,6 @@ class DeepMnist(DigitsTask):
             for part in (data.train, data.validation, data.test)
         )
         self.begin_epochs()
-        _check_memory(settings, settings.batch // current_shard().world)
         self.model = DeepNetwork(settings)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")

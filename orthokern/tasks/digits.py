@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.commandline import integer, real
 from orthokern.errors import InputError
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, epoch_order
 from orthokern.training import Task
@@ -30,12 +29,13 @@ class DigitsOptions(DataOptions):
 
     GROUP = "the task"
     data: str = data_option("the four MNIST files")
-    validation: int = option(10_000, integer(1), "training images held out for validation", "N")
+    validation: int = option(10_000, "training images held out for validation")
     goal: float | None = option(
         None,
-        real(0.0, exclusive=True, maximum=100.0, none=True),
         "stop at this validation accuracy; none: train for all epochs",
-        "PERCENT",
+        above=0.0,
+        high=100.0,
+        metavar="PERCENT",
     )
     batch: int = 50  # declared by the options of the optimizer
 

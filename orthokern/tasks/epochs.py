@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from orthokern._files import LARGEST_INTEGER
-from orthokern.commandline import file_name, integer
+from orthokern.commandline import file_name
 from orthokern.data import stream_rows
 from orthokern.errors import InputError
 from orthokern.training.cli import RunOptions
@@ -20,7 +20,7 @@ from orthokern.training.options import option
 
 def data_option(files: str) -> Any:
     """A field for the folder of a task's data; files: what is in it."""
-    return option("", file_name, f"folder with {files} (required)", "DIR", shown="")
+    return option("", f"folder with {files} (required)", convert=file_name, metavar="DIR", shown="", basic=True)
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class DataOptions(RunOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = data_option("the task's files")
-    epochs: int | None = option(20, integer(1), "stop after N epochs", "N")
+    epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
 
 
 def stream_seed(seed: int, stream: str) -> int:

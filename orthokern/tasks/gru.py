@@ -14,25 +14,21 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
-from orthokern._state import check_real, check_tensor
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.epochs import DataOptions
-from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.training import Task
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import named, option, switch
+from orthokern.training.options import option
 
 MODELS = ("gru", "torch-gru")
 CONSTRAINTS = ("projection", "none")
-
-_PROJECTED = Needs("constraint", ("projection",))
 
 
 @dataclass(kw_only=True)
@@ -45,54 +41,55 @@ class GruOptions(DataOptions):
     """
 
     GROUP = "the network"
-    model: str = named("gru", MODELS, "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases")
-    variant: str = named(
+    model: str = option(
+        "gru", "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases", choices=MODELS, basic=True
+    )
+    variant: str = option(
         None,
-        ("kanai", "torch"),
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
-        needs=Needs("model", ("gru",)),
+        choices=("kanai", "torch"),
+        models=("gru",),
         shown="kanai",
     )
-    hidden: int = option(200, integer(1), "units of a layer", "N")
-    layers: int = option(1, integer(1), "GRU layers", "N")
-    dropout: float = option(0.5, real(0.0), "dropout of each layer's output, not of the recurrence, below 1")
+    hidden: int = option(200, "units of a layer", basic=True)
+    layers: int = option(1, "GRU layers", basic=True)
+    dropout: float = option(
+        0.5, "dropout of each layer's output, not of the recurrence", low=0.0, below=1.0, basic=True
+    )
     init_std: float = option(
         None,
-        real(0.0, exclusive=True),
         "standard deviation of all initial weights except the candidate's recurrent matrices, which are orthogonal",
+        above=0.0,
         shown="1 / sqrt(hidden)",
     )
-    input_scale: float = option(0.01, real(0.0, exclusive=True), "factor of the output of the first, linear layer")
-    constraint: str | None = named(
+    input_scale: float = option(0.01, "factor of the output of the first, linear layer", above=0.0)
+    constraint: str | None = option(
         None,
-        CONSTRAINTS,
         "projection: after every step no singular value above 2 - delta; none",
+        choices=CONSTRAINTS,
         shown="none with --clip, else projection",
+        basic=True,
     )
-    delta: float = option(
-        None, real(), "projection: the bound is 2 - X, with X in (0, 2)", needs=_PROJECTED, shown="0.2"
-    )
-    threshold: str = named(
+    delta: float = option(None, "projection: the bound is 2 - X", above=0.0, below=2.0, shown="0.2", basic=True)
+    threshold: str = option(
         None,
-        THRESHOLDS,
         "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
-        needs=_PROJECTED,
+        choices=THRESHOLDS,
         shown="2-delta",
     )
-    constrained_inputs: str = named(
+    constrained_inputs: str = option(
         None,
-        CONSTRAINED_INPUTS,
         "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
-        needs=_PROJECTED,
+        choices=CONSTRAINED_INPUTS,
         shown="upper",
     )
-    clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
-    bias: bool = switch(True, "use a readout without bias")
-    batch: int = option(20, integer(1), "sequences per batch", "N")
-    window: int = option(35, integer(1), "time steps of back-propagation; the state is carried to the next window", "N")
-    optimizer: str = named("sgd", tuple(OPTIMIZERS), ", ".join(OPTIMIZERS))
-    lr: float = option(1.0, real(0.0, exclusive=True), "learning rate")
-    momentum: float = option(0.0, real(0.0, maximum=1.0), "momentum of sgd", needs=Needs("optimizer", ("sgd",)))
+    clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0, basic=True)
+    bias: bool = option(True, "use a readout without bias")
+    batch: int = option(20, "sequences per batch", basic=True)
+    window: int = option(35, "time steps of back-propagation; the state is carried to the next window", basic=True)
+    optimizer: str = option("sgd", ", ".join(OPTIMIZERS), choices=tuple(OPTIMIZERS))
+    lr: float = option(1.0, "learning rate", above=0.0, basic=True)
+    momentum: float = option(0.0, "sgd: momentum", low=0.0, high=1.0)
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
@@ -117,10 +114,6 @@ def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
     made = make_options(options, settings)
     if not made.data:
         raise InputError(f"--data is needed: the folder with {what}")
-    if made.delta is not None and not 0 < made.delta < 2:
-        raise InputError(f"--delta {made.delta:g}: accepted is a number in (0, 2), the bound is 2 - delta")
-    if not 0 <= made.dropout < 1:
-        raise InputError(f"--dropout {made.dropout:g}: accepted is a number in [0, 1)")
     made.variant = made.variant or ("torch" if made.model == "torch-gru" else "kanai")
     if made.constraint is None:
         made.constraint = "projection" if made.clip is None else "none"
@@ -180,7 +173,6 @@ class GruTask(Task):
         """Args: settings: complete."""
         if current_shard().world > 1:
             raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
-        check_gru(settings)
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
@@ -300,10 +292,6 @@ class GruTask(Task):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["state"] is not None:
-            check_tensor("state", state["state"], self.zero_state(self.settings.batch).cpu())
-        if state["initial_loss"] is not None:
-            check_real("initial_loss", state["initial_loss"])
         self.state = None if state["state"] is None else state["state"].to(self.device)
         self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
         if self.projection is not None and state["projection"] is not None:

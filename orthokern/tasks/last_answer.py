@@ -3,6 +3,8 @@ the last one (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks.memory import check_recurrent
+from orthokern.tasks import recurrent
 from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
-from orthokern.training.options import option, switch
+from orthokern.training.cli import TaskCommand
+from orthokern.training.options import option
 
 SHORT_EVALUATIONS = (
     "end an evaluation as soon as the goal can no longer be reached: the record then has the loss and accuracy of "
@@ -34,9 +37,9 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     """
 
     GROUP = "the task"
-    T: int = option(100, integer(2), "symbols in a sequence", "N")
-    goal: float = option(100.0, real(0.0, maximum=100.0), "percentage of new sequences to answer correctly")
-    short_evaluations: bool = switch(False, SHORT_EVALUATIONS)
+    T: int = option(100, "symbols in a sequence", low=2, basic=True)
+    goal: float = option(100.0, "percentage of new sequences to answer correctly", low=0.0, high=100.0, basic=True)
+    short_evaluations: bool = option(False, SHORT_EVALUATIONS)
     eval_sequences: int = 10_000
     margin: float | None = 0.01
     nonlinearity: str = "identity"
@@ -106,9 +109,6 @@ class LastAnswer(DrawnTask):
     iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: LastAnswerOptions) -> None:
-        features, evaluated = data.num_features, self.evaluation_batch(settings)
-        sizes: dict[str, Any] = {"steps": data.length, "features": features, "evaluated": evaluated}
-        check_recurrent(settings, features, data.num_classes, **sizes)
         super().__init__(data, settings, classes=data.num_classes)
         self.goal = settings.goal / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))
@@ -134,3 +134,11 @@ class LastAnswer(DrawnTask):
             return f"not solved ({goal}): {done}"
         result = f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+
+
+def last_answer_command(
+    name: str, description: str, examples: str, *, options: type[LastAnswerOptions], build: Callable[[Any], LastAnswer]
+) -> TaskCommand[Any]:
+    """The command line of a task with one answer per sequence, with the presets of all of them."""
+    complete = functools.partial(recurrent.complete, options)
+    return TaskCommand(name, description, examples, options, complete, build, PRESETS, PRESET_HELP)

@@ -24,16 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.tasks.memory import check_gru
 from orthokern.tasks.optimization import plateau
 from orthokern.training import cli
-from orthokern.training.options import defaults, named, option, redeclared
+from orthokern.training.options import changed, defaults, option
 
 
 @dataclass(kw_only=True)
@@ -45,15 +44,15 @@ class MusicOptions(GruOptions):
 
     GROUP = "the task"
     data: str = data_option("the piano rolls")
-    collection: str = named("nottingham", COLLECTIONS, ", ".join(COLLECTIONS))
-    patience: int = option(10, integer(1), "decrease the rate after N epochs without a better validation loss", "N")
-    decay: float = option(1.25, real(1.0, exclusive=True), "divisor of the learning rate for --patience")
-    lr_floor: float = option(1e-4, real(0.0), "end training when the learning rate is below this")
+    collection: str = option("nottingham", ", ".join(COLLECTIONS), choices=tuple(COLLECTIONS), basic=True)
+    patience: int = option(10, "decrease the rate after N epochs without a better validation loss")
+    decay: float = option(1.25, "divisor of the learning rate for --patience", above=1.0)
+    lr_floor: float = option(1e-4, "end training when the learning rate is below this", low=0.0)
     layers: int = 2
     lr: float = 0.1
-    epochs: int | None = 1000
+    epochs: int = 1000
     # everything but the GRU is computed by torch
-    backend: str = redeclared(GruOptions, "backend", or_needs=Needs("model", ("gru",)))
+    backend: str = changed(GruOptions, "backend", models=("gru",))
 
 
 DEFAULTS = defaults(MusicOptions)
@@ -91,7 +90,6 @@ class MusicTask(GruTask):
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
-        check_gru(settings, steps=settings.window, features=2 * NOTES)  # inputs and targets
         super().__init__(settings)
         self.data = load_music(settings.data, settings.collection)
         self.data_digest = digest(self.data.train.notes, self.data.train.offsets)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from orthokern import dispatch, init
 from orthokern._activations import ACTIVATIONS
-from orthokern.commandline import Needs, integer, real
 from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS, SPECTRUM_MAPS
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
@@ -21,7 +20,7 @@ from orthokern.nn.nonnormal import INITS as SCHUR_INITS
 from orthokern.nn.nonnormal import MASKS
 from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import named, option, switch
+from orthokern.training.options import option
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,10 @@ EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 
-# Options that have an effect only together with another option.
-OF_FACTORIZED, OF_NNRNN = Needs("model", ("factorized",)), Needs("model", ("nnrnn",))
-OF_EXPONENTIALS, OF_LSTMS = Needs("model", EXPONENTIALS), Needs("model", LSTMS)
-OF_KERNELS = Needs("model", tuple(name for name, model in MODELS.items() if model.ops))
-OF_SPECTRUM = (OF_FACTORIZED, Needs("margin", nothing=0.0))  # a margin of 0 keeps all singular values at 1
-OF_OTHERS = Needs("model", tuple(name for name in MODELS if name not in GATED))
-OF_ROTATIONS = (Needs("init", tuple(init.SKEW_ANGLES)), Needs("model", ("factorized", "rnn", "exprnn")))
+# The models for which an option has an effect.
+UNGATED = tuple(name for name in MODELS if name not in GATED)
+ROTATIONS = ", ".join(init.SKEW_ANGLES)
+KERNELS = tuple(name for name, model in MODELS.items() if model.ops)
 
 
 @dataclass(kw_only=True)
@@ -73,96 +69,97 @@ class NetworkOptions(RunOptions):
     """The recurrent network."""
 
     GROUP = "the network"
-    model: str = named(
+    model: str = option(
         "factorized",
-        MODELS,
         "; ".join(f"{name}: {model.help}" for name, model in MODELS.items()),
+        choices=tuple(MODELS),
+        basic=True,
     )
-    hidden: int = option(128, integer(1), "hidden units", "N")
-    nonlinearity: str = named("tanh", NONLINEARITIES, f"{', '.join(NONLINEARITIES)} (without gates)", needs=OF_OTHERS)
-    slope: float = option(
-        0.25,
-        real(),
-        "slope of leaky_relu, and initial slope of prelu, for negative values",
-        needs=(Needs("nonlinearity", SLOPED), OF_OTHERS),
+    hidden: int = option(128, "hidden units", basic=True)
+    nonlinearity: str = option(
+        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, models=UNGATED, basic=True
     )
-    gain: float = option(
-        1.0, real(0.0, exclusive=True), "factor of the pre-activation (without gates)", needs=OF_OTHERS
-    )
+    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values", models=UNGATED)
+    gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0, models=UNGATED)
     margin: float | None = option(
-        0.1, real(0.0, none=True), "factorized: singular values stay in 1 ± X; none for no bound", needs=OF_FACTORIZED
+        0.1,
+        "factorized: singular values stay in 1 ± X; none for no bound",
+        low=0.0,
+        models=("factorized",),
+        basic=True,
     )
-    spectrum_map: str = named(
+    spectrum_map: str = option(
         "sigmoid",
-        SPECTRUM_MAPS,
-        f"factorized: map of the singular values: {' or '.join(SPECTRUM_MAPS)}",
-        needs=(OF_FACTORIZED, Needs("margin", nothing=(None, 0.0))),
+        f"factorized: map of the singular values within the margin: {' or '.join(SPECTRUM_MAPS)}",
+        choices=SPECTRUM_MAPS,
+        models=("factorized",),
     )
-    init: str = named(
+    init: str = option(
         "orthogonal",
-        tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
+        choices=tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
     )
     max_angle: float | None = option(
         None,
-        real(0.0, exclusive=True, maximum=math.pi, none=True),
-        "largest angle, in radians per step, by which the initial recurrent matrix rotates; none: that of --init",
-        needs=OF_ROTATIONS,
+        f"with --init {ROTATIONS}: largest angle, in radians per step, by which the initial matrix rotates; none: that "
+        "of --init",
+        above=0.0,
+        high=math.pi,
+        models=("factorized", "rnn", "exprnn"),
     )
     rank: int | None = option(
-        None, integer(1), "factorized: columns of U and V", "K", needs=OF_FACTORIZED, shown="as many as hidden units"
+        None,
+        "factorized: columns of U and V",
+        metavar="K",
+        models=("factorized",),
+        shown="as many as hidden units",
     )
-    apply: str = named(
+    apply: str = option(
         "factored",
-        APPLY,
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
-        needs=OF_FACTORIZED,
+        choices=APPLY,
+        models=("factorized",),
     )
-    learned_h0: bool = switch(False, "learn the initial state, initially zero (without gates)", needs=OF_OTHERS)
+    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)", models=UNGATED)
     message_clip: float | None = option(
         None,
-        real(0.0, exclusive=True, none=True),
         "clip every element of the adjoint at every time step; none (without gates)",
-        needs=OF_OTHERS,
+        above=0.0,
+        models=UNGATED,
     )
-    precision: str = named(
+    precision: str = option(
         "ieee",
-        PRECISIONS,
         f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
         "AVX512_BF16, bf16 (without gates)",
-        needs=OF_OTHERS,
+        choices=PRECISIONS,
+        models=UNGATED,
     )
-    forget_bias: float = option(1.0, real(), "both lstms: initial bias of the forget gate", needs=OF_LSTMS)
+    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate", models=LSTMS)
     rebase_every: int | None = option(
         None,
-        integer(1),
         "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
-        "K",
-        needs=OF_EXPONENTIALS,
+        metavar="K",
+        models=EXPONENTIALS,
         shown="never",
     )
     project_every: int = option(
-        100,
-        integer(1),
-        "with --rebase-every: orthogonalise the base every M times",
-        "M",
-        needs=(OF_EXPONENTIALS, Needs("rebase_every")),
+        100, "with --rebase-every: orthogonalise the base every M times", metavar="M", models=EXPONENTIALS
     )
-    rebase_state: str = named(
+    rebase_state: str = option(
         "transport",
-        OPTIMIZER_STATES,
         f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
-        needs=(OF_EXPONENTIALS, Needs("rebase_every")),
+        choices=OPTIMIZER_STATES,
+        models=EXPONENTIALS,
     )
-    schur_mask: str = named(
+    schur_mask: str = option(
         "block",
-        MASKS,
-        "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as "
-        "in the released code",
-        needs=OF_NNRNN,
+        "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as in "
+        "the released code",
+        choices=MASKS,
+        models=("nnrnn",),
     )
-    triangle: bool = switch(True, "nnrnn: omit T, for a normal matrix", needs=OF_NNRNN)
+    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix", models=("nnrnn",))
 
 
 # penalties and initialisations that fail for other models, also if a preset sets them
@@ -233,7 +230,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         if settings.model in EXPONENTIALS:
             options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
             options["optimizer_state"] = settings.rebase_state
-        if all(needed.met(settings) for needed in OF_ROTATIONS):
+        if settings.init in init.SKEW_ANGLES and settings.model != "nnrnn":
             options["max_angle"] = settings.max_angle
         if settings.model == "nnrnn":
             options |= {"mask": settings.schur_mask, "triangular": settings.triangle}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, ReduceLROnPlateau
 
-from orthokern.commandline import Needs, integer, real
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
@@ -22,9 +21,9 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
-from orthokern.tasks.network import OF_EXPONENTIALS, OF_FACTORIZED, OF_NNRNN, OF_SPECTRUM, NetworkOptions
+from orthokern.tasks.network import EXPONENTIALS, NetworkOptions
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import named, option, redeclared
+from orthokern.training.options import option
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop}
 OPTIMIZERS |= {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -40,56 +39,35 @@ SCHEDULE_HELP = (
     " to D at the last iteration; plateau: decrease if held-out evaluations do not improve"
 )
 
-_RMSPROP, _PLATEAU = Needs("optimizer", ("rmsprop",)), Needs("schedule", ("plateau",))
-_ADAM, _SGD = Needs("optimizer", ("adam",)), Needs("optimizer", ("sgd",))
-_GEODESIC_RMSPROP = (Needs("geodesic", ("rmsprop",)), OF_FACTORIZED)
-
 
 @dataclass(kw_only=True)
 class DescentOptions(RunOptions):
     """A torch optimizer and its schedule."""
 
     GROUP = "the optimizer"
-    batch: int = option(50, integer(1), "sequences per batch", "N")
-    optimizer: str = named(
+    batch: int = option(50, "sequences per batch", basic=True)
+    optimizer: str = option(
         "rmsprop",
-        tuple(OPTIMIZERS),
         f"optimizer of all parameters except U and V: {', '.join(OPTIMIZERS)} (with Nesterov momentum)",
+        choices=tuple(OPTIMIZERS),
+        basic=True,
     )
-    lr: float = option(1e-3, real(0.0), "learning rate; in a recurrent network, of the readout")
-    alpha: float = option(0.9, real(0.0, below=1.0), "rmsprop: decay of the running mean square", needs=_RMSPROP)
-    eps: float = option(
-        1e-8,
-        real(SMALLEST_EPS),
-        "rmsprop, adam: added to the RMS of the gradient",
-        needs=Needs("optimizer", ("rmsprop", "adam")),
-    )
-    momentum: float = option(0.9, real(0.0, maximum=1.0), "momentum of sgd", needs=_SGD)
-    schedule: str = named(
-        "constant",
-        SCHEDULES,
-        SCHEDULE_HELP,
-    )
-    lr_decay: float = option(
-        0.0,
-        real(0.0),
-        "D of inverse and exponential, above 0; of cosine, at most 1",
-        "D",
-        needs=Needs("schedule", CURVES),
-    )
-    plateau_factor: float = option(
-        0.5, real(0.0, exclusive=True, below=1.0), "plateau: factor of all learning rates", needs=_PLATEAU
-    )
-    patience: int = option(
-        1, integer(1), "plateau: after N evaluations in a row without a new best", "N", needs=_PLATEAU
-    )
-    warmup: int = option(0, integer(0), "increase all learning rates linearly over N iterations", "N")
-    clip: float | None = option(None, real(0.0, exclusive=True, none=True), "clip the norm of the whole gradient; none")
+    lr: float = option(1e-3, "learning rate; in a recurrent network, of the readout", above=0.0, basic=True)
+    alpha: float = option(0.9, "rmsprop: decay of the running mean square", low=0.0, below=1.0)
+    eps: float = option(1e-8, "rmsprop, adam: added to the RMS of the gradient", low=SMALLEST_EPS)
+    momentum: float = option(0.9, "sgd: momentum", low=0.0, high=1.0)
+    schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
+    lr_decay: float = option(0.0, "D of inverse and exponential, above 0; of cosine, at most 1", low=0.0, metavar="D")
+    plateau_factor: float = option(0.5, "plateau: factor of all learning rates", above=0.0, below=1.0)
+    patience: int = option(1, "plateau: after N evaluations in a row without a new best")
+    warmup: int = option(0, "increase all learning rates linearly over N iterations", low=0)
+    clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0)
     average: float | None = option(
         None,
-        real(0.0, below=1.0, none=True),
         "evaluate, and keep as the best, a moving average of the parameters, whose decay in an iteration is D; none",
-        "D",
+        low=0.0,
+        below=1.0,
+        metavar="D",
     )
 
 
@@ -98,70 +76,63 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     """The optimizer of a recurrent network, and the penalties added to its loss."""
 
     GROUP = "the optimizer"
-    alpha: float = redeclared(DescentOptions, "alpha", or_needs=_GEODESIC_RMSPROP)
-    eps: float = redeclared(DescentOptions, "eps", or_needs=_GEODESIC_RMSPROP)
-    beta1: float = option(0.9, real(0.0, below=1.0), "adam: decay of the running mean", needs=_ADAM)
-    beta2: float = option(0.999, real(0.0, below=1.0), "adam: decay of the running mean square", needs=_ADAM)
+    beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
+    beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
     input_lr: float | None = option(
-        None, real(0.0), "rate of the other weights of the recurrent network", shown="as --lr"
+        None, "rate of the other weights of the recurrent network", low=0.0, shown="as --lr"
     )
     spectrum_lr: float | None = option(
         None,
-        real(0.0),
         "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
-        needs=OF_SPECTRUM,
+        low=0.0,
+        models=("factorized",),
         shown="as --lr",
     )
-    geodesic: str = named(
+    geodesic: str = option(
         "sgd",
-        GEODESICS,
-        "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry "
-        "of them divided by its running RMS",
-        needs=OF_FACTORIZED,
+        "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them "
+        "divided by its running RMS",
+        choices=GEODESICS,
+        models=("factorized",),
     )
     geodesic_lr: float = option(
-        1e-6, real(0.0), "factorized: rate of the geodesic steps on U and V", needs=OF_FACTORIZED
+        1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0, models=("factorized",)
     )
     skew_lr: float | None = option(
         None,
-        real(0.0),
         "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
-        needs=OF_EXPONENTIALS,
+        low=0.0,
+        models=EXPONENTIALS,
         shown="a tenth of --lr",
     )
     basis_clip: float | None = option(
         None,
-        real(0.0, exclusive=True, none=True),
         "factorized: clip the joint norm of the gradients of U and V; none",
-        needs=OF_FACTORIZED,
+        above=0.0,
+        models=("factorized",),
     )
-    weight_decay: float = option(0.0, real(0.0), "add X ||W||^2 of each weight matrix to the loss")
+    weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
         0.0,
-        real(0.0),
-        "add X ||W^T W - I||^2 of the recurrent matrix to the loss",
-        needs=Needs("model", ("factorized", "rnn", "nnrnn")),
+        "factorized, rnn, nnrnn: add X ||W^T W - I||^2 of the recurrent matrix to the loss",
+        low=0.0,
+        models=("factorized", "rnn", "nnrnn"),
     )
-    soft_orthogonality_norm: str = named(
-        "squared",
-        NORMS,
-        "squared: as above; plain: the norm, not squared",
-        needs=Needs("soft_orthogonality", nothing=0.0),
-    )
+    soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     spectrum_prior: float = option(
-        0.0, real(0.0), "factorized: add X sum (s - 1)^2 of the singular values to the loss", needs=OF_SPECTRUM
+        0.0,
+        "factorized: add X sum (s - 1)^2 of the singular values to the loss",
+        low=0.0,
+        models=("factorized",),
     )
     modulus_penalty: float = option(
-        0.0, real(0.0), "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", needs=OF_NNRNN
+        0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, models=("nnrnn",)
     )
-    modulus_norm: str = named(
-        "l2",
-        MODULUS_NORMS,
-        "l2: as above; l1: X sum |gamma - 1|",
-        needs=(OF_NNRNN, Needs("modulus_penalty", nothing=0.0)),
+    modulus_norm: str = option(
+        "l2", "nnrnn: l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS, models=("nnrnn",)
     )
     triangle_decay: float = option(
-        0.0, real(0.0), "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", needs=OF_NNRNN
+        0.0, "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0, models=("nnrnn",)
     )
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask
-from orthokern.tasks import recurrent
-from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
-from orthokern.training import cli
+from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions, last_answer_command
 from orthokern.training.options import defaults
 
 DEFAULTS = defaults(LastAnswerOptions)
@@ -43,14 +40,10 @@ examples:
 """
 
 
-def complete(settings: Settings) -> LastAnswerOptions:
-    """The settings as an object, checked; see `recurrent.complete`."""
-    return recurrent.complete(LastAnswerOptions, settings)
-
-
-COMMAND = cli.TaskCommand(
-    "random_permutation", DESCRIPTION, EXAMPLES, LastAnswerOptions, complete, RandomPermutation, PRESETS, PRESET_HELP
+COMMAND = last_answer_command(
+    "random_permutation", DESCRIPTION, EXAMPLES, options=LastAnswerOptions, build=RandomPermutation
 )
+complete = COMMAND.complete
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Needs, Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
@@ -22,8 +22,8 @@ from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, buil
 from orthokern.training import Task
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
+from orthokern.training.options import changed, option
 from orthokern.training.options import complete as make_options
-from orthokern.training.options import named, option, redeclared
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 START_HELP = (
@@ -38,17 +38,13 @@ class StartOptions(OptimizerOptions):
     """The initialisation of the weights other than the recurrent matrix."""
 
     GROUP = "the task"
-    start: str = named(
-        "torch",
-        STARTS,
-        START_HELP,
-    )
+    start: str = option("torch", START_HELP, choices=STARTS)
     sigma: float | None = option(
         None,
-        real(0.0, exclusive=True, none=True),
         "rnn: draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
         "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
-        needs=Needs("model", ("rnn",)),
+        above=0.0,
+        models=("rnn",),
     )
 
 
@@ -57,11 +53,10 @@ class DrawnOptions(OptimizerOptions):
     """The settings of a task whose sequences are generated."""
 
     GROUP = "the task"
-    REPLICAS = True
     T: int = 1000  # declared by each task, because T has a different meaning in each
-    eval_every: int = option(100, integer(0), "evaluate every N iterations, 0 for never", "N")
-    eval_sequences: int = option(200, integer(1), "new sequences per evaluation", "N")
-    iterations: int = redeclared(
+    eval_every: int = option(100, "evaluate every N iterations, 0 for never", low=0)
+    eval_sequences: int = option(200, "new sequences per evaluation")
+    iterations: int = changed(
         OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
     )
 
@@ -224,10 +219,6 @@ class DrawnTask(RecurrentTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         self.capturable = self.without_counters()
-        moves = getattr(self.rnn, "rebase_every", None) is not None  # changes buffers between steps
-        if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)) and not moves:
-            rows, size = self.settings.batch, torch.get_default_dtype().itemsize
-            self.stacked_bytes = size * self.time_steps * rows * self.settings.hidden
 
     @classmethod
     def evaluation_batch(cls, settings: DrawnOptions) -> int:

@@ -10,11 +10,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from orthokern.commandline import Settings, integer
 from orthokern.data import TemporalOrderTask
-from orthokern.tasks import recurrent
-from orthokern.tasks.last_answer import PRESET_HELP, PRESETS, LastAnswer, LastAnswerOptions
-from orthokern.training import cli
+from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions, last_answer_command
 from orthokern.training.options import defaults, option
 
 
@@ -23,8 +20,8 @@ class TemporalOrderOptions(LastAnswerOptions):
     """The settings of the temporal order problems."""
 
     GROUP = "the task"
-    T: int = option(100, integer(10), "symbols in a sequence", "N")
-    bits: int = option(2, integer(2, 3), "number of symbols to remember, 2 or 3", "N")
+    T: int = option(100, "symbols in a sequence", low=10, basic=True)
+    bits: int = option(2, "number of symbols to remember, 2 or 3", low=2, high=3, basic=True)
 
 
 DEFAULTS = defaults(TemporalOrderOptions)
@@ -61,14 +58,10 @@ examples:
 """
 
 
-def complete(settings: Settings) -> TemporalOrderOptions:
-    """The settings as an object, checked; see `recurrent.complete`."""
-    return recurrent.complete(TemporalOrderOptions, settings)
-
-
-COMMAND = cli.TaskCommand(
-    "temporal_order", DESCRIPTION, EXAMPLES, TemporalOrderOptions, complete, TemporalOrder, PRESETS, PRESET_HELP
+COMMAND = last_answer_command(
+    "temporal_order", DESCRIPTION, EXAMPLES, options=TemporalOrderOptions, build=TemporalOrder
 )
+complete = COMMAND.complete
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Settings, integer, real
+from orthokern.commandline import Settings
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
 from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.tasks.memory import check_gru
 from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
@@ -38,12 +37,12 @@ class WordOptions(GruOptions):
 
     GROUP = "the task"
     data: str = data_option("the three text files")
-    vocabulary: int = option(10_000, integer(2), "largest vocabulary of the training text", "N")
-    goal: float | None = option(None, real(1.0, exclusive=True, none=True), "stop at this validation perplexity; none")
-    decay: float = option(1.1, real(1.0), "divisor of the learning rate after every epoch")
-    decay_after: int = option(10, integer(1), "epochs at the initial rate", "N")
+    vocabulary: int = option(10_000, "largest vocabulary of the training text", low=2)
+    goal: float | None = option(None, "stop at this validation perplexity; none", above=1.0)
+    decay: float = option(1.1, "divisor of the learning rate after every epoch", low=1.0)
+    decay_after: int = option(10, "epochs at the initial rate")
     hidden: int = 650
-    epochs: int | None = 75
+    epochs: int = 75
 
 
 DEFAULTS = defaults(WordOptions)
@@ -97,7 +96,6 @@ class WordLm(GruTask):
         dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)
-        check_gru(settings, steps=self.time_steps)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
         self.position = 0  # windows read

@@ -1,4 +1,6 @@
-"""The common part of the command lines of all tasks: one-line errors, settings and presets, resuming, exit codes."""
+"""The common part of the command lines of all tasks: settings and presets, resuming, one-line errors, exit codes."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -7,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,14 +17,11 @@ from orthokern.commandline import (
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
     MAX_THREADS,
-    Needs,
     Parser,
     Settings,
     command,
     device,
-    integer,
     path,
-    real,
     say,
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
@@ -31,9 +30,8 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, defaults, named, option, switch
-from orthokern.training.replicas import PreparedRun, train_together
-from orthokern.training.rundir import RunFolder, folder_of_seed, usual_folder
+from orthokern.training.options import Options, add_options, defaults, option
+from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -51,70 +49,63 @@ class RunOptions(Options):
     """
 
     GROUP = "the run"
-    # whether --replicas is accepted: a built task draws all of its random numbers from generators of its own
-    REPLICAS: ClassVar[bool] = False
     preset: str | None = None
     processes: int = 1  # number of processes that train together; recorded
     iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
-    iterations: int = option(None, integer(1), "stop after N iterations", "N", shown="by --epochs")
+    iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
         None,
-        real(0.0, exclusive=True, none=True),
-        "stop in the iteration that ends after X minutes, with its evaluation and test; resumed parts count, and "
-        "schedules still span all iterations",
-        shown="none",
+        "stop after X minutes of training time (resumed parts count), then evaluate and test; schedules still span all "
+        "iterations",
+        above=0.0,
     )
-    seed: int = option(0, integer(0, LARGEST_SEED), "seed of the model, the data and the held-out data", "N")
+    seed: int = option(0, "seed of the model, the data and the held-out data", low=0, high=LARGEST_SEED, basic=True)
     device: str = option(
         "cuda" if torch.cuda.is_available() else "cpu",
-        device,
         "cpu, cuda, cuda:1, ...",
-        "NAME",
+        convert=device,
+        metavar="NAME",
         shown="cuda if available",
+        basic=True,
     )
-    backend: str = named(
+    backend: str = option(
         None,
-        ("auto", *BACKENDS),
         f"auto, {', '.join(BACKENDS)}",
+        choices=("auto", *BACKENDS),
         shown=f"the environment variable {ENVIRONMENT_VARIABLE}, else auto",
     )
-    threads: int | None = option(None, integer(1, MAX_THREADS), "CPU threads", "N", shown="set by torch")
-    checkpoint_every: int = option(50, integer(1), "iterations between checkpoints", "N")
-    diagnose_every: int = option(10, integer(0), "iterations between records of spectrum and gradient, 0 for none", "N")
-    last_step_gradient: bool = switch(
-        False,
-        "also record the gradient of the loss of the last time step, if the task has one (an extra pass per record)",
-        needs=Needs("diagnose_every", nothing=0),
+    threads: int | None = option(None, "CPU threads", high=MAX_THREADS, shown="set by torch", basic=True)
+    checkpoint_every: int = option(50, "iterations between checkpoints")
+    diagnose_every: int = option(10, "iterations between records of spectrum and gradient, 0 for none", low=0)
+    last_step_gradient: bool = option(
+        False, "also record the gradient of the loss of the last time step, if the task has one (an extra pass)"
     )
     accumulate: int = option(
         1,
-        integer(1),
         "average the gradients of K batches per iteration: like a batch K times as large, with less memory",
-        "K",
+        metavar="K",
     )
     profile: int | None = option(
         None,
-        integer(1),
         "after 3 iterations, time the stages of N iterations (10) and the operators of 3; writes profile.json",
-        "N",
         shown="",
         optional=10,
     )
-    cuda_graph: bool = switch(
+    cuda_graph: bool = option(
         False, "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it"
     )
     process_timeout: int = option(
         600,
-        integer(1, 365 * 86_400),
         "under torchrun, seconds that a process waits for the others; must exceed the time of an evaluation",
-        "S",
+        high=365 * 86_400,
+        metavar="S",
     )
-    plots: bool = switch(True, "do not draw plots at the end")
+    plots: bool = option(True, "do not draw plots at the end")
 
 
 EXIT_CODES = """\
-Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143 interrupted
-(saved; --resume continues).
+Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or results not saved, 3 diverged,
+129, 130 or 143 interrupted (saved; --resume continues).
 """
 
 
@@ -139,15 +130,15 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
         if "epochs" in given:
             raise InputError(f"--epochs {given['epochs']} and --iterations {given['iterations']}: give one of the two")
         given = {"epochs": None, **given}
-    if stored is not None:
+    if stored is None:
+        settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+    else:
         for key in sorted(given):
             if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:
                 raise CheckpointError(
                     f"{_change(key, given[key], stored[key])}; leave the option out, or start a new run"
                 )
         settings = {**defaults, **stored, **given}
-    else:
-        settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
     if settings.get("backend") is None:  # a name from here on: it is recorded, and a resumed run uses the same one
         settings["backend"] = requested(None)
     return settings
@@ -162,86 +153,28 @@ def _change(key: str, given: Any, stored: Any) -> str:
     return f"--{dashed} {new}: the run to resume has --{dashed} {old}"
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
-# settings that determine the memory of a run
-_SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
 # messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows
-_NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED")
-_NO_SIZE = re.compile(r"[Ss]torage size calculation overflowed|[Oo]verflow when unpacking")
+_NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED|overflow")
+_SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
+# messages of torch.distributed after the end of another process
+_PROCESS_LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def _enough_memory(settings: RunOptions) -> Iterator[None]:
-    """Converts a failed allocation to an error of one line, with the size and the settings to lower.
-
-    Raises:
-        InputError: there is not enough memory.
-    """
+def _one_line_failures(settings: RunOptions, folder: RunFolder | None, shard: Shard) -> Iterator[None]:
+    """Converts a failed allocation, and the loss of another process, to an error of one line."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
-        text = str(error)
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text) and not _NO_SIZE.search(text):
-            raise
-        asked = re.search(r"(?:ried|nable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", text)
-        what = "a tensor"
-        if asked is not None:
-            amount = float(asked[1])
-            what = f"{amount / 2**30:.4g} GiB" if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
-        elif _NO_SIZE.search(text):
-            what = "a tensor of more than 2^63 bytes"
-        given = {name: getattr(settings, name, None) for name in _SIZES}
-        sizes = [f"--{name.replace('_', '-')} ({size})" for name, size in given.items() if size is not None]
-        advice = f"; lower {' or '.join(sizes)}" if sizes else ""
-        raise InputError(f"out of memory on {settings.device}: {what} could not be allocated{advice}") from None
-
-
-def _check_device(recorded: Any) -> None:
-    """Rejects a recorded device that is invalid, or that this machine does not have."""
-    try:
-        device(recorded if isinstance(recorded, str) else str(type(recorded).__name__))
-    except argparse.ArgumentTypeError as error:
-        raise InputError(f"device: {error}") from None
-
-
-def _may_be_none(parser: Parser, name: str, settings: Settings) -> bool:
-    """Whether a recorded setting may be None although its default is not."""
-    if name == "epochs":  # --iterations takes its place
-        return settings.get("iterations") is not None
-    convert = next((action.type for action in parser._actions if action.dest == name and action.nargs != 0), None)
-    try:
-        return callable(convert) and convert("none") is None
-    except (argparse.ArgumentTypeError, ValueError):
-        return False
-
-
-@contextlib.contextmanager
-def _rejected(runs: list[PreparedRun]) -> Iterator[None]:
-    """Removes the folders of runs that are rejected before their first iteration, and names a folder that cannot be
-    written."""
-    try:
-        yield
-    except (InputError, BackendUnavailable):
-        for run in runs:
-            run.folder.discard()
+        text = (str(error).splitlines() or [""])[0]
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+            sizes = {name: getattr(settings, name, None) for name in _SIZES}
+            lower = " or ".join(f"--{name} ({size})" for name, size in sizes.items() if size is not None)
+            raise InputError(f"out of memory on {settings.device}: {text or 'no memory'}; lower {lower}") from None
+        if shard.world > 1 and _PROCESS_LOST.search(text):
+            advice = f"; continue with --resume {folder.path}" if folder is not None else ""
+            raise InputError(f"rank {shard.rank}: another process ended or does not respond: {text}{advice}") from None
         raise
-    except OSError as error:
-        for run in runs:
-            run.folder.discard()
-        told = InputError(f"cannot write in the run folder {runs[0].folder.path}: {error.strerror or error}")
-        raise distributed.same_scope(told, error) from None
-
-
-def _run_one(run: PreparedRun, started: float, shard: Shard) -> int:
-    with _rejected([run]), _enough_memory(run.options):
-        outcome = train(
-            run.task, run.folder, run.settings, resume=run.resume, started=started, announce=lambda: say(run.headline())
-        )
-    if shard.first:
-        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
-    return outcome.exit_code
 
 
 @dataclass(frozen=True)
@@ -283,11 +216,7 @@ class TaskCommand(Generic[Chosen]):
         group.add_argument("--out", type=path, metavar="DIR", help=text)
         text = "resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run"
         group.add_argument("--resume", type=path, nargs="?", const=None, metavar="DIR", help=text)
-        text = (
-            "train the R seeds from --seed on in one process, in folders of their own: DIR-seed-0, ...; or resume them"
-        )
-        text = text if self.options.REPLICAS else argparse.SUPPRESS
-        group.add_argument("--replicas", type=integer(1), metavar="R", help=text)
+        parser.basic |= {"out", "resume"}
         return parser
 
     def main(self, arguments: list[str] | None = None) -> int:
@@ -297,24 +226,21 @@ class TaskCommand(Generic[Chosen]):
             arguments: the command line; by default that of the process.
 
         Returns:
-            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, 3 diverged, 129, 130 or 143
-            interrupted.
+            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or results that could not be
+            saved, 3 diverged, 129, 130 or 143 interrupted.
         """
         started = time.perf_counter()
 
         def body() -> int:
+            joined = False
             try:
                 given = self.parser().parse(arguments)
                 timeout: float = given.get("process_timeout") or self.options.process_timeout
-                replicas = given.pop("replicas", None)
-                if replicas is not None and not self.options.REPLICAS:
-                    raise InputError(f"--replicas {replicas}: for tasks that generate their sequences, not {self.name}")
                 with without_dynamo(), distributed.processes(timeout) as shard:
-                    if replicas is None:
-                        return _run_one(self._prepare(given, shard), started, shard)
-                    return self._run_replicas(given, replicas, started, shard)
-            except (InputError, BackendUnavailable) as error:
-                if distributed.speaks(error):
+                    joined = True
+                    return self._run(given, shard, started)
+            except (InputError, BackendUnavailable):
+                if joined or distributed.prints_errors():
                     raise
                 return EXIT_BAD_INPUT
             except distributed.EndedElsewhere:
@@ -325,101 +251,75 @@ class TaskCommand(Generic[Chosen]):
 
         return command(body, arguments)
 
-    def _prepare(self, given: Settings, shard: Shard) -> PreparedRun:
-        usual_settings, parser = defaults(self.options), self.parser()
-        resume = "resume" in given
-        out, folder = given.pop("out", None), given.pop("resume", None)
+    def _run(self, given: Settings, shard: Shard, started: float) -> int:
+        out, folder, resume = given.pop("out", None), given.get("resume"), "resume" in given
+        given.pop("resume", None)
         if folder is not None and out is not None and out != folder:
             raise InputError(
                 f"--resume {folder} and --out {out}: a run is resumed in its own folder; give one of the two"
             )
         folder = folder or out
+        if resume and folder is None:
+            raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
+        run = distributed.on_first(lambda: RunFolder.open(folder, self.name)) if resume else None
+        try:
+            settings = distributed.on_all(lambda: self._settings(given, run, shard))
+            with _one_line_failures(settings, run, shard):
+                task = distributed.on_all(lambda: self._task(given, settings))
+                settings.iterations_per_epoch = task.iterations_per_epoch
+                if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
+                    seed_all(settings.seed + shard.rank)
+                facts = task.facts()
+                if run is None:
+                    create = lambda: RunFolder.create(folder, self.name, asdict(settings), facts)  # noqa: E731
+                    run = distributed.on_first(create)
+                else:
+                    stored = run.config["settings"]
+                    run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
+                    run.config |= facts
+                headline = f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}"
+                loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
+                outcome = train(task, run, loop, resume=resume, started=started, announce=lambda: say(headline))
+        except (InputError, BackendUnavailable, OSError):
+            if run is not None:
+                run.discard()
+            raise
+        if shard.first:
+            say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
+        return outcome.exit_code
+
+    def _settings(self, given: Settings, run: RunFolder | None, shard: Shard) -> Chosen:
+        """The complete settings, checked."""
         stored = None
-        run_folder = None
-        if resume:
-            if folder is None:
-                raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
-            run_folder = distributed.on_first(lambda: RunFolder.open(folder, self.name))
-            stored = dict(run_folder.config["settings"])
-            stored.pop("profile", None)  # --profile applies to one call
-
-        def settle() -> Chosen:
-            if stored is not None:
-                try:
-                    recorded = {name: value for name, value in stored.items() if name not in given}
-                    parser.check_recorded(recorded)
-                    if "device" in recorded:
-                        _check_device(recorded["device"])
-                    for name, value in recorded.items():
-                        usual = [
-                            usual_settings.get(name),
-                            *(preset[name] for preset in self.presets.values() if name in preset),
-                        ]
-                        if value is None and None not in usual and not _may_be_none(parser, name, {**stored, **given}):
-                            raise InputError(f"{name} is null, which --{name.replace('_', '-')} does not take")
-                except InputError as error:
-                    raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-            settings = self.complete(resolve(given, usual_settings, self.presets, stored))
-            parser.check_all_play(given, settings)
-            if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
-                raise InputError(
-                    f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations"
-                )
-            return settings
-
-        settings = distributed.together(settle)
+        if run is not None:  # --profile applies to one call
+            stored = {name: value for name, value in run.config["settings"].items() if name != "profile"}
+        try:
+            settings = self.complete(resolve(given, defaults(self.options), self.presets, stored))
+        except (TypeError, KeyError, AttributeError) as error:
+            if run is None:
+                raise
+            raise CheckpointError(f"{run.path / 'config.json'} does not fit this task: {error}") from None
+        self.parser().check_all_play(given, settings)
+        if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
+            raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         settings.processes = shard.world
+        return settings
+
+    def _task(self, given: Settings, settings: Chosen) -> Task:
+        """Prepares the process, and builds the task."""
+        try:
+            device(settings.device)
+        except argparse.ArgumentTypeError as error:  # the device of another machine
+            raise InputError(f"--device: {error}") from None
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         settings.threads = torch.get_num_threads()
         # Denormal numbers (below 1e-38) do not matter here and cost about a hundred cycles each on a CPU. In long runs
         # the probabilities of a softmax, and the gradients computed from them, would contain many.
         torch.set_flush_denormal(True)
-        distributed.together(lambda: distributed.use_device(settings.device))
+        distributed.use_device(settings.device)
         seed_all(settings.seed)
-
-        def make() -> Task:
-            task = self.build(settings)
-            if given.get("last_step_gradient") and not task.has_last_step_loss:
-                raise InputError(
-                    f"--last-step-gradient: the task {self.name} has no separate loss of its last time step"
-                )
-            return task
-
-        with _enough_memory(settings):
-            task = distributed.together(make)
-        settings.iterations_per_epoch = task.iterations_per_epoch
-        if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
-            seed_all(settings.seed + shard.rank)
-        if run_folder is None:
-            facts = task.facts()
-            run_folder = distributed.on_first(lambda: RunFolder.create(folder, self.name, asdict(settings), facts))
-        else:
-            stored = stored or {}
-            of_the_run = {name: stored[name] for name in ("plots",) if name in stored}  # --no-plots applies to one call
-            run_folder.config["settings"] = {**stored, **asdict(settings), **of_the_run}
-            run_folder.config |= task.facts()
-        loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
-        return PreparedRun(task, run_folder, loop, resume, settings)
-
-    def _run_replicas(self, given: Settings, count: int, started: float, shard: Shard) -> int:
-        """Trains the runs of `count` seeds. Returns the largest of their exit codes."""
-        if shard.world > 1:
-            raise InputError(f"--replicas {count}: for one process, not under torchrun")
-        for setting in ("profile", "cuda_graph"):
-            if given.get(setting):
-                raise InputError(f"--replicas {count}: not with --{setting.replace('_', '-')}, which is for one run")
-        places = {key: given[key] for key in ("out", "resume") if given.get(key) is not None}
-        if not places and "resume" not in given:
-            places = {"out": usual_folder(self.name)}
-        first = given.get("seed", 0)
-        if first + count - 1 > LARGEST_SEED:  # a run with such a seed could not be resumed
-            raise InputError(f"--replicas {count} from --seed {first} on: accepted: seeds of at most {LARGEST_SEED}")
-        runs: list[PreparedRun] = []
-        with _rejected(runs):
-            for seed in range(first, first + count):
-                own = {key: folder_of_seed(base, seed) for key, base in places.items()}
-                runs.append(self._prepare({**given, **own, "seed": seed}, shard))
-            with _enough_memory(runs[0].options):
-                outcomes = train_together(runs, [f"seed {first + index}" for index in range(count)], started)
-        return max(outcome.exit_code for outcome in outcomes)
+        task = self.build(settings)
+        if given.get("last_step_gradient") and not task.has_last_step_loss:
+            raise InputError(f"--last-step-gradient: the task {self.name} has no separate loss of its last time step")
+        return task

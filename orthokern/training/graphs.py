@@ -123,12 +123,10 @@ class CapturedIterations:
                 if "capturable" in group and task.device.type == "cuda":
                     group["capturable"] = True
 
-    def step(
-        self, task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, check: bool
-    ) -> Step:
+    def step(self, task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler) -> Step:
         """As `orthokern.training.iteration.step`."""
         if self.off:
-            return step(task, settings, diagnose, stop, profiler, check=check)
+            return step(task, settings, diagnose, stop, profiler)
         if self.device is None:
             self.device = Device(task.device)
         self.seen += 1
@@ -136,7 +134,7 @@ class CapturedIterations:
         measures = any(part.measures_next() for part in parts(task.optimizer) if isinstance(part, GeodesicSGD))
         if self.seen <= WARM_UP or diagnose or measures or not self._ready(batch):
             with self.device.aside():
-                return step(task, settings, diagnose, stop, profiler, check=check, batch=batch)
+                return step(task, settings, diagnose, stop, profiler, batch=batch)
         return self._replay(batch, stop)
 
     def _end(self, reason: str) -> None:
@@ -213,10 +211,10 @@ class CapturedIterations:
         for group, norm in zip(task.optimizer.param_groups, self.norms, strict=True):
             if isinstance(norm, Tensor):
                 group["last_grad_norm"] = norm
-        metrics, finite, came = joint_metrics(self.names, self.numbers, stop)
+        metrics, finite, signal = joint_metrics(self.names, self.numbers, stop)
         if finite and task.scheduler is not None:
             task.scheduler.step()
-        return Step(metrics, finite, came, [])
+        return Step(metrics, finite, signal, [])
 
 
 def _leaves(batch: Any) -> list[Any]:

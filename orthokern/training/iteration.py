@@ -1,5 +1,7 @@
 """One iteration of the training loop: the gradients of its batches, one optimizer step, and its record."""
 
+from __future__ import annotations
+
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,8 +17,6 @@ from orthokern.training.distributed import Shard
 from orthokern.training.profiling import Profiler
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
-
-__all__ = ["LoopSettings", "Step", "diagnosis", "joint_profile", "move", "numbers_of", "step"]
 
 Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
@@ -59,20 +59,13 @@ class Step:
     """The results of an iteration."""
 
     metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches and ranks
-    taken: bool  # whether the loss and the gradient were finite, and the optimizer took a step
+    finite: bool  # whether the loss and the gradient were finite, and the optimizer took a step
     stop: int | None  # a signal received on any rank
     profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
 
 
 def step(
-    task: Task,
-    settings: LoopSettings,
-    diagnose: bool,
-    stop: StopRequest,
-    profiler: Profiler,
-    *,
-    check: bool,
-    batch: Any = None,
+    task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, batch: Any = None
 ) -> Step:
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite.
 
@@ -89,40 +82,25 @@ def step(
         with profiler.stage("data"):
             batch = next(batches)
         with nullcontext() if last else distributed.keep_own_gradients(task.module):
-            with tap(sparse=True) if diagnose else nullcontext() as taken:
+            with tap(sparse=True) if diagnose else nullcontext() as norms:
                 with profiler.stage("forward"):
                     loss, extra = task.loss(batch)
                 with profiler.stage("backward"):
                     (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
-        if taken is not None:
+        if norms is not None:
             with profiler.stage("diagnose"):
-                profiles.append(_profiles(task, taken, batch, settings))
-    if check:
-        distributed.check_averaged(task.module, task.name)
-    return move(task, names, rows, stop, profiler, profiles)
-
-
-def move(
-    task: Task, names: list[str], rows: list[Tensor], stop: StopRequest, profiler: Profiler, profiles: list[Profiles]
-) -> Step:
-    """The optimizer step with the gradients that the parameters hold, unless loss or gradient is not finite.
-
-    Args:
-        names: of the task's numbers.
-        rows: for each batch, the loss and these numbers; float64.
-        profiles: as in Step.
-    """
+                profiles.append(_profiles(task, norms, batch, settings))
     with profiler.stage("clip and step"):
         # One transfer for all numbers: on a GPU each .item() would synchronize.
-        metrics, finite, came = joint_metrics(names, numbers_of(task, rows), stop)
+        metrics, finite, signal = joint_metrics(names, numbers_of(task, rows), stop)
         if finite:
             task.clip_gradients()
             task.optimizer.step()
             if task.scheduler is not None:
                 task.scheduler.step()
-    return Step(metrics, finite, came, profiles)
+    return Step(metrics, finite, signal, profiles)
 
 
 def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
@@ -134,20 +112,20 @@ def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
 
 def joint_metrics(names: list[str], numbers: Tensor, stop: StopRequest) -> tuple[dict[str, float], bool, int | None]:
     """The metrics over all ranks from the result of `numbers_of`, whether they are finite, and a signal of any rank."""
-    values, came = distributed.agree(numbers.tolist(), stop.signal)
+    values, signal = distributed.agree(numbers.tolist(), stop.signal)
     grad_norm, loss, *_ = values
     metrics = {"loss": loss, **dict(zip(["grad_norm", "loss", *names], values, strict=True))}
-    return metrics, math.isfinite(loss) and math.isfinite(grad_norm), came
+    return metrics, math.isfinite(loss) and math.isfinite(grad_norm), signal
 
 
-def _profiles(task: Task, taken: tap, batch: Any, settings: LoopSettings) -> Profiles:
+def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Profiles:
     """The norms through time of the last layer for one batch."""
     profiles = {}
-    if taken.grad_norms:
+    if norms.grad_norms:
         # For the loss of this batch, without the factor of the mean over batches.
-        profiles["grad_norm_through_time"] = taken.grad_norms[0] * settings.accumulate
-    if taken.state_norms:
-        profiles["state_norm_through_time"] = taken.state_norms[-1]
+        profiles["grad_norm_through_time"] = norms.grad_norms[0] * settings.accumulate
+    if norms.state_norms:
+        profiles["state_norm_through_time"] = norms.state_norms[-1]
     if settings.last_step_gradient:
         last = _last_step_gradient(task, batch)
         if last is not None:
@@ -165,7 +143,7 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
         norms = task.last_step_norms(batch)
         if norms is not None:
             return norms
-        with tap() as taken:
+        with tap() as tapped:
             loss = task.last_step_loss(batch)
             if loss is None:
                 return None
@@ -176,7 +154,7 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
             for buffer, before in buffers:
                 buffer.copy_(before)
         set_rng_state(rng)
-    return taken.grad_norms[0] if taken.grad_norms else None
+    return tapped.grad_norms[0] if tapped.grad_norms else None
 
 
 def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
@@ -193,8 +171,8 @@ def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
 def diagnosis(task: Task, shard: Shard, profiles: list[Profiles]) -> dict[str, Any]:
     """The record of a diagnosed iteration: the numbers of the task, and the norms through time over the joint batch."""
     if shard.world > 1:
-        mine = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
-        profiles = [part for parts in distributed.gather(mine) for part in parts]
+        own = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
+        profiles = [part for parts in distributed.gather(own) for part in parts]
     if not shard.first:
         return {}
     record = dict(task.diagnose())

@@ -1,17 +1,20 @@
 """The training loop that every task shares, in one process or several."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from orthokern.commandline import EXIT_BAD_INPUT
 from orthokern.diagnostics.drawing import draw_run
 from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
@@ -20,14 +23,14 @@ from orthokern.training.checkpoint import write_atomically
 from orthokern.training.graphs import CapturedIterations, obstacle
 from orthokern.training.iteration import LoopSettings, Step, diagnosis, step
 from orthokern.training.metrics import HELD_OUT, plain
-from orthokern.training.profiling import WARM_UP, Profiler
+from orthokern.training.profiling import Profiler
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
 from orthokern.training.signals import StopRequest
 from orthokern.training.state import RunState
 from orthokern.training.task import Task
 
-__all__ = ["EXIT_DIVERGED", "EXIT_OK", "Iterations", "LoopSettings", "Outcome", "iterations", "train"]
+__all__ = ["EXIT_DIVERGED", "EXIT_OK", "LoopSettings", "Outcome", "train"]
 
 EXIT_OK, EXIT_DIVERGED = 0, 3
 
@@ -37,7 +40,8 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
+        exit_code: 0 goal reached or all iterations done, 2 the last checkpoint could not be written, 3 diverged, 129,
+            130 or 143 interrupted.
         reached: whether the goal was reached.
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
@@ -53,10 +57,6 @@ class Outcome:
     message: str
 
 
-# A run under way. It yields before the gradients of each iteration: whether the iteration records diagnostics.
-Iterations = Generator[bool, None, Outcome]
-
-
 def train(
     task: Task,
     run: RunFolder,
@@ -67,14 +67,13 @@ def train(
     started: float | None = None,
     announce: Callable[[], None] | None = None,
 ) -> Outcome:
-    # Longer than 100 lines: most of them are this documentation and its example.
     """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
     SIGINT, SIGTERM or SIGHUP arrives.
 
     Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
     `settings.checkpoint_every` iterations and at the end, best.pt with the first one after a new best evaluation, and
-    plots at the end. A full disk causes warnings only: the old checkpoint is kept, records are buffered in memory, and
-    training continues.
+    plots at the end. A full disk causes warnings: the old checkpoint is kept, records are buffered in memory, and
+    training continues. If the last checkpoint cannot be written either, the exit code is not 0.
 
     With several processes, joined by `distributed.processes`, all ranks call this function with the same arguments.
     `run` is the folder on rank 0; only rank 0 writes and evaluates.
@@ -88,125 +87,65 @@ def train(
             metrics.jsonl except for its timing fields.
         progress: display of the progress; by default on standard output.
         started: value of `time.perf_counter()` at the start of the wall time; by default now.
-        announce: called on rank 0 after the state is restored, the files are open, and the first iteration, if there is
-            one, is done, so that no error for bad input or missing memory can follow.
+        announce: called on rank 0 after the first iteration, if there is one, so that no error for bad input or missing
+            memory can follow.
 
     Returns:
         The result; the caller prints its message.
 
     Raises:
         CheckpointError: the checkpoint to resume from is damaged, or of another run; or the parameters of the ranks
-            differ. (Without a checkpoint the run starts from the beginning; `RunFolder.open` rejects a folder whose
-            checkpoint is missing.)
-        InputError: there are several processes that are not joined.
-        OSError: metrics.jsonl cannot be opened.
-        EndedElsewhere: another rank raised one of these errors.
+            differ.
+        EndedElsewhere: rank 0 raised one of these errors.
 
-    Example::
-
-        >>> import io, pathlib, tempfile
-        >>> class Regression(Task):
-        ...     name = "regression"
-        ...     device = torch.device("cpu")
-        ...     time_steps = 1
-        ...
-        ...     def __init__(self):
-        ...         self.model = torch.nn.Linear(3, 1)
-        ...         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        ...
-        ...     def next_batch(self):
-        ...         return torch.randn(20, 3)
-        ...
-        ...     def loss(self, batch):
-        ...         return (self.module(batch) - batch.sum(1, keepdim=True)).square().mean(), {}
-        ...
-        ...     def wants_evaluation(self, iteration, metrics):
-        ...         return False
-        ...
-        ...     def evaluate(self, iteration):
-        ...         return {"loss": self.loss(self.next_batch())[0].item()}
-        ...
-        ...     def score(self, evaluation):
-        ...         return -evaluation["loss"]
-        ...
-        ...     def summary(self, reached, iteration, seconds, evaluation):
-        ...         return f"{iteration} iterations, error below 0.01: {evaluation['loss'] < 0.01}"
-        >>> run = RunFolder.create(pathlib.Path(tempfile.mkdtemp()) / "first", "regression", {"seed": 0}, {})
-        >>> outcome = train(Regression(), run, LoopSettings(iterations=100), progress=Progress(100, io.StringIO()))
-        >>> outcome.exit_code, outcome.message
-        (0, '100 iterations, error below 0.01: True')
+    Example: `tests/toy_task.py` is trained by its command line; see `orthokern.training.Task`.
     """
-    shard = distributed.joined()
-    if progress is None:
-        progress = Progress(settings.iterations) if shard.first else distributed.Silent(settings.iterations)
-    take: Callable[..., Step] = step
+    shard = distributed.current_shard()
+    progress = progress or Progress(settings.iterations, shown=shard.first)
+    take_step: Callable[..., Step] = step
     if settings.cuda_graph:  # before a state is restored
-        take = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
-    with StopRequest() as stop:
-        run_under_way = iterations(
-            task, run, settings, stop, take, progress, resume=resume, started=started, announce=announce
-        )
-        while True:
-            try:
-                next(run_under_way)
-            except StopIteration as ended:
-                outcome: Outcome = ended.value
-                return outcome
-
-
-def iterations(
-    task: Task,
-    run: RunFolder,
-    settings: LoopSettings,
-    stop: StopRequest,
-    take: Callable[..., Step],
-    progress: Progress,
-    *,
-    resume: bool = False,
-    started: float | None = None,
-    announce: Callable[[], None] | None = None,
-) -> Iterations:
-    """The body of `train`, with its arguments, which several runs in one process go through in turns.
-
-    Args:
-        stop: of a context that is entered.
-        take: computes an iteration, as `orthokern.training.iteration.step`.
-    """
-    shard = distributed.joined()
+        take_step = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
     state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
-    if resume:
-        state.restore()
-    state.prepare_for_loss()
-    state.open_log(resume)
-    if resume:
-        state.keep_settings()
-    profiler = Profiler(settings.profile if shard.first else None, task.device)
-    try:
-        task.module = distributed.wrap(task.model)
-        return (yield from _iterations(state, settings, stop, profiler, announce if shard.first else None, take))
-    except OutOfRange as error:
-        if not state.moved:  # not finite before the first step: the checkpoint is the cause
-            raise
-        return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
-    finally:
-        task.module = task.model
-        progress.close()
-        if state.log is not None:
-            state.log.close()
+    with StopRequest() as stop:
+        if resume:
+            state.restore()
+        distributed.on_first(lambda: _open_files(state, resume))
+        profiler = Profiler(settings.profile if shard.first else None, task.device, progress.line, run.profile)
+        try:
+            task.module = distributed.wrap(task.model)
+            return _iterate(state, settings, stop, profiler, announce if shard.first else None, take_step)
+        except OutOfRange as error:
+            return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
+        finally:
+            task.module = task.model
+            progress.close()
+            if run.log is not None:
+                run.log.close()
 
 
-def _iterations(
+def _open_files(state: RunState, resume: bool) -> None:
+    """Prepares metrics.jsonl, and writes the settings of a resumed run to config.json."""
+    assert state.run.log is not None
+    state.run.log.start(state.iteration)
+    if resume:
+        try:
+            state.run.write_config()
+        except OSError as error:
+            state.progress.line(f"warning: config.json not written: {error.strerror or error}")
+
+
+def _iterate(
     state: RunState,
     settings: LoopSettings,
     stop: StopRequest,
     profiler: Profiler,
     announce: Callable[[], None] | None,
-    take: Callable[..., Step],
-) -> Iterations:
+    take_step: Callable[..., Step],
+) -> Outcome:
     task, progress = state.task, state.progress
     several = state.shard.world > 1
     first = state.iteration
-    shown_ms = None
+    smoothed_ms = None
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     over = _is_over_at_once(state, settings)
@@ -215,86 +154,81 @@ def _iterations(
         state.iteration += 1
         profiler.begin(state.iteration)
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        yield diagnose
-        done = take(task, settings, diagnose, stop, profiler, check=several and state.iteration == first + 1)
+        result = take_step(task, settings, diagnose, stop, profiler)
         if announce is not None:
             announce()
             announce = None
-        metrics = done.metrics
-        state.moved |= done.taken
-        if done.taken and task.average is not None:
-            task.average.update()
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
-        record |= metrics
-        if not done.taken:
+        record |= result.metrics
+        if not result.finite:
             state.record({**record, "seconds": state.seconds()})
-            return _diverged(state, settings, metrics)
+            return _diverged(state, settings, result.metrics)
+        if task.average is not None:
+            task.average.update()
         if diagnose:
             with profiler.stage("diagnose"):
-                record |= diagnosis(task, state.shard, done.profiles)
-        wanted = task.wants_evaluation(state.iteration, metrics)
+                record |= diagnosis(task, state.shard, result.profiles)
+        requested = task.wants_evaluation(state.iteration, result.metrics)
         over = state.is_over(settings)
-        if wanted or over:
+        if requested or over:
             with profiler.stage("evaluate"):
-                record |= _evaluate(state, wanted)
+                record |= _evaluate(state, requested)
         milliseconds = 1e3 * (time.perf_counter() - begun)
+        # The first iteration of a process is a warm-up. The time shown is a running mean over about ten iterations.
+        if smoothed_ms is None or state.iteration - first <= 2:
+            smoothed_ms = milliseconds
+        smoothed_ms += 0.1 * (milliseconds - smoothed_ms)
         time_steps = task.time_steps * settings.accumulate
         record["seconds"] = state.seconds()
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
-        # The first iteration of a process is a warm-up. The time shown is a running mean over about ten iterations.
-        shown_ms = (
-            milliseconds if shown_ms is None or state.iteration - first <= 2 else 0.9 * shown_ms + 0.1 * milliseconds
-        )
         with profiler.stage("record and checkpoint"):
             state.record(record)
             epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
-            progress.update(
-                state.iteration,
-                f"{epoch}{task.progress_text(metrics)}, {shown_ms:.0f} ms per iteration, "
-                f"{1e3 * shown_ms / time_steps:.1f} µs per time step",
-                force=over or state.reached,
-            )
+            times = f"{smoothed_ms:.0f} ms per iteration, {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
+            text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
+            progress.update(state.iteration, text, force=over or state.reached)
             if state.iteration % settings.checkpoint_every == 0 and not state.reached:
                 if not _parameters_are_finite(task):
-                    return _diverged(state, settings, metrics)
-                failure = state.save()
-                if failure is not None:
-                    progress.line(
-                        f"warning: checkpoint at iteration {state.iteration} not written: {failure}; "
-                        f"{state.last_good()}; training continues"
-                    )
-        if profiler.end():
-            state.show_profile(profiler)
-        stopped = done.stop if several else stop.signal
-
+                    return _diverged(state, settings, result.metrics)
+                _save_or_warn(state)
+        profiler.end()
+        stopped = result.stop if several else stop.signal
     if announce is not None:
         announce()
-    if profiler.close():
-        state.show_profile(profiler)
-    elif settings.profile is not None and profiler.timed == 0:
-        progress.line(f"no profile: training ended within the {WARM_UP} warm-up iterations")
+    profiler.close()
+    return _end(state, settings, first, None if over or state.reached else stopped)
+
+
+def _end(state: RunState, settings: LoopSettings, first: int, stopped: int | None) -> Outcome:
+    """Saves, draws the plots, and tests if the run has ended and was not stopped by a signal."""
+    task = state.task
     if not _parameters_are_finite(task):
         return _diverged(state, settings, {"loss": math.nan})
-    ended = state.reached or over
     failure = state.save() if state.iteration > first or state.saved_at is None else None
     seconds = state.seconds()
-    progress.close()
+    state.progress.close()
     _plot(state, settings)
-    if ended:
+    not_saved = f"NOT saved ({failure}; {state.last_good()})"
+    if stopped is None:
+        code = EXIT_OK if failure is None else EXIT_BAD_INPUT
         message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _finish(state, seconds)
-        if failure is not None:
-            progress.line(f"warning: the final checkpoint could not be written: {failure}; {state.last_good()}")
-        return Outcome(EXIT_OK, state.reached, state.iteration, seconds, state.evaluation, message)
-    number = signal.SIGTERM if stopped is None else stopped
-    saved = "saved" if failure is None else f"NOT saved ({failure}; {state.last_good()})"
-    message = (
-        f"stopped by {signal.Signals(number).name} after iteration {state.iteration}, {saved}; "
-        f"continue with --resume {state.run.path}"
-    )
-    return Outcome(128 + number, False, state.iteration, seconds, state.evaluation, message)
+        message = message if failure is None else f"{message}; {not_saved}"
+    else:
+        code = 128 + stopped
+        saved = "saved" if failure is None else not_saved
+        message = f"stopped by {signal.Signals(stopped).name} after iteration {state.iteration}, {saved}"
+        message = f"{message}; continue with --resume {state.run.path}"
+    return Outcome(code, stopped is None and state.reached, state.iteration, seconds, state.evaluation, message)
+
+
+def _save_or_warn(state: RunState) -> None:
+    failure = state.save()
+    if failure is not None:
+        text = f"warning: checkpoint at iteration {state.iteration} not written: {failure}; {state.last_good()}"
+        state.progress.line(f"{text}; training continues")
 
 
 def _is_over_at_once(state: RunState, settings: LoopSettings) -> bool:
@@ -303,9 +237,7 @@ def _is_over_at_once(state: RunState, settings: LoopSettings) -> bool:
     over = state.is_over(settings)
     if over and not state.reached and 0 < state.iteration != state.evaluated_at:
         _evaluate(state, False)
-        failure = state.save()
-        if failure is not None:
-            state.progress.line(f"warning: the checkpoint could not be written: {failure}; {state.last_good()}")
+        _save_or_warn(state)
     return over
 
 
@@ -326,13 +258,13 @@ def _evaluating(task: Task) -> Iterator[None]:
         task.module = module
 
 
-def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
+def _evaluate(state: RunState, requested: bool) -> dict[str, float]:
     """Evaluates, steps the plateau schedule, updates best.pt, and returns the numbers for the record. Their names begin
     with HELD_OUT.
 
     Args:
         state: the state of the run.
-        wanted: whether the task requested the evaluation. False for an evaluation that is done only because the run
+        requested: whether the task requested the evaluation. False for an evaluation that is done only because the run
             ends, which a longer run would not have.
     """
     task = state.task
@@ -347,8 +279,8 @@ def _evaluate(state: RunState, wanted: bool) -> dict[str, float]:
         score = task.score(evaluation)
         if math.isfinite(score) and (state.best is None or score > state.best["score"]):
             state.best = {"score": score, "iteration": state.iteration}
-            state.save_best()
-    if wanted and task.plateau is not None:
+            state.keep_best()
+    if requested and task.plateau is not None:
         task.plateau.step(score)
     state.reached = task.goal_reached(evaluation)
     return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
@@ -360,14 +292,12 @@ def _finish(state: RunState, seconds: float) -> str:
 
     def finish() -> str:
         last = copy.deepcopy(task.model.state_dict())
-        tested = state.iteration
-        averaged = _averaged(task)
-        if state.best is not None and state.has_best():
-            parameters, found = state.read_best()
-            if found == state.best["iteration"]:  # not one that a run that was killed wrote just before its checkpoint
-                task.model.load_state_dict(parameters)
-                tested = found
-                averaged = nullcontext()  # best.pt has averages already
+        tested, averaged = state.iteration, _averaged(task)
+        best = state.read_best()
+        if best is not None:
+            parameters, tested = best
+            task.model.load_state_dict(parameters)
+            averaged = nullcontext()  # best.pt has averages already
         try:
             with averaged, _evaluating(task):
                 test = task.test()
@@ -391,9 +321,8 @@ def _finish(state: RunState, seconds: float) -> str:
         if not test:
             return ""
         # An accuracy is shown in percent, as in evaluations.
-        each = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
-        told = ", ".join(each)
-        return f"; on the test data with the parameters of iteration {tested}: {told}"
+        numbers = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
+        return f"; on the test data with the parameters of iteration {tested}: {', '.join(numbers)}"
 
     return distributed.on_first(finish)
 
@@ -404,14 +333,12 @@ def _parameters_are_finite(task: Task) -> bool:
 
 
 def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float], what: str | None = None) -> Outcome:
-    """The message for a divergence: `what`, or the cause according to the numbers of the iteration."""
-    if what is not None:
-        pass
-    elif not math.isfinite(metrics["loss"]):
+    """The result of a divergence: `what`, or the cause according to the numbers of the iteration."""
+    if what is None and not math.isfinite(metrics["loss"]):
         what = f"the loss is {metrics['loss']}"
-    elif not math.isfinite(metrics.get("grad_norm", 0.0)):
+    elif what is None and not math.isfinite(metrics.get("grad_norm", 0.0)):
         what = f"the gradient's norm is {metrics['grad_norm']} (loss {metrics['loss']:.4g})"
-    else:
+    elif what is None:
         what = f"a parameter is no longer finite (loss {metrics['loss']:.4g})"
     seconds = state.seconds()
     state.progress.close()
@@ -419,8 +346,8 @@ def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float]
         with suppress(OSError):  # a full disk
             state.write_best()
     _plot(state, settings)
-    advice = "lower the learning rates or clip the gradients"
-    message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}; {advice}"
+    message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}"
+    message = f"{message}; lower the learning rates or clip the gradients"
     return Outcome(EXIT_DIVERGED, False, state.iteration, seconds, state.evaluation, message)
 
 
@@ -430,8 +357,6 @@ def _plot(state: RunState, settings: LoopSettings) -> None:
         return
     try:
         draw_run(load_run(state.run.path), state.run.path)
-    except OSError as error:
-        state.progress.line(f"warning: plots not written: {error.strerror or error}")
-    except Exception as error:
+    except Exception as error:  # of matplotlib, of a full disk
         reason = " ".join(str(error).split())
         state.progress.line(f"warning: plots not drawn: {type(error).__name__}: {reason}")

@@ -1,15 +1,15 @@
 """Settings as dataclasses: each field declares an option of the command line.
 
-A class of options derives from `RunOptions` (training/cli.py). Each field is declared once, by `option`, `named` or
-`switch`, with its default, its accepted values, its help and the conditions under which it has an effect. The parser,
-the help text and the check for options without effect are generated from the fields. A derived class changes a default
-by a plain assignment.
+A class of options derives from `RunOptions` (training/cli.py). Each field is declared once by `option`, with its
+default, help and accepted values. Its annotation is the type: int, float, str or bool; `| None` accepts the word none.
+A derived class changes a default by a plain assignment, and other attributes by `changed`.
 
 Example:
     @dataclass(kw_only=True)
-    class Options(RunOptions):
+    class MyOptions(RunOptions):
         GROUP = "the network"
-        hidden: int = option(128, integer(1), "hidden units", "N")
+        hidden: int = option(128, "hidden units")
+        rank: int | None = option(None, "columns of U and V", models=("factorized",))
         batch: int = 20  # declared in a base class, with another default
 """
 
@@ -20,62 +20,63 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from orthokern.commandline import Needs, Parser, Settings, one_of
-
-Ways = tuple[tuple[Needs, ...], ...]
+from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
 
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of an option in a field."""
+    """The declaration of an option in a field.
 
-    convert: Callable[[str], Any] | tuple[str, ...] | None  # argparse type, or accepted names; None for a switch
-    help: str  # without the default
-    metavar: str = ""
-    ways: Ways = ()  # it has an effect if all conditions of one alternative are met; (): always
-    shown: str | None = None  # text of the default in the help; None: its value; "": none
-    optional: Any = None  # the value if the option is given without one; None: a value is required
+    Attributes:
+        help: without the default.
+        choices: accepted names; (): any value of the type.
+        convert: an argparse type in place of that of the annotation.
+        low, high: smallest and largest accepted number; for integers low is 1 by default.
+        above, below: excluded bounds.
+        metavar: name of the value in the help.
+        models: values of --model for which the option has an effect; (): all, or there is no such option.
+        shown: text of the default in the help; None: its value; "": none.
+        optional: the value if the option is given without one; None: a value is required.
+        basic: whether --help shows the option; --help-all shows all.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    convert: Callable[[str], Any] | None = None
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    metavar: str | None = None
+    models: tuple[str, ...] = ()
+    shown: str | None = None
+    optional: Any = None
+    basic: bool = False
+
+    def argument(self, name: str, annotation: str) -> tuple[Callable[[str], Any], str]:
+        """The argparse type and the metavar."""
+        kind, none = annotation.split(" ")[0], "None" in annotation
+        if self.choices:
+            return one_of(name.replace("_", "-"), self.choices), self.metavar or "NAME"
+        if self.convert is not None:
+            return self.convert, self.metavar or "X"
+        if kind == "int":
+            low = 1 if self.low is None else int(self.low)
+            return integer(low, None if self.high is None else int(self.high), none=none), self.metavar or "N"
+        bounds = {"low": self.low, "high": self.high, "above": self.above, "below": self.below}
+        return (real(none=none, **bounds) if kind == "float" else str), self.metavar or "X"
 
 
-def option(
-    default: Any,
-    convert: Callable[[str], Any] | tuple[str, ...],
-    help: str,
-    metavar: str = "X",
-    *,
-    needs: Needs | tuple[Needs, ...] = (),
-    shown: str | None = None,
-    optional: Any = None,
-) -> Any:
-    """A field for an option with a value, which has an effect if all `needs` are met."""
-    return _field(default, Option(convert, help, metavar, _ways(needs), shown, optional))
+def option(default: Any, help: str, **attributes: Any) -> Any:
+    """A field for an option; attributes as those of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **attributes)})
 
 
-def named(default: str | None, choices: Iterable[str], help: str, **more: Any) -> Any:
-    """A field for an option whose value is one of some names."""
-    return option(default, tuple(choices), help, "NAME", **more)
-
-
-def switch(default: bool, help: str, *, needs: Needs | tuple[Needs, ...] = ()) -> Any:
-    """A field for an option without a value: --name for a default of False, --no-name for a default of True."""
-    return _field(default, Option(None, help, "", _ways(needs), ""))
-
-
-def redeclared(base: type[Options], name: str, *, or_needs: Needs | tuple[Needs, ...] = (), **changes: Any) -> Any:
-    """A field for an option of a base class with another `default`, another attribute of `Option`, or one more way."""
+def changed(base: type[Options], name: str, **attributes: Any) -> Any:
+    """A field for an option of a base class with another `default` or other attributes of `Option`."""
     field = next(field for field in dataclasses.fields(base) if field.name == name)
-    declared: Option = field.metadata["option"]
-    ways = (*declared.ways, *_ways(or_needs))
-    default = changes.pop("default", field.default)
-    return _field(default, dataclasses.replace(declared, ways=ways, **changes))
-
-
-def _ways(needs: Needs | tuple[Needs, ...]) -> Ways:
-    """The one alternative in which all needs are met."""
-    return ((needs,) if isinstance(needs, Needs) else needs,) if needs else ()
-
-
-def _field(default: Any, declared: Option) -> Any:
+    default = attributes.pop("default", field.default)
+    declared = dataclasses.replace(_declaration(base, name), **attributes)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -90,30 +91,34 @@ class Options:
 Chosen = TypeVar("Chosen", bound=Options)
 
 
-def _declared(options: type[Options]) -> dict[str, tuple[str, Option]]:
-    """Name of each option of a command line -> title of its group, and its declaration in the most derived class.
-
-    In the order of the help: groups of derived classes come first, and within a group the options of base classes.
-    """
-    found: dict[str, tuple[str, Option]] = {}
-    titles: list[str] = []
+def _declaration(options: type[Options], name: str) -> Option:
+    """The declaration of an option in the most derived class that has one."""
     for base in options.__mro__:
-        if not issubclass(base, Options):
-            continue
-        titles.append(base.GROUP)
-        fields = {field.name: field for field in dataclasses.fields(base)}
+        fields = vars(base).get("__dataclass_fields__", {})
+        if name in vars(base).get("__annotations__", {}) and "option" in fields[name].metadata:
+            declared: Option = fields[name].metadata["option"]
+            return declared
+    raise KeyError(name)
+
+
+def _groups(options: type[Options]) -> dict[str, list[str]]:
+    """Heading in the help -> names of the options that its classes declare first. Derived classes come first."""
+    groups: dict[str, list[str]] = {base.GROUP: [] for base in options.__mro__ if issubclass(base, Options)}
+    first: dict[str, str] = {}
+    for base in reversed(options.__mro__):
         for name in vars(base).get("__annotations__", {}):
-            if name in fields and "option" in fields[name].metadata and name not in options.HIDDEN:
-                _, declared = found.get(name, ("", fields[name].metadata["option"]))
-                found[name] = (base.GROUP, declared)  # the group of the class that declares it first
-    place = {field.name: index for index, field in enumerate(dataclasses.fields(options))}
-    return dict(sorted(found.items(), key=lambda each: (titles.index(each[1][0]), place[each[0]])))
+            field = vars(base).get("__dataclass_fields__", {}).get(name)
+            if field is not None and "option" in field.metadata and name not in options.HIDDEN:
+                first.setdefault(name, base.GROUP)  # type: ignore[attr-defined]
+    for name, title in first.items():
+        groups[title].append(name)
+    return groups
 
 
 def defaults(options: type[Options]) -> Settings:
     """The defaults of a command line, by name."""
-    declared = _declared(options)
-    return {field.name: field.default for field in dataclasses.fields(options) if field.name in declared}
+    names = {name for names in _groups(options).values() for name in names}
+    return {field.name: field.default for field in dataclasses.fields(options) if field.name in names}
 
 
 def first_defaults(options: type[Options]) -> Settings:
@@ -122,10 +127,10 @@ def first_defaults(options: type[Options]) -> Settings:
     A new option is declared with a default that has no effect; a task may assign another one. The JSON files of
     docs/results hold runs that are older than some options: their settings have to be read with the former.
     """
-    found: Settings = {}
+    first: Settings = {}
     for base in options.__mro__:  # from derived to base classes
-        found |= {name: vars(base)[name] for name in vars(base).get("__annotations__", {}) if name in vars(base)}
-    return {name: found[name] for name in defaults(options)}
+        first |= {name: vars(base)[name] for name in vars(base).get("__annotations__", {}) if name in vars(base)}
+    return {name: first[name] for name in defaults(options)}
 
 
 def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
@@ -135,41 +140,38 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
 
 
 def add_options(
-    parser: Parser,
-    options: type[Options],
-    presets: Mapping[str, object] | None = None,
-    preset_help: Mapping[str, str] | None = None,
+    parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
-    """Adds the options of a class to a parser, with the conditions under which they have an effect.
+    """Adds the options of a class to a parser, and the models for which they have an effect.
 
     Args:
         parser: the parser of a task.
         options: the class of options of the task.
-        presets: presets by name; --preset is added if there are any.
+        presets: names of presets; --preset is added if there are any.
         preset_help: name, or several names in one string -> a line of help.
     """
-    usual = defaults(options)
-    groups: dict[str, Any] = {}
-    for name, (title, declared) in _declared(options).items():
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        value = usual[name]
-        told = declared.shown
-        if told is None or (name == "iterations" and value is not None):
-            told = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        text = (declared.help + (f" (default {told})" if told else "")).replace("%", "%%")
-        dashed = name.replace("_", "-")
-        if declared.convert is None:
-            action = "store_false" if value else "store_true"
-            groups[title].add_argument(
-                f"--no-{dashed}" if value else f"--{dashed}", dest=name, action=action, help=text
-            )
-        else:
-            more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
-            kind = one_of(dashed, declared.convert) if isinstance(declared.convert, tuple) else declared.convert
-            groups[title].add_argument(f"--{dashed}", type=kind, metavar=declared.metavar, help=text, **more)
-        if declared.ways:
-            parser.needs[name] = declared.ways
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    for title, names in _groups(options).items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            declared, default, annotation = _declaration(options, name), fields[name].default, str(fields[name].type)
+            dashed, shown = name.replace("_", "-"), declared.shown
+            if shown is None or (name == "iterations" and default is not None):
+                shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
+            if declared.basic:
+                parser.basic.add(name)
+            if annotation == "bool":
+                flag = f"--no-{dashed}" if default else f"--{dashed}"
+                action = "store_false" if default else "store_true"
+                group.add_argument(flag, dest=name, action=action, help=declared.help.replace("%", "%%"))
+            else:
+                convert, metavar = declared.argument(name, annotation)
+                text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
+                more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
+                group.add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
+            if declared.models:
+                parser.needs[name] = ((Needs("model", declared.models),),)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)
+        parser.basic.add("preset")

@@ -1,5 +1,7 @@
 """Display of the progress of a run: a bar on a terminal, a plain line every few seconds elsewhere."""
 
+from __future__ import annotations
+
 import shutil
 import sys
 import time
@@ -15,6 +17,7 @@ class Progress:
         total: number of iterations of the whole run.
         stream: where to write; standard output by default.
         every: seconds between plain lines if the stream is not a terminal.
+        shown: False for ranks that write nothing.
 
     Example::
 
@@ -28,8 +31,8 @@ class Progress:
 
     REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time
 
-    def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0) -> None:
-        self.total = total
+    def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0, *, shown: bool = True) -> None:
+        self.total, self.shown = total, shown
         self.stream = stream if stream is not None else sys.stdout
         self.every = every
         self.bar = self.stream.isatty()
@@ -37,13 +40,7 @@ class Progress:
         self._drawn = False
 
     def update(self, iteration: int, text: str, *, force: bool = False) -> None:
-        """Shows `text` for `iteration` if the last update was long enough ago.
-
-        Args:
-            iteration: number of iterations done.
-            text: numbers to show, one line.
-            force: always show it.
-        """
+        """Shows `text`, one line, for `iteration` if the last update was long enough ago, or with `force`."""
         now = time.monotonic()
         if now < self._next and not force:
             return
@@ -59,7 +56,9 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Writes a message on a separate line above the bar."""
-        self._clear()
+        if self._drawn:
+            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+            self._drawn = False
         self._write(text + "\n")
 
     def close(self) -> None:
@@ -68,10 +67,6 @@ class Progress:
             self._write("\n")
             self._drawn = False
 
-    def _clear(self) -> None:
-        if self._drawn:
-            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
-            self._drawn = False
-
     def _write(self, text: str) -> None:
-        write(text, self.stream)
+        if self.shown:
+            write(text, self.stream)

@@ -1,6 +1,7 @@
 """A run's folder: config.json, metrics.jsonl, checkpoint.pt, best.pt and plots."""
 
-import glob
+from __future__ import annotations
+
 import json
 import os
 import platform
@@ -13,13 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import count, make_folder, read_object, remove_folders
+from orthokern._files import make_folder, read_object, remove_folders
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.checkpoint import write_atomically
-from orthokern.training.metrics import Lock
-from orthokern.training.schema import json_value
+from orthokern.training.metrics import MetricsLog
 
 
 class RunFolder:
@@ -28,49 +28,28 @@ class RunFolder:
     Attributes:
         path: the folder.
         config: the content of config.json: task, settings, versions, device, seed, threads.
+        log: metrics.jsonl, locked for this process; None on other ranks than 0.
+        metrics, checkpoint, best, result, profile: the files. checkpoint.pt is the last state, from which a resumed run
+            continues, best.pt the state with the best evaluation so far.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self.config = config
-        self._lock: Lock | None = None
-        self._made: list[Path] = []  # folders that did not exist before, the innermost first
-        self._begun = False  # whether `create` may have written config.json
+        self.log: MetricsLog | None = None
+        self.metrics, self.checkpoint = path / "metrics.jsonl", path / "checkpoint.pt"
+        self.best, self.result, self.profile = path / "best.pt", path / "result.json", path / "profile.json"
+        self._created: list[Path] | None = None  # by `create`: folders that did not exist, the innermost first
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for the other ranks, without the lock, which belongs to this process."""
-        return {**self.__dict__, "_lock": None, "_made": [], "_begun": False}
-
-    @property
-    def metrics(self) -> Path:
-        """The records, one line of JSON per iteration."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The last state, from which a resumed run continues."""
-        return self.path / "checkpoint.pt"
-
-    @property
-    def best(self) -> Path:
-        """The state with the best evaluation so far."""
-        return self.path / "best.pt"
-
-    @property
-    def result(self) -> Path:
-        """The result, written when the goal is reached or all iterations are done."""
-        return self.path / "result.json"
-
-    @property
-    def profile(self) -> Path:
-        """The profile, if --profile was given."""
-        return self.path / "profile.json"
+        """The state for the other ranks, without the log, which belongs to this process."""
+        return {**self.__dict__, "log": None, "_created": None}
 
     @classmethod
     def create(
         cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
-    ) -> "RunFolder":
-        """Creates a new folder, locks it (see `Lock`) and writes config.json.
+    ) -> RunFolder:
+        """Creates a new folder, locks it and writes config.json.
 
         Args:
             path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` in the working directory.
@@ -89,10 +68,6 @@ class RunFolder:
             >>> run.config["task"], run.checkpoint.name
             ('copy', 'checkpoint.pt')
         """
-        what = "the run folder" if path is None else f"--out {path}: the folder"
-        own = path is None
-        if path is None:
-            path = usual_folder(task)
         config = {
             "task": task,
             "settings": settings,
@@ -105,45 +80,22 @@ class RunFolder:
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        run = cls(path, config)
         try:
-            if own:
-                run._made_new()
-            else:
-                _check_empty(path, what)
-                run._made = make_folder(path)
-            run._lock = Lock(run.metrics)
-            # another process may have used the folder since it was checked
-            _check_empty(run.path, what)
-            run._begun = True
-            write_atomically(run.path / "config.json", json.dumps(config, indent=2).encode() + b"\n")
-        except OSError as error:
-            run.discard()
-            raise InputError(f"{what} cannot be written: {run.path}: {error.strerror or error}") from None
-        except ValueError as error:
-            run.discard()
+            created = _new_folder(task) if path is None else make_folder(path)
+            run = cls(created[0] if path is None else path, config)
+            run._created = created
+            run.log = MetricsLog(run.metrics)
+            if any(file.name not in ("metrics.jsonl", "config.json.tmp") for file in run.path.iterdir()):
+                raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
+            run.write_config()
+        except (OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{what} cannot be written: {str(path)!r} is no file name") from None
+            raise InputError(f"the run folder {path or 'runs'} cannot be written: {error}") from None
         return run
 
-    def _made_new(self) -> None:
-        """Creates the folder. A number is appended to its name if another run of the same second has this name."""
-        above, wanted = make_folder(self.path.parent), self.path
-        self._made = above
-        copy = 1
-        while True:
-            try:
-                self.path.mkdir()  # created without a check first, so that only one of two processes succeeds
-            except FileExistsError:
-                copy += 1
-                self.path = wanted.with_name(f"{wanted.name}-{copy}")
-            else:
-                self._made = [self.path, *above]
-                return
-
-    def rewrite(self) -> None:
-        """Writes config.json again, with the settings that a resumed run changed: the next one continues with these.
+    def write_config(self) -> None:
+        """Writes config.json, also again with the settings that a resumed run changed.
 
         Raises:
             OSError: the file cannot be written.
@@ -151,38 +103,17 @@ class RunFolder:
         self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
 
-    def lock(self) -> Lock:
-        """Transfers the lock that `create` or `open` acquired to the caller.
-
-        Raises:
-            OSError, CheckpointError: the lock was transferred before and cannot be acquired again; see `Lock`.
-        """
-        lock, self._lock = self._lock, None
-        return Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
-
     def discard(self) -> None:
-        """Removes the files that `create` or `open` made for a run that was rejected before its first iteration. Files
-        of others are kept, and so is a run that has started or that another process has locked."""
-        lock, self._lock = self._lock, None
-        if self._begun:  # its lock was transferred
-            try:
-                lock = Lock(self.metrics) if lock is None or lock.descriptor < 0 else lock
-            except (OSError, CheckpointError):
-                return
-            trained = os.fstat(lock.descriptor).st_size > 0 or self.checkpoint.exists() or self.best.exists()
-            if trained:
-                lock.release()
-                return
-            (self.path / "config.json").unlink(missing_ok=True)
-            lock.remove()
-        elif lock is not None:
-            if lock.created:
-                lock.remove()
-            lock.release()
-        remove_folders(self._made)
+        """Removes what `create` made, for a run that was rejected before its first iteration."""
+        if self.log is not None:
+            self.log.close()
+        if self._created is not None and not read_metrics(self.metrics):
+            for name in ("config.json", "metrics.jsonl"):
+                (self.path / name).unlink(missing_ok=True)
+            remove_folders(self._created)
 
     @classmethod
-    def open(cls, path: Path, task: str) -> "RunFolder":
+    def open(cls, path: Path, task: str) -> RunFolder:
         """Opens the folder of an earlier run, to resume it.
 
         Raises:
@@ -190,122 +121,43 @@ class RunFolder:
                 run that was killed before its first checkpoint is accepted and starts again.)
             InputError: the folder cannot be written.
         """
-        file = path / "config.json"
         try:
-            config = read_object(file)
+            config = read_object(path / "config.json")
         except FileNotFoundError:
-            raise CheckpointError(f"nothing to resume in {path}: no config.json there{_other_runs(path)}") from None
+            runs = sorted(file.parent for file in path.glob("*/config.json"))
+            hint = f"; give one of the runs in it, such as {runs[0]}" if runs else ""
+            raise CheckpointError(f"nothing to resume in {path}: no config.json there{hint}") from None
         except InputError as error:
             raise CheckpointError(f"nothing to resume in {path}: {error}") from None
-        settings = config.get("settings")
-        if not isinstance(settings, dict) or type(config.get("task")) is not str:
-            raise CheckpointError(f"{file} is not the configuration of an orthokern run")
-        wrong = next((name for name, value in settings.items() if not json_value(value)), None)
-        if wrong is not None:
-            raise CheckpointError(f"{file} is damaged: the setting {wrong[:40]!r} has no value that a setting can have")
-        if config["task"] != task:
-            raise CheckpointError(f"{path} holds a run of the task {config['task'][:40]!r}, not of {task!r}")
-        if not os.access(path, os.W_OK):
-            raise InputError(f"cannot write the run folder {path}: permission denied")
+        if not isinstance(config.get("settings"), dict) or config.get("task") != task:
+            raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
         try:
-            run._lock = Lock(run.metrics)
-            run._check_nothing_is_lost()
+            run.log = MetricsLog(run.metrics)
         except OSError as error:
-            raise InputError(f"{run.metrics} cannot be written: {error.strerror or error}") from None
-        except InputError:
-            run.discard()
-            raise
-        return run
-
-    def _check_nothing_is_lost(self) -> None:
-        """Rejects a folder without a checkpoint whose run got further than its first checkpoint: the run would start
-        again and overwrite its files."""
-        if self.checkpoint.exists():
-            return
-        every = count(self.config["settings"].get("checkpoint_every"), 1)
-        done = max((record["iteration"] for record in read_metrics(self.metrics)), default=0)
-        due = every is None or done > every  # the record of an iteration is written before its checkpoint
-        if due and self.best.exists():  # a best.pt from before the first checkpoint is written again
-            found = "best.pt exists"
-        elif self.result.exists():
-            found = "result.json exists"
-        elif due and done:
-            found = f"metrics.jsonl ends at iteration {done}, and a checkpoint is written every {every}"
-        else:
-            found = None
-        if found is not None:
+            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+        every = config["settings"].get("checkpoint_every", 1)
+        done = max((record["iteration"] for record in read_metrics(run.metrics)), default=0)
+        if not run.checkpoint.exists() and (done > every or run.result.exists()):
             raise CheckpointError(
-                f"nothing to resume in {self.path}: no checkpoint.pt there, though {found}; "
+                f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
+        return run
 
 
-def usual_folder(task: str) -> Path:
-    """The folder of a run that is given none."""
-    return Path("runs") / f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def folder_of_seed(base: Path, seed: int) -> Path:
-    """The run folder of a seed, with the name that `orthokern.reproduce` gives it.
-
-    Example::
-
-        >>> folder_of_seed(Path("runs/copy-200"), 3).name
-        'copy-200-seed-3'
-    """
-    return Path(f"{base}-seed-{seed}")
-
-
-def _seeds(base: Path) -> list[int]:
-    """The seeds for which `folder_of_seed` holds a run, in order."""
-    start = f"{base.name}-seed-"
-    try:
-        names = [file.parent.name for file in base.parent.glob(f"{glob.escape(start)}*/config.json")]
-    except OSError:
-        return []
-    ends = [name.removeprefix(start) for name in names]
-    return sorted(int(end) for end in ends if end.isdecimal())
-
-
-def _command_for_all(base: Path) -> str | None:
-    """The options that resume all seeds of `--replicas`, or None if a seed is missing or there is only one."""
-    seeds = _seeds(base)
-    if len(seeds) < 2 or seeds != list(range(seeds[0], seeds[0] + len(seeds))):
-        return None
-    first = f" --seed {seeds[0]}" if seeds[0] else ""
-    return f"--replicas {len(seeds)}{first} --resume {base}"
-
-
-def _other_runs(path: Path) -> str:
-    """Where the runs are that `--resume path` may mean: those in the folder, or those of `--replicas`."""
-    if command := _command_for_all(path):
-        return f"; the runs of several seeds are resumed by {command}"
-    if seeds := _seeds(path):
-        return f"; give the run of one seed, as --resume {folder_of_seed(path, seeds[0])}"
-    try:
-        runs = sorted(file.parent for file in path.glob("*/config.json"))
-    except OSError:
-        runs = []
-    base, _, seed = path.name.rpartition("-seed-")
-    if base and seed.isdecimal() and not runs:  # --replicas looks for a run of its own in each folder
-        return _other_runs(path.with_name(base)) if path.with_name(base).is_dir() else ""
-    if not runs:
-        return ""
-    bases = {run.with_name(run.name.rpartition("-seed-")[0]) for run in runs if "-seed-" in run.name}
-    commands = [command for each in sorted(bases) if (command := _command_for_all(each))]
-    several = "".join(f", or {command}" for command in commands[:3])
-    return f"; {path} holds {len(runs)} run folder(s): give one, as --resume {runs[0]}{several}"
-
-
-def _check_empty(path: Path, what: str) -> None:
-    """Rejects a folder with any files other than those of a run that was killed before config.json was written."""
-    if path.is_dir():
-        for file in path.iterdir():
-            if file.name != "config.json.tmp" and not (file.name == "metrics.jsonl" and file.lstat().st_size == 0):
-                raise InputError(
-                    f"{what} is in use (not empty); give another folder, or --resume to continue the run in it"
-                )
+def _new_folder(task: str) -> list[Path]:
+    """Creates `runs/<task>-<time>`, with a number for a further run of the same second; see `make_folder`."""
+    parent = Path("runs")
+    created, name, copy = make_folder(parent), f"{task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+    while True:
+        path = parent / (name if copy == 1 else f"{name}-{copy}")
+        try:
+            path.mkdir()  # created without a check first, so that only one of two processes succeeds
+        except FileExistsError:
+            copy += 1
+        else:
+            return [path, *created]
 
 
 def _versions() -> dict[str, str]:
@@ -319,9 +171,8 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

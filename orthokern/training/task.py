@@ -31,8 +31,6 @@ class Task(ABC):
         data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
         capturable: whether an iteration can be a CUDA graph (`orthokern.training.graphs`): `loss` and `clip_gradients`
             read no value of a tensor on the host, and use no tensors but the batch and those of model and optimizer.
-        stacked_bytes: bytes of states that `loss` holds for the gradient of a batch, if torch.func.vmap can map it over
-            models of several seeds (`orthokern.training.replicas`); None if it cannot.
         iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
             no epochs.
 
@@ -41,7 +39,7 @@ class Task(ABC):
     the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
     divide by the total weight of the joint batch and multiply by the number of ranks.
 
-    Example: see `orthokern.training.train`; orthokern/tasks/adding.py is a complete task with a command line.
+    Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
 
     name: str
@@ -57,7 +55,6 @@ class Task(ABC):
     device: torch.device
     data_digest: int | None = None
     capturable: bool = False
-    stacked_bytes: int | None = None
     iterations_per_epoch: int | None = None
     _module: nn.Module | None = None
 
