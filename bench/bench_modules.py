@@ -19,6 +19,7 @@ import orthokern.nn
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
+HEADLINE = [size for size in SIZES if size["T"] <= 1000]
 FEATURES = 10
 MODULES = ("RNN", "FactorizedRNN", "FactorizedRNN, composed")
 
@@ -80,7 +81,7 @@ def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> d
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sizes(SIZES, quick=QUICK)
+@pytest.mark.sizes(SIZES, quick=QUICK, headline=HEADLINE)
 def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     """torch.nn.RNN over one of ours, forward and backward."""
     N, T = size["N"], size["T"]
@@ -130,6 +131,7 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     )
 
 
+@pytest.mark.headline
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
 @pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
 def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:

@@ -18,6 +18,7 @@ QUICK = [{"N": 24, "T": 5, "B": 3}]
 TOLERANCE = 2e-5
 
 
+@pytest.mark.headline
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_peephole_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
     """torch.nn.LSTM over ours, both with D = N features and biases. With peepholes of zero they compute the same."""

@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sizes(full, quick): values of the case's argument `size`, by kind of run")
+    config.addinivalue_line("markers", "headline: rows of the README's table of speed; `-m headline` runs them alone")
     config.stash[_BENCH] = Bench(config.getoption("quick"))
     # Before any thread of torch's pool exists, so that all of them inherit it. The kernels flush denormals themselves;
     # without this, torch takes tens of times as long where adjoints fade, as in Table 5.
@@ -49,7 +50,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None:
         sizes = mark.kwargs["quick"] if metafunc.config.getoption("quick") else mark.args[0]
         ids = ["-".join(f"{letter}{value}" for letter, value in size.items()) for size in sizes]
-        metafunc.parametrize("size", sizes, ids=ids)
+        headline = mark.kwargs.get("headline", ())
+        marked = [pytest.param(size, marks=[pytest.mark.headline] if size in headline else []) for size in sizes]
+        metafunc.parametrize("size", marked, ids=ids)
 
 
 @pytest.fixture
