@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave, ratio, spread_ms
+from harness import Bench, Size, check
 from torch import Tensor
 
 from orthokern.nn import GRU
@@ -36,21 +36,7 @@ def test_gru(benchmark: Any, bench: Bench, size: Size, variant: str) -> None:
     exact = GRU(N, N, bias=True, variant=variant, dtype=torch.float64, backend="reference")
     exact.load_state_dict(ours.state_dict())
     error = check("gru", step(ours), step(exact, x.detach().double().requires_grad_(), grad.double()), TOLERANCE)
-    benchmark.group = "GRU, forward and backward"
-    seconds = interleave(
-        benchmark, {"torch": lambda: step(theirs), "ours": lambda: step(ours)}, rounds=bench.rounds(11)
-    )
-    bench.record(
-        "gru",
-        f"torch.nn.GRU over orthokern.nn.GRU, variant {variant}",
-        size,
-        "times as long",
-        ratio(seconds["torch"], seconds["ours"]),
-        bar=1.0,
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["torch"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+    case = f"torch.nn.GRU over orthokern.nn.GRU, variant {variant}"
+    bench.compare(
+        benchmark, "gru", case, size, lambda: step(theirs), lambda: step(ours), rounds=11, target=1.0, error=error
     )
