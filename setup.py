@@ -14,7 +14,7 @@ Environment variables:
 * ``ORTHOKERN_CUDA_ARCHS``: compute capabilities to compile for, as ``80;90``; default: those of ``CUDA_ARCHS`` that
   nvcc knows.
 * ``CXX``, ``CXXFLAGS``, ``LDFLAGS``; ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``: as usual.
-* ``MAX_JOBS``: compilers run at once; default: one for each core.
+* ``MAX_JOBS``: number of parallel compile jobs; default: one for each core.
 """
 
 from __future__ import annotations
