@@ -46,7 +46,7 @@ def _training_steps(N: int, count: int, generator: torch.Generator) -> tuple[Ten
 @pytest.mark.parametrize("steps", ["small", "training"])
 def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> None:
     """The projection's share of a language model's training iteration, and a full SVD's, in a training whose W_hn
-    stays at the bound: what rises above it in every step has to be found and taken out.
+    stays at the bound: every step has to find and remove the singular values above it.
 
     small: steps of norm 0.02 and a spectrum that is dense below the bound, so that a certificate is valid for several
     steps. training: steps larger than the bound, as in `word_lm`, so that every step needs a new certificate. The cost
@@ -79,7 +79,7 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
             rnn.recurrent_matrix().copy_(start)
     projection = SpectralNormProjection(rnn, delta=0.2)
     projection.step()
-    other = start.clone()  # what the SVD works on: a walk of its own over the same changes
+    other = start.clone()  # the matrix of the SVD, after the same changes
     walks = {"ours": rnn.recurrent_matrix().detach(), "svd": other}
     count = dict.fromkeys(walks, 0)
 

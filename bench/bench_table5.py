@@ -113,7 +113,7 @@ def models(N: int, task: CopyTask) -> dict[str, nn.Module]:
     factorized = orthokern.nn.FactorizedRNN(task.num_ids, N, margin=MARGIN)
     baseline = Torch(N, task)
     copy_weights(factorized, baseline.rnn)
-    found: dict[str, nn.Module] = {"torch.nn.RNN, tanh": baseline}
+    result: dict[str, nn.Module] = {"torch.nn.RNN, tanh": baseline}
     for nonlinearity in ("identity", "tanh"):
         dense = orthokern.nn.RNN(task.num_ids, N, nonlinearity=nonlinearity)
         dense.load_state_dict(baseline.rnn.state_dict())
@@ -126,8 +126,8 @@ def models(N: int, task: CopyTask) -> dict[str, nn.Module]:
         for name, rnn in variants.items():
             readout = orthokern.nn.LinearCrossEntropy(N, task.num_classes)
             readout.load_state_dict(baseline.readout.state_dict())
-            found[f"{name}, {nonlinearity}"] = Ours(rnn, readout)
-    return found
+            result[f"{name}, {nonlinearity}"] = Ours(rnn, readout)
+    return result
 
 
 def in_float64(model: nn.Module) -> nn.Module:

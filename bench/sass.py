@@ -199,8 +199,8 @@ class Loop:
             ways = [] if body[i].ends else [i + 1]
             if ".DIV" not in body[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
                 ways += [index[target] for target in body[i].targets if index.get(target, -1) > i]
-            found = [(entry[0] + 1, way) for way in ways if (entry := longest[way]) is not None]
-            longest[i] = max(found, default=None)
+            lengths = [(entry[0] + 1, way) for way in ways if (entry := longest[way]) is not None]
+            longest[i] = max(lengths, default=None)
         if longest[0] is None:
             return None
         way, i = [], 0
@@ -221,17 +221,17 @@ def loops(function: Function) -> list[Loop]:
             # a way back out of the code behind the loop is no loop: it has no way from its target to itself
             if instruction.base == "BRA" and target in index and index[target] < i:
                 last[index[target]] = max(last.get(index[target], 0), i)
-    found = [Loop(function, first, end) for first, end in sorted(last.items())]
+    candidates = [Loop(function, first, end) for first, end in sorted(last.items())]
     exits = [i for i, one in enumerate(function.instructions) if one.base == "EXIT" and not one.predicate]
-    return [loop for loop in found if not any(loop.first <= i < loop.last for i in exits)]
+    return [loop for loop in candidates if not any(loop.first <= i < loop.last for i in exits)]
 
 
 def hot_loops(function: Function) -> list[Loop]:
     """The loops over the steps: with a barrier and multiply-adds, and no such loop inside; or with 32 multiply-adds."""
-    found = loops(function)
-    steps = [loop for loop in found if loop.count("barrier") and loop.count("fma") >= 8]
+    every = loops(function)
+    steps = [loop for loop in every if loop.count("barrier") and loop.count("fma") >= 8]
     steps = [loop for loop in steps if not any(loop.contains(other) for other in steps)]
-    products = [loop for loop in found if loop.count("fma") >= 32]
+    products = [loop for loop in every if loop.count("fma") >= 32]
     products = [loop for loop in products if not any(other.contains(loop) for other in products)]
     return steps + [
         loop
@@ -244,17 +244,17 @@ def _between(
     body: Sequence[Instruction], begins: Callable[[Instruction], bool], ends: Callable[[Instruction], bool]
 ) -> list[int]:
     """The instructions between each one that ends a section and the last one before it that begins a section."""
-    found, since = [], None
+    counts, since = [], None
     for instruction in body:
         if begins(instruction):
             since = 0
         elif ends(instruction):
             if since is not None:
-                found.append(since)
+                counts.append(since)
             since = None
         elif since is not None and not instruction.never:
             since += 1
-    return found
+    return counts
 
 
 def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:

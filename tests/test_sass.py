@@ -62,12 +62,12 @@ def only(text: str) -> tuple[object, object]:
 def test_faults_of_a_loop_are_found() -> None:
     function, loop = only(BAD)
     assert function.label == "some_kernel 1 8"
-    found = sass.report(function, loop)
-    assert (found.divisions, found.calls, found.local) == (2, 1, 2)
-    assert len(found.facts) == 3 and all(fact.startswith("some_kernel 1 8: ") for fact in found.facts)
+    result = sass.report(function, loop)
+    assert (result.divisions, result.calls, result.local) == (2, 1, 2)
+    assert len(result.facts) == 3 and all(fact.startswith("some_kernel 1 8: ") for fact in result.facts)
     # the placeholder @!PT is not executed
-    assert found.gaps == [2]
-    assert found.kinds["shared"] == 2 and found.kinds["fma"] == 8
+    assert result.gaps == [2]
+    assert result.kinds["shared"] == 2 and result.kinds["fma"] == 8
     function, loop = only(BAD.replace("$__cuda_sm20_div_s64", "$__cuda_sm70_shflsync_bfly_p"))
     assert sass.report(function, loop).calls == 0
 
@@ -97,11 +97,11 @@ def test_a_path_has_a_call_only_where_there_is_no_other() -> None:
 def test_stored_machine_code() -> None:
     """A step of a dense map of 128 units, tanh, forward, of which the numbers were counted by hand."""
     function, loop = only((STORED / "dense_step_sm_90.sass").read_text())
-    found = sass.report(function, loop)
+    result = sass.report(function, loop)
     # 64 products of a tile of 4 x 16, and of them 4 that begin a sum; 6 of tanh
-    assert found.kinds["fma"] == 66
-    assert (found.kinds["shuffle"], found.kinds["barrier"], found.kinds["special"]) == (4, 1, 2)
-    assert not found.facts and found.gaps == [0]
+    assert result.kinds["fma"] == 66
+    assert (result.kinds["shuffle"], result.kinds["barrier"], result.kinds["special"]) == (4, 1, 2)
+    assert not result.facts and result.gaps == [0]
 
 
 def test_table() -> None:
@@ -132,10 +132,17 @@ def test_instructions_before_a_send() -> None:
 # Instructions between the store of a state (or of y, or adjoints) and the barrier, at most. A block of several
 # sequences ends its loop over them there, as do the kernels of calls with resets.
 MOST_BETWEEN = {
-    "resident_scan_kernel": 6, "several sequences": 20, "resets": 40, "gru_resident_fwd_kernel": 26,
-    "gru_resident_bwd_kernel": 7, "gru_step_kernel": 2, "step_product_kernel": 2, "scan_carry_kernel": 4,
-    "scan_carry_streamed_kernel": 6, "cluster_scan_kernel": 6,
-}  # fmt: skip
+    "resident_scan_kernel": 6,
+    "several sequences": 20,
+    "resets": 40,
+    "gru_resident_fwd_kernel": 26,
+    "gru_resident_bwd_kernel": 7,
+    "gru_step_kernel": 2,
+    "step_product_kernel": 2,
+    "scan_carry_kernel": 4,
+    "scan_carry_streamed_kernel": 6,
+    "cluster_scan_kernel": 6,
+}
 # Between the last exchange of sums in a block and the first store to another one: the activation, by its number.
 MOST_BEFORE_A_SEND = 230
 # The kernel that keeps a register in local memory.
@@ -177,12 +184,12 @@ def check_resources(name: str, arch: str, report: str) -> None:
 
 
 def check_hot_loops(name: str, arch: str, text: str) -> None:
-    found = list(sass.reports(text))
-    kernels = collections.Counter(row.kernel.split()[0] for row in found)
+    result = list(sass.reports(text))
+    kernels = collections.Counter(row.kernel.split()[0] for row in result)
     assert kernels.total() - kernels["cluster_scan_kernel"] >= HOT_KERNELS[name]
     if name != "gru_scan":
         assert kernels["resident_scan_kernel"] >= 46 and (arch == "80" or kernels["cluster_scan_kernel"] == 14)
-    for row in found:
+    for row in result:
         assert not row.facts or row.facts == LOCAL.get((name, arch))
         assert max(row.gaps, default=0) <= most_between(row.kernel), (row.kernel, row.gaps)
         if row.kernel.startswith("cluster_scan_kernel"):
