@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +32,6 @@ BATCH = 50  # of every case that does not vary it: the paper's batch
 
 Size = Mapping[str, int]
 Row = dict[str, Any]
-
-
-class Benchmark(Protocol):
-    """The part of the fixture of pytest-benchmark that is used here."""
-
-    disabled: bool
-    group: str | None
-
-    def pedantic(self, target: Callable[..., Any], **options: Any) -> Any: ...
 
 
 class Bench:
@@ -87,7 +78,7 @@ class Bench:
 
     def compare(
         self,
-        benchmark: Benchmark,
+        benchmark: Any,
         table: str,
         case: str,
         size: Size,
@@ -109,7 +100,7 @@ class Bench:
 
 
 def interleave(
-    benchmark: Benchmark,
+    benchmark: Any,
     calls: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,

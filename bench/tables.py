@@ -287,12 +287,10 @@ def conditions_line(results: Results, link: str) -> str:
     commit = f"commit {here['commit'][:10]}" if here["commit"] else "commit unknown"
     if here["changed_since_commit"]:
         commit += " with uncommitted changes"
-    cores, threads = (
-        f"{n} {thing}{'s' if n > 1 else ''}" for n, thing in ((machine["cores"], "core"), (here["threads"], "thread"))
-    )
+    counts = ((machine["cores"], "core"), (here["threads"], "thread"))
+    cores, threads = (f"{count} {thing}{'s' if count > 1 else ''}" for count, thing in counts)
     parts = [
-        f"{machine['cpu']}, {cores}, {machine['isa']} kernels",
-        threads,
+        f"{machine['cpu']}, {cores}, {machine['isa']} kernels; {threads}",
         f"PyTorch {versions['torch']}, Python {versions['python']}, orthokern {versions['orthokern']}, {commit}",
         f"{here['dtype']}, {results['date']}, `pytest bench --benchmark-only`",
     ]
