@@ -1,7 +1,6 @@
-"""Measurements that need their own process, because they measure the memory of the process. Prints one JSON object.
+"""The peak memory of a scan, which needs a process of its own. Prints one JSON object.
 
 python bench/child.py memory --op factored_scan --inputs tokens --activation tanh --T 10020 --N 128 --threads 2
-python bench/child.py copy --T 10000 --N 128 --threads 2
 
 Memory is in MB of 1e6 bytes.
 """
@@ -12,16 +11,12 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import io
 import json
-import math
 import os
 import re
 import resource
-import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +27,6 @@ from torch import Tensor
 from orthokern import cpu, functional
 
 FEATURES, CLASSES = 10, 9
-ITERATIONS = 12  # of the copy task
 TOLERANCE = 1e-5
 
 
@@ -120,47 +114,20 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
     }
 
 
-def copy(T: int, N: int, algorithm: str) -> dict[str, Any]:
-    """Time of an iteration and peak memory of the copy task by its command line: iterations, an evaluation, plots.
-
-    The first iteration, which also computes gradients through time, and the last one, with the evaluation, are not
-    timed.
-    """
-    from orthokern.tasks import copy as task
-    from orthokern.training import read_metrics
-
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        words = ["--T", T, "--hidden", N, "--algorithm", algorithm, "--iterations", ITERATIONS]
-        words += ["--threads", torch.get_num_threads(), "--diagnose-every", 10**6, "--out", out]
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = task.main([str(word) for word in words])
-        records = read_metrics(out / "metrics.jsonl")
-        losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
-        assert code == 0 and losses and math.isfinite(losses[-1]) and list(out.glob("*.png"))
-    ms = [record["ms_per_iteration"] for record in records if "ms_per_iteration" in record][1:-1]
-    spread = {"median": statistics.median(ms), "min": min(ms), "max": max(ms)}
-    return {"peak_mb": peak() / 1e6, "ms": spread, "B": task.DEFAULTS["batch"]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory", "copy"))
+    parser.add_argument("what", choices=("memory",))
     parser.add_argument("--op", choices=("factored_scan", "dense_scan"), default="factored_scan")
     parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
     parser.add_argument("--activation", choices=("tanh", "prelu", "oplu"), default="tanh")
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="K", help="keep every K-th state only")
-    parser.add_argument("--algorithm", choices=("auto", "modal", "sequential"), default="auto", help="of the copy task")
     parser.add_argument("--T", type=int, required=True)
     parser.add_argument("--N", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    if args.what == "memory":
-        result = memory(args.op, args.inputs, args.activation, args.T, args.N, args.checkpoint_every)
-    else:
-        result = copy(args.T, args.N, args.algorithm)
+    result = memory(args.op, args.inputs, args.activation, args.T, args.N, args.checkpoint_every)
     print(json.dumps(result))
 
 

@@ -51,7 +51,6 @@ TITLES = {
     "memory": "Peak memory of forward and backward, divided by the size of states plus adjoints",
     "cayley": "Cayley step of two N x N bases: time of the other implementation divided by ours",
     "skew_exp": "Exponential of a skew matrix, with its gradient: time of torch.matrix_exp divided by ours",
-    "parametrize": "Constrained weights of torch layers: time of torch's parametrization divided by ours",
     "projection": "Spectral projection: its time as a share of a training iteration",
     "activations": "Activations: time of eager torch divided by ours, forward and backward",
     "readout": "Readout with cross-entropy: time of torch divided by ours, forward and backward",
