@@ -14,7 +14,7 @@ Environment variables:
 * ``ORTHOKERN_CUDA_ARCHS``: compute capabilities to compile for, as ``80;90``; default: those of ``CUDA_ARCHS`` that
   nvcc knows.
 * ``CXX``, ``CXXFLAGS``, ``LDFLAGS``; ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``: as usual.
-* ``MAX_JOBS``: compilers run at once; default: one for each core.
+* ``MAX_JOBS``: number of parallel compile jobs; default: one for each core.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
 }
-# What a compiler has to accept, with the flags above, before an instruction set is built.
+# Sources that a compiler has to accept, with the flags above, before an instruction set is built.
 ISA_PROBES = {
     "avx2": "#include <immintrin.h>\n__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }\n",
     "avx512": "#include <immintrin.h>\n__m512d f(__m512i a) { return _mm512_cvtepi64_pd(a); }\n",
@@ -83,12 +83,12 @@ def words_of(name: str) -> list[str]:
 
 
 def job_count() -> int:
-    """Compilers to run at once: MAX_JOBS, or the cores this process may use."""
-    asked = os.environ.get("MAX_JOBS")
-    if asked:
-        if not re.fullmatch(r"[1-9][0-9]*", asked.strip()):
-            fail(f"MAX_JOBS={asked!r}: accepted is a whole number, 1 or more")
-        return int(asked)
+    """Number of parallel compile jobs: MAX_JOBS, or the cores this process may use."""
+    value = os.environ.get("MAX_JOBS")
+    if value:
+        if not re.fullmatch(r"[1-9][0-9]*", value.strip()):
+            fail(f"MAX_JOBS={value!r}: accepted is a whole number, 1 or more")
+        return int(value)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -124,8 +124,8 @@ class Toolchain:
 
     @classmethod
     def find(cls) -> Toolchain:
-        asked = words_of("CXX")
-        candidates = [asked] if asked else [["c++"], ["g++"], ["clang++"]]
+        value = words_of("CXX")
+        candidates = [value] if value else [["c++"], ["g++"], ["clang++"]]
         for command in candidates:
             if compiles(command, COMMON_FLAGS, "#include <optional>\nstd::optional<int> answer = 42;\n"):
                 name = (capture([*command, "--version"]).splitlines() or ["unknown"])[0].strip()
@@ -138,13 +138,13 @@ class Toolchain:
     def probe_isas(command: list[str], target: str) -> list[str]:
         if target.split("-")[0] not in ("x86_64", "amd64"):
             return ["baseline"]  # NEON belongs to the baseline of aarch64
-        built = []
+        isas = []
         for isa, flags in ISA_FLAGS.items():
             if isa not in ISA_PROBES or compiles(command, flags, ISA_PROBES[isa]):
-                built.append(isa)
+                isas.append(isa)
             else:
                 say(f"the compiler does not accept {' '.join(flags)}: no kernels for {isa}")
-        return built
+        return isas
 
 
 @dataclass(frozen=True)
@@ -179,30 +179,30 @@ class Cuda:
         homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
         candidates = [os.environ.get("CUDACXX", ""), *(f"{home}/bin/nvcc" for home in homes), "nvcc"]
         for candidate in [*candidates, "/usr/local/cuda/bin/nvcc"]:
-            found = shutil.which(candidate) if candidate else None
-            if found:
-                return found
+            path = shutil.which(candidate) if candidate else None
+            if path:
+                return path
         return None
 
     @staticmethod
     def choose_archs(nvcc: str, version: str) -> list[str]:
         known = re.findall(r"compute_([0-9]+)\b", capture([nvcc, "--list-gpu-arch"]))
-        asked = os.environ.get("ORTHOKERN_CUDA_ARCHS", "").strip()
-        if not asked:
+        value = os.environ.get("ORTHOKERN_CUDA_ARCHS", "").strip()
+        if not value:
             return [arch for arch in CUDA_ARCHS if arch in known] or CUDA_ARCHS
-        archs = [word.replace(".", "") for word in re.split(r"[;,\s]+", asked) if word]
+        archs = [word.replace(".", "") for word in re.split(r"[;,\s]+", value) if word]
         accepted = f"accepted is a list as 80;90 of {', '.join(known)}"
         if not archs:
-            fail(f"ORTHOKERN_CUDA_ARCHS={asked!r} names no compute capability; {accepted}")
+            fail(f"ORTHOKERN_CUDA_ARCHS={value!r} names no compute capability; {accepted}")
         for arch in archs:
             if not re.fullmatch(r"[0-9]{2,3}[af]?", arch) or (known and arch.rstrip("af") not in known):
-                fail(f"ORTHOKERN_CUDA_ARCHS={asked!r}: nvcc {version} does not know {arch!r}, {accepted}")
+                fail(f"ORTHOKERN_CUDA_ARCHS={value!r}: nvcc {version} does not know {arch!r}, {accepted}")
         return archs
 
     def gencode(self) -> list[str]:
         """One binary for each architecture, and PTX of the highest one for GPUs to come.
 
-        That of 90a or 100f is for its own generation, so it is taken where the list has no other.
+        PTX of 90a or 100f runs on its own generation only, so it is used if the list has no other.
         """
         binaries = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
         highest = max(self.archs, key=lambda arch: (arch.isdigit(), int(arch.rstrip("af"))))

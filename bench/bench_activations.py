@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave, ratio, spread_ms
+from harness import Bench, Size, check
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,38 +41,22 @@ EAGER: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", list(EAGER))
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_activation(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
-    """Eager torch over ours."""
     x = torch.randn(size["T"], size["B"], size["N"])
     cotangent = torch.randn_like(x)
     parameter = {"prelu": torch.tensor([0.25]), "modrelu": torch.empty(size["N"]).uniform_(-0.1, 0.1)}.get(name)
     inputs = [t.requires_grad_() for t in (x, parameter) if t is not None]
 
-    def step(function: Callable[..., Tensor], given: list[Tensor], g: Tensor) -> tuple[Tensor, ...]:
-        y = function(*given)
-        return y, *torch.autograd.grad(y, given, g)
+    def step(function: Callable[..., Tensor], inputs: list[Tensor] = inputs, g: Tensor = cotangent) -> Any:
+        y = function(*inputs)
+        return y, *torch.autograd.grad(y, inputs, g)
 
     def ours(x: Tensor, parameter: Tensor | None = None) -> Tensor:
         return functional.activation(x, name, parameter)
 
-    exact = step(EAGER[name], [t.detach().double().requires_grad_() for t in inputs], cotangent.double())
-    error = check(name, step(ours, inputs, cotangent), exact, TOLERANCE)
+    eager = EAGER[name]
+    exact = step(eager, [t.detach().double().requires_grad_() for t in inputs], cotangent.double())
+    error = check(name, step(ours), exact, TOLERANCE)
     del exact
-    benchmark.group = "activations, forward and backward"
-    calls = {
-        "eager": lambda: step(EAGER[name], inputs, cotangent),
-        "ours": lambda: step(ours, inputs, cotangent),
-    }
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(15), warmup=2)
-    bench.record(
-        "activations",
-        name,
-        size,
-        "times as long",
-        ratio(seconds["eager"], seconds["ours"]),
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["eager"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+    bench.compare(
+        benchmark, "activations", name, size, lambda: step(eager), lambda: step(ours), rounds=15, warmup=2, error=error
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave, median, ratio, spread_ms
+from harness import Bench, Size, check
 from torch import Tensor
 
 from orthokern import functional, init
@@ -36,7 +36,6 @@ TOLERANCE = 5e-7
 # Relative RMS of W^T W against I for the other implementations. Their steps are different, so only orthogonality is
 # checked.
 ORTHOGONAL = 1e-3
-BAR = 1.0  # faster than every one of them at every size
 
 
 def by_solve(m: Tensor, g: Tensor, lr: float) -> Tensor:
@@ -107,26 +106,15 @@ def test_step(benchmark: Any, bench: Bench, size: Size, peer: str, step: str) ->
         for w in bases():
             check(peer, [w.mT @ w], [torch.eye(N)], ORTHOGONAL)
 
-    benchmark.group = f"cayley, {step}, {B} x {N} x {N}"
-    calls = {"peer": call, "ours": lambda: functional.cayley(m, g, lr)}
-    rounds = bench.rounds(101 if N <= 128 else 31 if N <= 256 else 9)
-    seconds = interleave(benchmark, calls, rounds=rounds, warmup=3)
-    times = ratio(seconds["peer"], seconds["ours"])
-    # The flops that every algorithm needs: G M^T and A M, without the factorisation.
-    rate = 4e-9 * B * N**3 / median(seconds["ours"])
-    benchmark.extra_info.update({"GFLOP/s": round(rate, 1), "times_as_long": round(times, 3), "peer": peer})
-    bench.record(
+    bench.compare(
+        benchmark,
         "cayley",
         f"{peer}, {step}",
         size,
-        "times as long",
-        times,
-        bar=BAR,
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["peer"]),
-            "gflop_per_s": round(rate, 1),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+        call,
+        lambda: functional.cayley(m, g, lr),
+        rounds=101 if N <= 128 else 31 if N <= 256 else 9,
+        warmup=3,
+        target=1.0,
+        error=error,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, interleave, ratio, spread_ms
+from harness import BATCH, Bench, Size, check
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,7 +23,6 @@ TOLERANCE = 2e-5
 
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_readout(benchmark: Any, bench: Bench, size: Size) -> None:
-    """torch's two calls over ours."""
     N, T = size["N"], size["T"]
     hidden, weight, bias = torch.randn(T, BATCH, N), torch.randn(CLASSES, N) / N**0.5, torch.randn(CLASSES)
     target = torch.randint(0, CLASSES, (T, BATCH))
@@ -35,26 +34,12 @@ def test_readout(benchmark: Any, bench: Bench, size: Size) -> None:
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.linear_cross_entropy(hidden, weight, bias, target)
 
-    def step(function: Any, given: list[Tensor]) -> tuple[Tensor, ...]:
-        loss = function(*given)
-        return loss, *torch.autograd.grad(loss, given)
+    def step(function: Any, inputs: list[Tensor] = inputs) -> tuple[Tensor, ...]:
+        loss = function(*inputs)
+        return loss, *torch.autograd.grad(loss, inputs)
 
     exact = step(eager, [t.detach().double().requires_grad_() for t in inputs])
-    error = check("linear_cross_entropy", step(ours, inputs), exact, TOLERANCE)
+    error = check("linear_cross_entropy", step(ours), exact, TOLERANCE)
     del exact
-    benchmark.group = "readout and cross-entropy, forward and backward"
-    calls = {"eager": lambda: step(eager, inputs), "ours": lambda: step(ours, inputs)}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(11))
-    bench.record(
-        "readout",
-        "linear and cross_entropy over linear_cross_entropy",
-        {**size, "B": BATCH, "C": CLASSES},
-        "times as long",
-        ratio(seconds["eager"], seconds["ours"]),
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["eager"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
-    )
+    sizes, case = {**size, "B": BATCH, "C": CLASSES}, "linear and cross_entropy over linear_cross_entropy"
+    bench.compare(benchmark, "readout", case, sizes, lambda: step(eager), lambda: step(ours), rounds=11, error=error)

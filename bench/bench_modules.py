@@ -3,7 +3,7 @@
 10 input features, tanh, biases, forward and backward to all parameters (not to the input: a first layer's needs none),
 cotangents at every step. All modules hold the same recurrence: torch's and ours of the dense matrix are loaded with the
 composed matrix of the factorized one, so float64 torch is the reference of all. And one step of one small sequence,
-which is nearly all overhead: what a call costs outside the kernels, the GRU's beside torch.nn.GRU.
+which is nearly all overhead: what a call costs outside the kernels.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, gflop, interleave, median, only, ratio, spread_ms
+from harness import BATCH, Bench, Size, check, checked_sequences, only
 from torch import Tensor, nn
 
 import orthokern.nn
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
+HEADLINE = [size for size in SIZES if size["T"] <= 1000]
+ONE_STEP = [{"N": 16, "T": 1, "B": 1}]
 FEATURES = 10
 MODULES = ("RNN", "FactorizedRNN", "FactorizedRNN, composed")
 
 # Relative RMS of float32 outputs and gradients against float64; measured: at most 3e-6.
 TOLERANCE = 2e-5
-
-# torch.nn.RNN's time over ours: bar and goal by N.
-DENSE = {128: (4.0, 6.0), 500: (2.5, 3.0), 1000: (2.5, 3.0)}
-FACTORIZED = {128: (3.0, 4.0), 500: (1.6, 1.9), 1000: (1.4, 1.7)}
+# torch.nn.RNN's time over ours, by N.
+TARGETS = {"RNN": {128: 4.0, 500: 2.5, 1000: 2.5}, "FactorizedRNN": {128: 3.0, 500: 1.6, 1000: 1.4}}
 
 
 def build(name: str, N: int) -> tuple[nn.Module, nn.RNN]:
@@ -62,7 +62,7 @@ def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> dict[str, Tens
 
 
 def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-    """What `gradients` of ours should be, from torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
+    """`gradients` of ours by torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
     double = nn.RNN(FEATURES, theirs.hidden_size, dtype=torch.float64)
     double.load_state_dict(theirs.state_dict())
     if not isinstance(ours, orthokern.nn.FactorizedRNN):
@@ -70,70 +70,48 @@ def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> d
     exact = orthokern.nn.FactorizedRNN(FEATURES, ours.hidden_size, dtype=torch.float64)
     exact.load_state_dict(ours.state_dict())
     copy_weights(exact, double)  # W composed in float64, not rounded to float32 on the way
-    found = gradients(double, x.double(), cotangent.double())
+    grads = gradients(double, x.double(), cotangent.double())
     names = ("u_l0", "v_l0", "spectrum_l0")
     parameters = [exact.get_parameter(name) for name in names]
-    grads = torch.autograd.grad(exact.recurrent_matrix(), parameters, found["weight_hh_l0"])
-    through_w = dict(zip(names, grads, strict=True))
-    common = {"weight_ih_l0": found["weight_ih_l0"], "bias_l0": found["bias_ih_l0"], "output": found["output"]}
-    return {**common, **through_w}
+    through_w = torch.autograd.grad(exact.recurrent_matrix(), parameters, grads["weight_hh_l0"])
+    common = {"weight_ih_l0": grads["weight_ih_l0"], "bias_l0": grads["bias_ih_l0"], "output": grads["output"]}
+    return {**common, **dict(zip(names, through_w, strict=True))}
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sizes(SIZES, quick=QUICK)
+@pytest.mark.sizes(SIZES, quick=QUICK, headline=HEADLINE)
 def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
-    """torch.nn.RNN over one of ours, forward and backward."""
     N, T = size["N"], size["T"]
     ours, theirs = build(name, N)
-    x = torch.randn(T, BATCH, FEATURES)
-    cotangent = torch.randn(T, BATCH, N)
-
+    x, cotangent = torch.randn(T, BATCH, FEATURES), torch.randn(T, BATCH, N)
     some = checked_sequences(size)
     actual = gradients(ours, x, only(cotangent, some))
     actual["output"] = actual["output"][:, some]
-    wanted = expected(ours, theirs, x[:, some], cotangent[:, some])
-    error = check(name, actual.values(), [wanted[key] for key in actual], TOLERANCE)
-    del actual, wanted
+    exact = expected(ours, theirs, x[:, some], cotangent[:, some])
+    error = check(name, actual.values(), [exact[key] for key in actual], TOLERANCE)
+    del actual, exact
 
     def step(module: nn.Module) -> tuple[Tensor, ...]:
-        output, _ = module(x)
-        return torch.autograd.grad(output, list(module.parameters()), cotangent)
+        return torch.autograd.grad(module(x)[0], list(module.parameters()), cotangent)
 
-    benchmark.group = "modules, forward and backward"
-    sgemm = bench.sgemm
-    calls = {"torch.nn.RNN": lambda: step(theirs), "sgemm": lambda: sgemm(), "ours": lambda: step(ours)}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(11 if T < 5000 else 5))
-    # What the ratio would be if everything ran at the rate of torch's own matrix product: the most there is.
-    op = "factored_scan" if name == "FactorizedRNN" else "dense_scan"
-    work = sum(gflop(op, direction, {**size, "B": BATCH, "D": FEATURES}) for direction in ("forward", "backward"))
-    if name.endswith("composed"):
-        work += 6e-9 * N**3  # W = U diag(s) V^T, and M V and M^T U for the gradients
-    most = ratio(seconds["torch.nn.RNN"], [t * work / sgemm.gflop for t in seconds["sgemm"]])
-    bar, goal = (DENSE if name == "RNN" else FACTORIZED).get(N, (None, None))
-    bench.record(
+    bench.compare(
+        benchmark,
         "modules",
         f"torch.nn.RNN over orthokern.nn.{name}",
         {**size, "B": BATCH, "D": FEATURES},
-        "times as long",
-        ratio(seconds["torch.nn.RNN"], seconds["ours"]),
-        bar=bar,
-        goal=goal,
-        details={
-            "us_per_step": round(1e6 * median(seconds["ours"]) / T, 3),
-            "peer_us_per_step": round(1e6 * median(seconds["torch.nn.RNN"]) / T, 3),
-            "at_sgemm_rate": round(most, 3),
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["torch.nn.RNN"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+        lambda: step(theirs),
+        lambda: step(ours),
+        rounds=11 if T < 5000 else 5,
+        target=TARGETS[name.split(",")[0]].get(N),
+        error=error,
     )
 
 
+@pytest.mark.headline
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
-@pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
+@pytest.mark.sizes(ONE_STEP, quick=ONE_STEP)
 def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
-    """torch's module over ours, forward and backward of one step: torch's is C++ throughout, ours begins in Python."""
+    """One step, forward and backward: torch's is C++ throughout, ours begins in Python."""
     N, T, B = size["N"], size["T"], size["B"]
     x, cotangent = torch.randn(T, B, FEATURES), torch.randn(T, B, N)
     if name == "GRU":
@@ -142,26 +120,19 @@ def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         ours.load_state_dict(theirs.state_dict())
         double = nn.GRU(FEATURES, N, dtype=torch.float64)
         double.load_state_dict(theirs.state_dict())
-        wanted = gradients(double, x.double(), cotangent.double())
+        exact = gradients(double, x.double(), cotangent.double())
     else:
         ours, theirs = build(name, N)
-        wanted = expected(ours, theirs, x, cotangent)
+        exact = expected(ours, theirs, x, cotangent)
     actual = gradients(ours, x, cotangent)
-    error = check(name, actual.values(), [wanted[key] for key in actual], TOLERANCE)
-
-    benchmark.group = "modules, one step"
-    calls = {"torch": lambda: gradients(theirs, x, cotangent), "ours": lambda: gradients(ours, x, cotangent)}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(501), warmup=20)
-    bench.record(
+    bench.compare(
+        benchmark,
         "overhead",
         f"torch.nn.{'GRU' if name == 'GRU' else 'RNN'} over orthokern.nn.{name}",
         {**size, "D": FEATURES},
-        "times as long",
-        ratio(seconds["torch"], seconds["ours"]),
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["torch"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+        lambda: gradients(theirs, x, cotangent),
+        lambda: gradients(ours, x, cotangent),
+        rounds=501,
+        warmup=20,
+        error=check(name, actual.values(), [exact[key] for key in actual], TOLERANCE),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave, ratio, spread_ms
+from harness import Bench, Size, check
 from torch import Tensor
 
 from orthokern.nn import PeepholeLSTM
@@ -18,6 +18,7 @@ QUICK = [{"N": 24, "T": 5, "B": 3}]
 TOLERANCE = 2e-5
 
 
+@pytest.mark.headline
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_peephole_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
     """torch.nn.LSTM over ours, both with D = N features and biases. With peepholes of zero they compute the same."""
@@ -31,21 +32,9 @@ def test_peephole_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
         output = module(x)[0]
         return output, *torch.autograd.grad(output, [x, *module.parameters()], grad)
 
-    found = step(ours)[:-1]  # without the peepholes' gradient
-    error = check("lstm", found, step(exact, x.detach().double().requires_grad_(), grad.double()), TOLERANCE)
-    benchmark.group = "LSTM, forward and backward"
-    seconds = interleave(benchmark, {"torch": lambda: step(theirs), "ours": lambda: step(ours)}, rounds=bench.rounds(7))
-    bench.record(
-        "lstm",
-        "torch.nn.LSTM over orthokern.nn.PeepholeLSTM",
-        size,
-        "times as long",
-        ratio(seconds["torch"], seconds["ours"]),
-        bar=1.0,
-        details={
-            "ms": spread_ms(seconds["ours"]),
-            "peer_ms": spread_ms(seconds["torch"]),
-            "error": error,
-            "tolerance": TOLERANCE,
-        },
+    actual = step(ours)[:-1]  # without the peepholes' gradient
+    error = check("lstm", actual, step(exact, x.detach().double().requires_grad_(), grad.double()), TOLERANCE)
+    case = "torch.nn.LSTM over orthokern.nn.PeepholeLSTM"
+    bench.compare(
+        benchmark, "lstm", case, size, lambda: step(theirs), lambda: step(ours), rounds=7, target=1.0, error=error
     )

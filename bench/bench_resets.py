@@ -1,4 +1,4 @@
-"""What resets cost: a call with 0, 1 % and 10 % of its steps reset, divided by the same call without the argument."""
+"""The scans and the GRU with a share of the steps reset, over the same calls without `resets`; forward and backward."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, factors, interleave, ratio, spread_ms
+from harness import BATCH, Bench, Size, check, factors, interleave
 from torch import Tensor
 
 from orthokern import functional
 
-OPS = ["factored_scan", "dense_scan", "gru_scan"]
 SIZES = [{"N": 128, "T": 1000}, {"N": 512, "T": 120}]
 QUICK = [{"N": 24, "T": 12}]
 SHARES = {"0 %": 0.0, "1 %": 0.01, "10 %": 0.1}
-BAR = 1.05
 
 # Relative RMS of float32 against float64, on sums over up to 50 000 rows; measured: 2e-6.
 TOLERANCE = 2e-5
@@ -35,41 +33,29 @@ def case(op: str, N: int, T: int) -> tuple[list[Tensor], Tensor]:
     return inputs, torch.randn(T, BATCH, N, generator=generator)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["factored_scan", "dense_scan", "gru_scan"])
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_resets(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
     """Forward and backward, resets to h0, spread at random over the batch."""
     inputs, cotangent = case(op, size["N"], size["T"])
-    choice = {"variant": "torch"} if op == "gru_scan" else {"activation": "tanh"}
-    scan: Callable[..., Tensor] = functools.partial(getattr(functional, op), **choice)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(size["T"], BATCH, generator=generator)
-    cuts: dict[str, Tensor | None] = {name: drawn < share for name, share in SHARES.items()}
+    options = {"variant": "torch"} if op == "gru_scan" else {"activation": "tanh"}
+    scan: Callable[..., Tensor] = functools.partial(getattr(functional, op), **options)
+    drawn = torch.rand(size["T"], BATCH, generator=torch.Generator().manual_seed(0))
+    resets: dict[str, Tensor | None] = {name: drawn < share for name, share in SHARES.items()}
 
     def step(resets: Tensor | None, inputs: list[Tensor] = inputs, **options: Any) -> tuple[Tensor, ...]:
         hs = scan(*inputs, resets=resets, **options)
         return hs.detach(), *torch.autograd.grad(hs, inputs, cotangent.to(hs.dtype))
 
-    plain = step(None)
-    check(f"{op} with no true reset", step(cuts["0 %"]), plain, 0.0)
+    check(f"{op} with no true reset", step(resets["0 %"]), step(None), 0.0)
     double = [t.detach().double().requires_grad_() for t in inputs]
-    error = check(f"{op} with resets", step(cuts["10 %"]), step(cuts["10 %"], double, backend="reference"), TOLERANCE)
+    exact = step(resets["10 %"], double, backend="reference")
+    error = check(f"{op} with resets", step(resets["10 %"]), exact, TOLERANCE)
     benchmark.group = f"{op} with resets, forward and backward"
-    calls = {name: functools.partial(step, resets) for name, resets in {"without": None, **cuts}.items()}
+    calls = {name: functools.partial(step, each) for name, each in {"without": None, **resets}.items()}
     seconds = interleave(benchmark, calls, rounds=bench.rounds(15))
     for name in SHARES:
-        bench.record(
-            "resets",
-            f"{op}, {name} of the steps",
-            size,
-            "time with resets over that without",
-            ratio(seconds[name], seconds["without"]),
-            bar=BAR,
-            better="lower",
-            details={
-                "ms": spread_ms(seconds[name]),
-                "peer_ms": spread_ms(seconds["without"]),
-                "error": error,
-                "tolerance": TOLERANCE,
-            },
+        label = f"{op}, {name} of the steps"
+        bench.record_ratio(
+            "resets", label, size, seconds["without"], seconds[name], target=1.05, better="lower", error=error
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave, spread_ms
+from harness import Bench, Size, check, interleave
 from torch import Tensor
 
 from orthokern.nn import GRU
@@ -46,11 +46,11 @@ def _training_steps(N: int, count: int, generator: torch.Generator) -> tuple[Ten
 @pytest.mark.parametrize("steps", ["small", "training"])
 def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> None:
     """The projection's share of a language model's training iteration, and a full SVD's, in a training whose W_hn
-    stays at the bound: what rises above it in every step has to be found and taken out.
+    stays at the bound: every step has to find and remove the singular values above it.
 
     small: steps of norm 0.02 and a spectrum that is dense below the bound, so that few directions change in a step.
-    training: steps larger than the bound, as in `word_lm`, so that all directions change. The cost
-    is a mean over steps, because steps differ.
+    training: steps larger than the bound, as in `word_lm`, so that all directions change. The cost is a mean over
+    steps, because steps differ.
     """
     N, T, B, C = size["N"], size["T"], size["B"], size["C"]
     embedding, rnn, readout = torch.nn.Embedding(C, N), GRU(N, N), torch.nn.Linear(N, C)
@@ -79,15 +79,15 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
             rnn.recurrent_matrix().copy_(start)
     projection = SpectralNormProjection(rnn, delta=0.2)
     projection.step()
-    other = start.clone()  # what the SVD works on: a walk of its own over the same changes
+    other = start.clone()  # the matrix of the SVD, after the same changes
     walks = {"ours": rnn.recurrent_matrix().detach(), "svd": other}
-    taken = dict.fromkeys(walks, 0)
+    count = dict.fromkeys(walks, 0)
 
     def disturbed(name: str) -> Tensor:
-        taken[name] += 1
+        count[name] += 1
         if steps == "training":  # from the same spectrum in every step: the loss, which would keep it so, has no part
             walks[name].copy_(start)
-        return walks[name].add_(changes[taken[name] % len(changes)])
+        return walks[name].add_(changes[count[name] % len(changes)])
 
     def by_svd() -> None:
         u, s, vh = torch.linalg.svd(walks["svd"])
@@ -106,17 +106,16 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
         "ours": projection.step,
     }
     seconds = interleave(benchmark, calls, rounds=rounds)
-    mean = {name: statistics.fmean(values) for name, values in seconds.items()}
-    details = {
-        "ms": spread_ms(seconds["ours"]),
-        "mean_ms": 1e3 * mean["ours"],
-        "svd_ms": spread_ms(seconds["svd"]),
-        "iteration_ms": spread_ms(seconds["iteration"]),
-        "error": error,
-        "counts": dict(projection.counts),
-        "values_above": int((s > 1.8).sum()),
-    }
-    share = 100 * mean["ours"] / statistics.median(seconds["iteration"])
-    case = f"projection, {steps} steps"
-    bench.record("gru", case, size, "share of an iteration", share, unit="%", bar=12.0, better="lower", details=details)
-    bench.record("gru", f"full SVD over {case}", size, "times as long", mean["svd"] / mean["ours"])
+    iteration_seconds = statistics.median(seconds["iteration"])
+    for case, times, target in (("projection", seconds["ours"], 12.0), ("full SVD", seconds["svd"], None)):
+        bench.record(
+            "projection",
+            f"{case}, {steps} steps",
+            size,
+            100 * statistics.fmean(times) / iteration_seconds,
+            unit="%",
+            target=target,
+            better="lower",
+            iteration_ms=1e3 * iteration_seconds,
+            error=error,
+        )

@@ -1,7 +1,6 @@
-"""Measurements that need their own process, because they measure the memory of the process. Prints one JSON object.
+"""The peak memory of a scan, which needs a process of its own. Prints one JSON object.
 
 python bench/child.py memory --op factored_scan --inputs tokens --activation tanh --T 10020 --N 128 --threads 2
-python bench/child.py copy --T 10000 --N 128 --threads 2
 
 Memory is in MB of 1e6 bytes.
 """
@@ -12,18 +11,17 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import io
 import json
-import math
+import os
 import re
 import resource
+import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import BATCH, check, factors
+from harness import BATCH, ROOT, WrongResult, check, factors
 from torch import Tensor
 
 from orthokern import cpu, functional
@@ -32,36 +30,40 @@ FEATURES, CLASSES = 10, 9
 TOLERANCE = 1e-5
 
 
+def child(*arguments: str) -> dict[str, Any]:
+    """Run this file in a process of its own, with the threads of this one; returns the JSON object that it prints."""
+    command = [sys.executable, __file__, *arguments, "--threads", str(torch.get_num_threads())]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    if process.returncode:
+        raise WrongResult(f"bench/child.py {' '.join(arguments)} failed: {process.stderr.strip()[-800:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
+
+
 def status(field: str) -> int | None:
     """A field of /proc/self/status in bytes; None where the system has none."""
     try:
-        found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        line = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return 1024 * int(found[1]) if found else None
+    return 1024 * int(line[1]) if line else None
 
 
 def peak() -> int:
     """Largest resident size so far, in bytes."""
-    high = status("VmHWM")
-    if high is not None:
-        return high
     unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return status("VmHWM") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def start_again() -> int:
+def reset_peak() -> int:
     """Free cached memory, reset the recorded peak if the system allows it, and return the resident size in bytes."""
     gc.collect()
     cpu.empty_cache()
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):  # not glibc
-        pass
-    try:
+    with contextlib.suppress(OSError):  # then the peak is that of the imports at least, far below what is measured
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # then the peak is that of the imports at least; it is far below what is measured
-        pass
     return status("VmRSS") or peak()
 
 
@@ -71,11 +73,8 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
     u, s, v = factors(N, generator)
     matrices = [u, s, v] if op == "factored_scan" else [(u * s) @ v.mT]
     weight, readout = torch.randn(N, FEATURES, generator=generator), torch.randn(CLASSES, N, generator=generator)
-    parameters = [*matrices, weight, readout]
-    if activation == "prelu":
-        parameters.append(torch.full((1,), 0.7))  # its slope
-    for parameter in parameters:
-        parameter.requires_grad_()
+    slope = [torch.full((1,), 0.7)] if activation == "prelu" else []
+    parameters = [t.requires_grad_() for t in (*matrices, weight, readout, *slope)]
 
     def data(T: int) -> tuple[Tensor, Tensor]:
         if inputs == "tokens":
@@ -88,89 +87,48 @@ def memory(op: str, inputs: str, activation: str, T: int, N: int, every: int) ->
         cast = [parameter.to(dtype) for parameter in parameters]
         slope = cast.pop() if activation == "prelu" else None
         *scanned, w, r = cast
-        scan = getattr(functional, op)
         options = {"activation": activation, "act_param": slope, "checkpoint_every": every}
-        states = scan(x, *scanned, weight=w, backend=backend, **options)
+        states = getattr(functional, op)(x, *scanned, weight=w, backend=backend, **options)
         return functional.linear_cross_entropy(states, r, None, targets, backend=backend)
 
     def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        wanted = [*parameters, x] if x.requires_grad else parameters
-        return torch.autograd.grad(loss(x, targets), wanted)
+        return torch.autograd.grad(loss(x, targets), [*parameters, x] if x.requires_grad else parameters)
 
     # A short run first: it checks, starts the threads, and maps what does not grow with T.
-    small = data(8)
-    exact = torch.autograd.grad(
-        loss(small[0].double() if inputs == "features" else small[0], small[1], torch.float64, "reference"), parameters
-    )
-    error = check(op, step(*small)[: len(parameters)], exact, TOLERANCE)
-    del exact, small
+    x, targets = data(8)
+    exact_x = x.double() if inputs == "features" else x
+    exact = torch.autograd.grad(loss(exact_x, targets, torch.float64, "reference"), parameters)
+    error = check(op, step(x, targets)[: len(parameters)], exact, TOLERANCE)
+    del exact, exact_x, x, targets
 
     batch = data(T)
-    before = start_again()
+    before = reset_peak()
     grads = step(*batch)
     extra = peak() - before
     assert all(bool(g.isfinite().all()) for g in grads)
-    states_and_adjoints = 2 * 4 * T * BATCH * N
-    from orthokern import _C  # its memory pool, which no public function shows
-
-    cached = _C.cache_bytes()
     return {
-        "ratio": extra / states_and_adjoints,
-        "extra_mb": round(extra / 1e6, 1),
-        "states_and_adjoints_mb": round(states_and_adjoints / 1e6, 1),
-        "before_mb": round(before / 1e6, 1),
-        "pool_in_use_mb": round(cached[0] / 1e6, 1),
-        "pool_waiting_mb": round(cached[1] / 1e6, 1),
+        "ratio": extra / (2 * 4 * T * BATCH * N),
+        "extra_mb": extra / 1e6,
+        "before_mb": before / 1e6,
         "error": error,
-        "tolerance": TOLERANCE,
     }
-
-
-def copy(T: int, N: int, algorithm: str) -> dict[str, Any]:
-    """Peak of a process that trains on the copy task by its command line: a few iterations, an evaluation, plots."""
-    from orthokern.tasks import copy as task
-    from orthokern.training import read_metrics
-
-    with tempfile.TemporaryDirectory() as folder:
-        words = [
-            "--T",
-            T,
-            "--hidden",
-            N,
-            "--algorithm",
-            algorithm,
-            "--iterations",
-            4,
-            "--threads",
-            torch.get_num_threads(),
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = task.main([str(word) for word in (*words, "--out", Path(folder) / "run")])
-        evaluations = [r for r in read_metrics(Path(folder) / "run" / "metrics.jsonl") if "held_out_loss" in r]
-        assert code == 0 and len(evaluations) == 1 and math.isfinite(evaluations[0]["held_out_loss"])
-        assert list(Path(folder).glob("run/*.png"))
-    return {"peak_mb": round(peak() / 1e6, 1), "B": task.DEFAULTS["batch"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory", "copy"))
+    parser.add_argument("what", choices=("memory",))
     parser.add_argument("--op", choices=("factored_scan", "dense_scan"), default="factored_scan")
     parser.add_argument("--inputs", choices=("tokens", "features"), default="tokens")
     parser.add_argument("--activation", choices=("tanh", "prelu", "oplu"), default="tanh")
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="K", help="keep every K-th state only")
-    parser.add_argument("--algorithm", choices=("auto", "modal", "sequential"), default="auto", help="of the copy task")
     parser.add_argument("--T", type=int, required=True)
     parser.add_argument("--N", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    if given.what == "memory":
-        found = memory(given.op, given.inputs, given.activation, given.T, given.N, given.checkpoint_every)
-    else:
-        found = copy(given.T, given.N, given.algorithm)
-    print(json.dumps(found))
+    result = memory(args.op, args.inputs, args.activation, args.T, args.N, args.checkpoint_every)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in one command: build, probe, parity, times, profiles, tests, and a report with verdicts.
+"""The first hour on a GPU, in one command: build, probe, parity, times, tests, and a report with verdicts.
 
     python bench/first_hour.py             # on a machine with an NVIDIA GPU, nvcc and this source tree
     python bench/first_hour.py --dry-run   # every stage on the CPU, tiny sizes on the host harness; no number counts
@@ -53,7 +53,6 @@ BARS = {
     "times-composed-N500": Bar(60.0, 22.0),
     "times-tanh-N1000": Bar(150.0, 60.0),
     "times-composed-N1000": Bar(150.0, 90.0),
-    "times-tanh-3xtf32-N1000": Bar(90.0, 60.0),
     "times-cudnn-N128": Bar(2.0, 5.0, "higher"),
     "times-cudnn-N500": Bar(4.0, 8.0, "higher"),
     "times-cudnn-N1000": Bar(3.0, 6.0, "higher"),
@@ -80,7 +79,6 @@ class Job:
     lines: bool = False  # the output is JSON lines; else only the exit status counts
     passes: tuple[int, ...] = (0,)
     needs: str = ""  # the measurement without which this one has no meaning
-    makes: str = ""  # a file that a success leaves behind
 
 
 # ---- what there is to do ---------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ def parity_of(name: str, names: Sequence[str]) -> str:
     Without it a time would be one of wrong results, or a kernel that waits for ever would take the hour, a time limit
     for each of its cases.
     """
-    kinds = [kind for kind in ("chunked", "3xtf32") if kind in name]
+    kinds = ["chunked"] if "chunked" in name else []
     parity = "-".join(["parity", *kinds, name.rpartition("-")[2]])
     return parity if name.startswith("times") and parity in names else ""
 
@@ -160,30 +158,6 @@ def probe_jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
     ]
 
 
-def profile_jobs(dry: bool, folder: Path) -> list[Job]:
-    """Nsight Compute on the kernels of one call each; in a dry run the call alone."""
-    found = []
-    for case, kernel in (
-        ("times-tanh-N128", "resident_scan"),
-        ("times-tanh-N500", "cluster_scan"),
-        ("times-tanh-N1000", "cluster_scan"),
-    ):
-        name = case.replace("times", "profile")
-        if dry:
-            continue
-        tool = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-        command = (
-            tool, "--set", "full", "--kernel-name", f"regex:{kernel}", "--launch-count", "2", "--force-overwrite",
-            "--export", str(folder / name), sys.executable, str(CASES), case,
-        )  # fmt: skip
-        # without the permission to read counters, ncu runs the call, writes nothing and may still end with 0
-        made = str(folder / f"{name}.ncu-rep")
-        found.append(
-            Job(name, command, 300, missing="" if Path(tool).exists() else "ncu not found", needs=case, makes=made)
-        )
-    return found
-
-
 def jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
     """Everything, in the order in which an hour that is cut short is of most use."""
     names = case_names()
@@ -202,7 +176,6 @@ def jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
         *([] if dry else [Job("build", build, 1200, env=build_env)]),
         *probe_jobs(dry, folder, capability),
         *case_jobs(names, dry, folder),
-        *profile_jobs(dry, folder),
         *tests,
     ]
 
@@ -229,8 +202,6 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
     start = time.monotonic()
     env = {**os.environ, **dict(job.env)}
     log = folder / f"{job.name}.log"
-    if job.makes:
-        Path(job.makes).unlink(missing_ok=True)
     with log.open("w") as output:
         # a group of its own, so that the limit also ends what it has started
         try:
@@ -266,8 +237,6 @@ def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
     elif status not in job.passes:
         last = [line for line in text.splitlines() if line.strip()]
         error = f"exit status {status}: {last[-1] if last else 'no output'}"
-    elif job.makes and not Path(job.makes).exists():
-        error = f"{Path(job.makes).name} was not written: see {log.name}"
     elif cases:
         return
     else:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -171,49 +170,6 @@ def parity_view(machine: Machine) -> dict[str, Any]:
     return {"value": 0.0, "unit": "relative error"}
 
 
-def parity_precision_in_clusters(machine: Machine, N: int) -> dict[str, Any]:
-    """Three TF32 products on the tensor cores of clusters, states and gradients against float64."""
-    from helpers import run_scan, scan_problem
-
-    from orthokern.cuda import _call
-
-    sizes = {"B": 8 if machine.dry else machine.batch, "T": machine.steps(9), "N": machine.units(N)}
-    problem = scan_problem("dense_scan", **sizes, inputs="tokens").to(torch.float32)
-    exact = run_scan(problem.to(torch.float64), "reference")
-    there = problem.map(lambda t: t.to(machine.device))
-    there.x = there.x.to(machine.device)
-    with mock.patch.object(_call, "overrides", {"path": 1, "tensor": 1}):
-        found = run_scan(there, "cuda", precision="3xtf32")
-    names = [name for name in ("hs", *problem.grad_names()) if found[name].numel()]
-    errors = {name: relative(found[name], exact[name]) for name in names}
-    for name, error in errors.items():
-        assert error < 1e-5, f"{name} is off by {error}"
-    return {"value": errors["hs"], "unit": "relative error of the states", "errors": errors}
-
-
-def parity_precision(machine: Machine) -> dict[str, Any]:
-    """The identity over 1000 steps of the path with tensor cores: three TF32 products beside IEEE and plain torch."""
-    from helpers import run_scan, scan_problem
-
-    from orthokern.cuda import _call
-
-    N = machine.units(128) if machine.dry else 64
-    problem = scan_problem("dense_scan", B=4, T=machine.steps(1000), N=N, activation="identity", inputs="tokens")
-    problem.matrices = (torch.linalg.qr(problem.matrices[0])[0],)
-    problem = problem.to(torch.float32)
-    exact = run_scan(problem.to(torch.float64), "reference")["hs"]
-    there = problem.map(lambda t: t.to(machine.device))
-    there.x = there.x.to(machine.device)
-    with mock.patch.object(_call, "overrides", {"path": 2}):
-        errors = {
-            name: relative(run_scan(there, "cuda", precision=name, algorithm="sequential")["hs"], exact)
-            for name in ("ieee", "3xtf32", "tf32")
-        }
-    errors["torch"] = relative(run_scan(problem, "reference")["hs"], exact)
-    assert errors["3xtf32"] < 10 * errors["torch"] + 1e-6, f"3xtf32 is off by {errors['3xtf32']}"
-    return {"value": errors["3xtf32"], "unit": "relative error of the states", "errors": errors}
-
-
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,11 +214,15 @@ def scan_call(machine: Machine, op: str, N: int, activation: str, inputs: str, *
     return step
 
 
+def spread(ms: list[float]) -> dict[str, float]:
+    return {"min": min(ms), "max": max(ms)}
+
+
 def times(machine: Machine, op: str, N: int, activation: str, inputs: str, **options: Any) -> dict[str, Any]:
     step = scan_call(machine, op, N, activation, inputs, **options)
     found = machine.milliseconds(step)
     kernels = machine.kernels(step)
-    return {"value": statistics.median(found), "unit": "ms", "all": found, "kernels": kernels}
+    return {"value": statistics.median(found), "unit": "ms", "spread": spread(found), "kernels": kernels}
 
 
 def times_cudnn(machine: Machine, N: int) -> dict[str, Any]:
@@ -282,7 +242,7 @@ def times_cudnn(machine: Machine, N: int) -> dict[str, Any]:
 
     ms = {"cudnn": machine.milliseconds(lambda: step(theirs)), "ours": machine.milliseconds(lambda: step(ours))}
     ratio = statistics.median(ms["cudnn"]) / statistics.median(ms["ours"])
-    return {"value": ratio, "unit": "times as fast", "all": ms}
+    return {"value": ratio, "unit": "times as fast", "spread": {name: spread(found) for name, found in ms.items()}}
 
 
 def times_sgemm(machine: Machine) -> dict[str, Any]:
@@ -297,7 +257,12 @@ def times_sgemm(machine: Machine) -> dict[str, Any]:
         "partial sums": machine.milliseconds(lambda: _sums.add_product(total, left, right)),
     }
     rate = {name: 2e-9 * rows * N * N / max(statistics.median(found), 1e-9) for name, found in ms.items()}
-    return {"value": rate["partial sums"], "unit": "TFLOP/s", "rates": rate, "all": ms}
+    return {
+        "value": rate["partial sums"],
+        "unit": "TFLOP/s",
+        "rates": rate,
+        "spread": {name: spread(found) for name, found in ms.items()},
+    }
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -309,10 +274,9 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {"versions": versions, "sgemm": times_sgemm}
     for N in PARITY_SIZES:
         found[f"parity-N{N}"] = functools.partial(parity, N=N)
-    found |= {"parity-cayley": parity_cayley, "parity-view": parity_view, "parity-3xtf32": parity_precision}
+    found |= {"parity-cayley": parity_cayley, "parity-view": parity_view}
     linear = {"N": 128, "T": 400, "activation": "identity", "algorithm": "chunked"}
     found["parity-chunked-N128"] = functools.partial(parity, **linear)
-    found["parity-3xtf32-N1000"] = functools.partial(parity_precision_in_clusters, N=1000)
 
     def time_of(name: str, op: str, N: int, activation: str = "tanh", inputs: str = "dense", **options: Any) -> None:
         found[f"times-{name}-N{N}"] = functools.partial(
@@ -329,7 +293,6 @@ def cases() -> dict[str, Case]:
         time_of("dense", "dense_scan", N)
         time_of("composed", "composed", N)
         found[f"times-cudnn-N{N}"] = functools.partial(times_cudnn, N=N)
-    time_of("tanh-3xtf32", "dense_scan", 1000, precision="3xtf32")
     return found
 
 

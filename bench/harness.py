@@ -1,12 +1,11 @@
-"""The common part of all cases: description of the machine, interleaved timing, checks of results, and results files.
+"""The common part of all benchmarks: interleaved timing, checks of results, and the results file.
 
 Letters as everywhere: B batch, T time, N hidden, D input features or token ids. Times are in seconds unless a name says
-ms or us; rates in GFLOP/s (1e9 floating point operations per second).
+ms or us.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import gc
 import hashlib
@@ -20,9 +19,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -33,62 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCH = 50  # of every case that does not vary it: the paper's batch
 
 Size = Mapping[str, int]
-
-# ---- results -----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Row:
-    """One number of the results file.
-
-    Attributes:
-        table: the table it belongs to, e.g. "scan".
-        case: what was measured, e.g. "factored_scan forward".
-        size: the letters' values, e.g. {"N": 128, "T": 1000, "B": 50}.
-        measure: what the number is, e.g. "share of SGEMM".
-        value, unit: the number; unit "" for a ratio, "%" for a share in percent.
-        bar, goal: the required and the desired value; None if there is none.
-        better: "higher" or "lower".
-        details: further values, with the unit in the name of the key.
-        file: of the case that recorded it, e.g. "bench_modules.py".
-    """
-
-    table: str
-    case: str
-    size: dict[str, int]
-    measure: str
-    value: float
-    unit: str = ""
-    bar: float | None = None
-    goal: float | None = None
-    better: str = "higher"
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
-    file: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """The row as an object of the results file, with whether bar and goal are reached."""
-        row = dataclasses.asdict(self)
-        row["reached"] = reached(self.value, self.bar, self.goal, self.better)
-        row["measured_at"] = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        return row
-
-
-def reached(value: float, bar: float | None, goal: float | None, better: str) -> str | None:
-    """ "goal", "bar" or "no"; None for a number without a bar."""
-
-    def holds(limit: float) -> bool:
-        return value >= limit if better == "higher" else value <= limit
-
-    if bar is None:
-        return None
-    if goal is not None and holds(goal):
-        return "goal"
-    return "bar" if holds(bar) else "no"
-
-
-def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Two rows with the same key are the same measurement, made at two times."""
-    return row["table"], row["case"], tuple(sorted(row["size"].items())), row["measure"]
+Row = dict[str, Any]
 
 
 class Bench:
@@ -96,73 +39,68 @@ class Bench:
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
-        self.rows: list[dict[str, Any]] = []
-        self.file = ""  # of the case that runs
-        self._sgemm: Sgemm | None = None
-
-    def record(self, table: str, case: str, size: Size, measure: str, value: float, **more: Any) -> None:
-        """Add a row; `more` are the other attributes of Row. A quick run has other sizes and therefore no bars."""
-        if self.quick:
-            more = {key: None if key in ("bar", "goal") else given for key, given in more.items()}
-        self.rows.append(Row(table, case, dict(size), measure, float(value), file=self.file, **more).as_json())
+        self.rows: list[Row] = []
 
     def rounds(self, full: int) -> int:
-        """The number of rounds."""
         return min(full, 2) if self.quick else full
 
-    @property
-    def sgemm(self) -> Sgemm:
-        """torch's matrix product, to measure shares against."""
-        if self._sgemm is None:
-            self._sgemm = Sgemm(256 if self.quick else 2048)
-        return self._sgemm
+    def record(
+        self,
+        table: str,
+        case: str,
+        size: Size,
+        value: float,
+        *,
+        unit: str = "",
+        target: float | None = None,
+        better: str = "higher",
+        **details: Any,
+    ) -> None:
+        """Add a row. A quick run has other sizes and therefore no targets; details have units in their names."""
+        row = {"table": table, "case": case, "size": dict(size), "value": _rounded(value), "unit": unit}
+        row |= {"target": None if self.quick else target, "better": better}
+        self.rows.append({**row, "details": {key: _rounded(detail) for key, detail in details.items()}})
+
+    def record_ratio(
+        self,
+        table: str,
+        case: str,
+        size: Size,
+        theirs: Sequence[float],
+        ours: Sequence[float],
+        *,
+        better: str = "higher",
+        **more: Any,
+    ) -> None:
+        """Add a row of a comparison: theirs over ours, or ours over theirs where lower is better."""
+        value = ratio(theirs, ours) if better == "higher" else ratio(ours, theirs)
+        self.record(table, case, size, value, better=better, ms=spread_ms(ours), peer_ms=spread_ms(theirs), **more)
+
+    def compare(
+        self,
+        benchmark: Any,
+        table: str,
+        case: str,
+        size: Size,
+        theirs: Callable[[], Any],
+        ours: Callable[[], Any],
+        *,
+        rounds: int,
+        warmup: int = 1,
+        **more: Any,
+    ) -> None:
+        """Time two calls in turns and record the ratio of their times."""
+        benchmark.group = table
+        calls = {"theirs": theirs, "ours": ours}
+        seconds = interleave(benchmark, calls, rounds=self.rounds(rounds), warmup=warmup)
+        self.record_ratio(table, case, size, seconds["theirs"], seconds["ours"], **more)
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
-class Benchmark(Protocol):
-    """The part of the fixture of pytest-benchmark that is used here."""
-
-    disabled: bool
-    group: str | None
-    extra_info: dict[str, Any]
-
-    def pedantic(self, target: Callable[..., Any], **options: Any) -> Any: ...
-
-
-class Sgemm:
-    """torch's float32 matrix product of a size with the highest rate, with which a scan is compared."""
-
-    def __init__(self, size: int) -> None:
-        self.a, self.b = torch.randn(size, size), torch.randn(size, size)
-        self.c = torch.empty(size, size)
-        self.gflop = 2e-9 * size**3
-
-    def __call__(self) -> None:
-        torch.mm(self.a, self.b, out=self.c)
-
-
-def gflop(op: str, direction: str, size: Size) -> float:
-    """Floating point operations of one scan, in 1e9, counted as the README of this folder says.
-
-    Args:
-        op: "factored_scan" or "dense_scan", K = N.
-        direction: "forward" or "backward".
-        size: N, T, B, and D where the scan has the input projection in it.
-    """
-    N, T, B, D = size["N"], size["T"], size.get("B", BATCH), size.get("D", 0)
-    factored = op == "factored_scan"
-    products = 2 if factored else 1  # of N x N each step
-    steps = 2e-9 * T * B * N
-    if direction == "forward":
-        return steps * (products * N + D)
-    # the gradient M of W is one product over all steps; those of U and V are M V and M^T U
-    return steps * ((products + 1) * N + D) + (4e-9 * N**3 if factored else 0.0)
-
-
 def interleave(
-    benchmark: Benchmark,
+    benchmark: Any,
     calls: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,
@@ -174,7 +112,7 @@ def interleave(
 
     Args:
         benchmark: pytest-benchmark's fixture. It times the last of `calls`, with the others as its untimed set-up: its
-            own tables and --benchmark-json show ours, which therefore comes last.
+            own tables show ours, which therefore comes last.
         calls: by name, in the order of a round.
         rounds: number of rounds.
         warmup: number of earlier rounds, which are not counted: they map memory, fill caches and run compilers.
@@ -186,23 +124,23 @@ def interleave(
     names, last = list(calls), list(calls)[-1]
     after = after or {}
     seconds: dict[str, list[float]] = {name: [] for name in (*names, *after)}
-    kept: list[Any] = []
+    results: list[Any] = []
 
     def timed(name: str, call: Callable[[], Any]) -> None:
         start = time.perf_counter()
-        kept.append(call())
+        results.append(call())
         seconds[name].append(time.perf_counter() - start)
 
     def before_last() -> None:
         for name in names[:-1]:
             timed(name, calls[name])
-            kept.clear()
+            results.clear()
 
     def after_last() -> None:
-        kept.clear()
+        results.clear()
         for name, call in after.items():
             timed(name, call)
-            kept.clear()
+            results.clear()
 
     gc.collect()
     collecting = gc.isenabled()
@@ -212,13 +150,10 @@ def interleave(
             before_last()
             timed(last, calls[last])
             after_last()
-        for found in seconds.values():
-            found.clear()
+        for times in seconds.values():
+            times.clear()
         benchmark.pedantic(
-            lambda: timed(last, calls[last]),
-            setup=before_last,
-            teardown=after_last,
-            rounds=rounds,
+            lambda: timed(last, calls[last]), setup=before_last, teardown=after_last, rounds=rounds, warmup_rounds=0
         )
         if benchmark.disabled:  # it ran the set-up and the call once, and no teardown
             after_last()
@@ -233,20 +168,17 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
     return statistics.median(t / o for t, o in zip(theirs, ours, strict=True))
 
 
-def median(seconds: Sequence[float]) -> float:
-    """The middle one."""
-    return statistics.median(seconds)
-
-
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and spread, in ms, for a row's details."""
+    """Median and extremes in ms."""
     ms = [1e3 * t for t in seconds]
-    return {
-        "median": round(statistics.median(ms), 4),
-        "min": round(min(ms), 4),
-        "max": round(max(ms), 4),
-        "rounds": len(ms),
-    }
+    return {"median": statistics.median(ms), "min": min(ms), "max": max(ms)}
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits, in nested dictionaries too."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -298,9 +230,6 @@ def only(cotangent: Tensor, sequences: Tensor) -> Tensor:
     return masked
 
 
-# ---- inputs ------------------------------------------------------------------------------------------------------
-
-
 def factors(N: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """u, s, v of a recurrence near an orthogonal one: Haar bases [N, N] and s [N] in 1 +- 0.05, float32."""
     u = init.haar_orthogonal_(torch.empty(N, N), generator)
@@ -308,30 +237,7 @@ def factors(N: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]
     return u, 1 + 0.1 * (torch.rand(N, generator=generator) - 0.5), v
 
 
-# ---- another process ---------------------------------------------------------------------------------------------
-
-
-def child(*arguments: str) -> dict[str, Any]:
-    """Run bench/child.py in a process of its own (its peak of memory is its own), with the threads of this one.
-
-    Returns:
-        The JSON object that it prints.
-    """
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "child.py"), *arguments, "--threads", str(torch.get_num_threads())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise WrongResult(f"bench/child.py {' '.join(arguments)} failed: {done.stderr.strip()[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-# ---- conditions --------------------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------------
 
 
 def cpu_model() -> str:
@@ -339,10 +245,10 @@ def cpu_model() -> str:
     name, details = "", ""
     try:
         text = Path("/proc/cpuinfo").read_text()
-        found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
-        name = found.get("model name", "")
-        if "cpu family" in found and "model" in found:  # a virtual machine's "model name" may be no more than a brand
-            details = f" (family {found['cpu family']}, model {found['model']})"
+        fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+        name = fields.get("model name", "")
+        if "cpu family" in fields and "model" in fields:  # a virtual machine's "model name" may be no more than a brand
+            details = f" (family {fields['cpu family']}, model {fields['model']})"
     except OSError:
         if sys.platform == "darwin":
             run = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -352,24 +258,12 @@ def cpu_model() -> str:
     return name + details
 
 
-def slug(name: str) -> str:
-    """A name as part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.split("(")[0].lower()).strip("-")
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def source_digest() -> str:
@@ -378,8 +272,7 @@ def source_digest() -> str:
     for folder, pattern in (("csrc", "**/*"), ("orthokern", "**/*.py"), ("triton_kernels", "**/*.py")):
         for path in sorted((ROOT / folder).glob(pattern)):
             if path.is_file():
-                digest.update(str(path.relative_to(ROOT)).encode())
-                digest.update(path.read_bytes())
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -387,23 +280,13 @@ def conditions() -> dict[str, Any]:
     """The conditions of the measurement, without host names and paths, because the file is published."""
     native = cpu.build_info()
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    versions = {"orthokern": orthokern.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
-        "machine": {
-            "cpu": cpu_model(),
-            **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
-            "architecture": platform.machine(),
-            "cores": cores(),
-            "system": platform.system(),
-            "isa": native.get("isa"),
-            "thread_pool": native.get("thread_pool"),
-            "compiler": native.get("compiler"),
-        },
-        "versions": {
-            "orthokern": orthokern.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "numpy": numpy.__version__,
-        },
+        "machine": {"cpu": cpu_model(), **gpu, "cores": cores, "isa": native.get("isa")},
+        "compiler": native.get("compiler"),
+        "versions": versions,
         "commit": _git("rev-parse", "HEAD"),
         "changed_since_commit": bool(changed) if changed is not None else None,
         "source": source_digest(),
@@ -412,43 +295,35 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def same_conditions(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether rows measured under both conditions may be in one file. Commits may differ if these sources do not."""
-    return all(one.get(key) == other.get(key) for key in ("machine", "versions", "source", "threads", "dtype"))
+def write_results(folder: Path, rows: Sequence[Row]) -> Path:
+    """Write rows to `folder`/<yyyy-mm-dd>-<machine>.json, one a line, and return the path.
 
-
-def write_results(folder: Path, rows: Sequence[dict[str, Any]], timings: Sequence[dict[str, Any]], name: str) -> Path:
-    """Write rows to `folder`/<yyyy-mm-dd>-<machine>.json and return the path.
-
-    If there is a file of the same day, machine, versions and sources, the rows are added to it, and replace earlier
-    rows of the same measurements. A file with other conditions is not changed, and the name of the new one gets a
-    number.
-
-    Args:
-        rows: of Bench.record.
-        timings: pytest-benchmark's statistics, one object per case.
-        name: the command that measured.
+    The rows are added to a file of the same day and conditions (the commit may differ), and replace earlier rows of the
+    same measurements. A file with other conditions is not changed, and the name of the new one gets a number.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    here = conditions()
-    stem = f"{datetime.date.today().isoformat()}-{slug(here['machine'].get('gpu', here['machine']['cpu']))}"
+    here, today = conditions(), datetime.date.today().isoformat()
+    machine = here["machine"].get("gpu", here["machine"]["cpu"]).split("(")[0]
+    stem = f"{today}-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}"
     path, copy = folder / f"{stem}.json", 1
-    old: dict[str, Any] = {"rows": [], "timings": []}
+    earlier: list[Row] = []
     while path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
-        if same_conditions(here, old["conditions"]):
+        if all(here[key] == old["conditions"].get(key) for key in ("machine", "versions", "source", "threads")):
+            earlier = old["rows"]
             break
-        old = {"rows": [], "timings": []}
         copy += 1
         path = folder / f"{stem}-{copy}.json"
-    new_keys = {row_key(row) for row in rows}
-    new_names = {timing["name"] for timing in timings}
-    results = {
-        "schema": 1,
-        "command": name,
-        "conditions": here,
-        "rows": [row for row in old["rows"] if row_key(row) not in new_keys] + list(rows),
-        "timings": [timing for timing in old["timings"] if timing["name"] not in new_names] + list(timings),
-    }
-    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["table"], row["case"], tuple(sorted(row["size"].items()))
+
+    measured = {key(row) for row in rows}
+    dump_results(path, today, here, [*(row for row in earlier if key(row) not in measured), *rows])
     return path
+
+
+def dump_results(path: Path, date: str, here: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    head = json.dumps({"schema": 2, "date": date, "conditions": here}, ensure_ascii=False)
+    path.write_text(f'{head[:-1]},\n "rows": [\n  {lines}\n]}}\n', encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The machine code of the hot loops of the CUDA kernels, and an estimate of their clocks. No GPU is needed.
+"""The machine code of the hot loops of the CUDA kernels. No GPU is needed.
 
 python bench/sass.py                              every kernel for sm_80, sm_90 and sm_100, as Markdown tables
 python bench/sass.py factored_scan --arch 90      one source file, one architecture
-python bench/sass.py FILE.sass                    the output of `nvdisasm -c -hex`
+python bench/sass.py FILE.sass                    the output of `nvdisasm -c`
 
 A source file is compiled by nvcc and disassembled by nvdisasm (`pip install nvidia-cuda-nvdisasm`). A *hot loop* is a
 loop with a barrier, and every loop inside of it: its body runs once for each step of a sequence. Other loops are hot if
@@ -10,14 +10,7 @@ they have at least 32 multiply-adds.
 
 The *path* of a loop is its longest way from the first instruction to the branch back, if possible without function
 calls and without inner loops that multiply nothing and send nothing to another block. Other inner loops are passed
-`repeats` times. Rarely taken code that the compiler has moved behind the loop is not part of it.
-
-Clocks are estimated by a simulation of one multiprocessor (`estimate`). Each of its four schedulers issues one
-instruction per clock, from the warp that has waited longest, and observes what the compiler has written into each
-instruction: the clocks until the next one may follow, and the scoreboards to wait for. `Model` holds everything else,
-that is latencies, widths of the pipes, and clocks of shared memory. Memory outside of the multiprocessor is assumed to
-answer in time, which is what the rings of prefetched inputs are for. Bank conflicts, the instruction cache and register
-bank conflicts are not modelled. The estimate has not been compared with a device.
+once. Rarely taken code that the compiler has moved behind the loop is not part of it.
 """
 
 from __future__ import annotations
@@ -38,7 +31,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("80", "90", "100")
 FILES = ("factored_scan", "dense_scan", "gru_scan", "cayley")
-SCHEDULERS = 4
 
 # Kinds of instructions by the first part of the opcode, in the order in which a report shows them.
 KINDS = {
@@ -64,10 +56,6 @@ class Instruction:
     opcode: str  # with its modifiers: "LDS.128"
     operands: str
     targets: list[int] = dataclasses.field(default_factory=list)  # addresses that it may branch to
-    stall: int = 1  # clocks until the next instruction of the warp
-    waits: int = 0  # scoreboards to wait for, as a mask
-    sets: int | None = None  # scoreboard that is released when the result is there
-    releases: int | None = None  # scoreboard that is released when the operands have been read
 
     @property
     def base(self) -> str:
@@ -121,13 +109,11 @@ class Function:
 
 LINE = re.compile(
     r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?P<predicate>@!?U?P[T0-9]+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
-    r"(?:\s*/\* 0x(?P<low>[0-9a-f]{16}) \*/)?"
 )
-HIGH = re.compile(r"^\s*/\* 0x(?P<high>[0-9a-f]{16}) \*/\s*$")
 
 
 def parse(text: str) -> list[Function]:
-    """The functions of nvdisasm's output. Without -hex, instructions have no schedule (stall 1, no scoreboards)."""
+    """The functions of nvdisasm's output."""
     functions: list[Function] = []
     labels: dict[str, int] = {}
     pending: list[tuple[Instruction, list[str]]] = []
@@ -153,10 +139,10 @@ def parse(text: str) -> list[Function]:
             continue
         if not functions:
             continue
-        found = LINE.match(line)
-        if found:
+        match = LINE.match(line)
+        if match:
             instruction = Instruction(
-                int(found["address"], 16), found["predicate"] or "", found["opcode"], found["operands"].strip()
+                int(match["address"], 16), match["predicate"] or "", match["opcode"], match["operands"].strip()
             )
             for name in waiting:
                 labels[name] = instruction.address
@@ -165,22 +151,8 @@ def parse(text: str) -> list[Function]:
             names = re.findall(r"\.L_\w+", instruction.operands)
             if names and instruction.base in ("BRA", "BRX", "CALL", "BRXU"):
                 pending.append((instruction, names))
-            continue
-        high = HIGH.match(line)
-        if high and functions[-1].instructions:
-            _schedule(functions[-1].instructions[-1], int(high["high"], 16))
     resolve()
     return [function for function in functions if function.instructions]
-
-
-def _schedule(instruction: Instruction, high: int) -> None:
-    """The compiler's schedule, from the upper half of the encoding: bits 105 to 121 of the 128."""
-    bits = high >> 41
-    instruction.stall = bits & 15
-    sets, releases = bits >> 5 & 7, bits >> 8 & 7
-    instruction.sets = None if sets == 7 else sets
-    instruction.releases = None if releases == 7 else releases
-    instruction.waits = bits >> 11 & 63
 
 
 @dataclasses.dataclass
@@ -200,8 +172,8 @@ class Loop:
     def count(self, kind: str) -> int:
         return sum(instruction.kind == kind and not instruction.never for instruction in self.body)
 
-    def path(self, repeats: int = 1) -> list[Instruction]:
-        """The longest way through the loop; loops inside are passed `repeats` times."""
+    def path(self) -> list[Instruction]:
+        """The longest way through the loop; loops inside are passed once."""
         body = self.body
         index = {instruction.address: i for i, instruction in enumerate(body)}
         rare: set[int] = set()
@@ -215,7 +187,7 @@ class Loop:
                 break
         else:
             raise ValueError(f"{self.function.label}: no way through the loop at {body[0].address:#x}")
-        return self._repeated(body, way, repeats)
+        return [body[i] for i in way if not body[i].never]
 
     @staticmethod
     def _longest(body: list[Instruction], index: dict[int, int], avoid: set[int]) -> list[int] | None:
@@ -227,8 +199,8 @@ class Loop:
             ways = [] if body[i].ends else [i + 1]
             if ".DIV" not in body[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
                 ways += [index[target] for target in body[i].targets if index.get(target, -1) > i]
-            found = [(entry[0] + 1, way) for way in ways if (entry := longest[way]) is not None]
-            longest[i] = max(found, default=None)
+            lengths = [(entry[0] + 1, way) for way in ways if (entry := longest[way]) is not None]
+            longest[i] = max(lengths, default=None)
         if longest[0] is None:
             return None
         way, i = [], 0
@@ -238,18 +210,6 @@ class Loop:
             assert entry is not None
             i = entry[1]
         return way
-
-    def _repeated(self, body: list[Instruction], way: list[int], repeats: int) -> list[Instruction]:
-        inner = [loop for loop in loops(self.function) if self.contains(loop)]
-        expanded: list[Instruction] = []
-        for i in way:
-            expanded.append(body[i])
-            for loop in inner:
-                if i == loop.last - self.first:
-                    begin = loop.first - self.first
-                    part = [body[j] for j in way if begin <= j <= i]
-                    expanded += part * (repeats - 1)
-        return [instruction for instruction in expanded if not instruction.never]
 
 
 def loops(function: Function) -> list[Loop]:
@@ -261,17 +221,17 @@ def loops(function: Function) -> list[Loop]:
             # a way back out of the code behind the loop is no loop: it has no way from its target to itself
             if instruction.base == "BRA" and target in index and index[target] < i:
                 last[index[target]] = max(last.get(index[target], 0), i)
-    found = [Loop(function, first, end) for first, end in sorted(last.items())]
+    candidates = [Loop(function, first, end) for first, end in sorted(last.items())]
     exits = [i for i, one in enumerate(function.instructions) if one.base == "EXIT" and not one.predicate]
-    return [loop for loop in found if not any(loop.first <= i < loop.last for i in exits)]
+    return [loop for loop in candidates if not any(loop.first <= i < loop.last for i in exits)]
 
 
 def hot_loops(function: Function) -> list[Loop]:
     """The loops over the steps: with a barrier and multiply-adds, and no such loop inside; or with 32 multiply-adds."""
-    found = loops(function)
-    steps = [loop for loop in found if loop.count("barrier") and loop.count("fma") >= 8]
+    every = loops(function)
+    steps = [loop for loop in every if loop.count("barrier") and loop.count("fma") >= 8]
     steps = [loop for loop in steps if not any(loop.contains(other) for other in steps)]
-    products = [loop for loop in found if loop.count("fma") >= 32]
+    products = [loop for loop in every if loop.count("fma") >= 32]
     products = [loop for loop in products if not any(other.contains(loop) for other in products)]
     return steps + [
         loop
@@ -284,17 +244,17 @@ def _between(
     body: Sequence[Instruction], begins: Callable[[Instruction], bool], ends: Callable[[Instruction], bool]
 ) -> list[int]:
     """The instructions between each one that ends a section and the last one before it that begins a section."""
-    found, since = [], None
+    counts, since = [], None
     for instruction in body:
         if begins(instruction):
             since = 0
         elif ends(instruction):
             if since is not None:
-                found.append(since)
+                counts.append(since)
             since = None
         elif since is not None and not instruction.never:
             since += 1
-    return found
+    return counts
 
 
 def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
@@ -308,231 +268,52 @@ def between_sum_and_send(body: Sequence[Instruction]) -> list[int]:
     return _between(body, lambda i: i.opcode.startswith("SHFL.BFLY") or i.base == "BAR", lambda i: i.base == "STAS")
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What a simulated multiprocessor adds to the compiler's schedule, in clocks."""
-
-    fma: int = 1  # of a scheduler's pipe, for one instruction of a warp
-    double: int = 2
-    integer: int = 2  # 16 lanes; IMAD runs on the pipe of the multiply-adds
-    special: int = 8  # 4 lanes
-    issue_shared: int = 2  # of a scheduler, between two instructions to shared memory
-    shared_latency: int = 29  # a load of shared memory, when nothing is before it
-    shuffle_latency: int = 24
-    special_latency: int = 22
-    barrier_latency: int = 16  # from the last arrival until the first instruction behind it
-    other_latency: int = 30  # S2R and the like
-    operand_latency: int = 12  # until a store has read its operands
-    tensor: int = 8  # of a scheduler's tensor core, m16n8k8 of TF32 or m16n8k16 of bfloat16
-    tensor_latency: int = 33
-
-
-MODELS = {"80": Model(fma=2, integer=2), "90": Model(), "100": Model()}
-
-
-def wavefronts(instruction: Instruction) -> int:
-    """Clocks of shared memory's data path: 128 bytes each, without conflicts and without sharing between lanes."""
-    if instruction.base in ("LDS", "STS", "STAS"):
-        return 4 if ".128" in instruction.opcode else 2 if ".64" in instruction.opcode else 1
-    if instruction.base in ("LDSM", "ATOMS"):
-        return 4
-    if instruction.base == "SHFL":
-        return 1
-    if instruction.base == "LDGSTS":
-        return 4 if ".128" in instruction.opcode else 1
-    return 0
-
-
-@dataclasses.dataclass
-class Warp:
-    """A warp while `estimate` runs it."""
-
-    block: int
-    position: int = 0
-    ready: float = 0.0
-    boards: list[float] = dataclasses.field(default_factory=lambda: [0.0] * 6)
-    issued: float = 0.0
-    done: list[float] = dataclasses.field(default_factory=list)
-
-
-def pipe_of(instruction: Instruction, model: Model) -> tuple[str, int]:
-    """The pipe that an instruction occupies, "" for none that is modelled, and for how many clocks."""
-    base = instruction.base
-    if base in ("DFMA", "DADD", "DMUL", "DSETP"):
-        return "double", model.double
-    if base == "HMMA":
-        return "tensor", model.tensor
-    if instruction.kind == "fma" or base in ("FADD", "FMUL", "IMAD"):
-        return "fma", model.fma
-    if instruction.kind == "special":
-        return "special", model.special
-    if instruction.kind in ("shared", "shuffle", "global"):
-        return "shared", model.issue_shared
-    return ("integer", model.integer) if instruction.kind in ("float", "integer") else ("", 1)
-
-
-def estimate(
-    path: Sequence[Instruction], warps: int, model: Model | None = None, steps: int = 6, blocks: int = 1
-) -> float:
-    """Clocks of one pass over `path` by all warps of `blocks` blocks that have the multiprocessor to themselves."""
-    model = model or Model()
-    total = len(path) * steps
-    state = [Warp(block=i // warps) for i in range(warps * blocks)]
-    pipe_free: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(SCHEDULERS)]
-    shared_free = 0.0
-    at_barrier: list[list[Warp]] = [[] for _ in range(blocks)]
-    left = warps * blocks
-    clock = 0.0
-    while left:
-        issued = False
-        soonest = float("inf")
-        for scheduler in range(SCHEDULERS):
-            ready: list[Warp] = []
-            for warp in state[scheduler::SCHEDULERS]:
-                if warp.position >= total or warp.ready == float("inf"):
-                    continue
-                instruction = path[warp.position % len(path)]
-                start = warp.ready
-                for board in range(6):
-                    if instruction.waits >> board & 1:
-                        start = max(start, warp.boards[board])
-                name, _ = pipe_of(instruction, model)
-                start = max(start, pipe_free[scheduler][name]) if name else start
-                if start <= clock:
-                    ready.append(warp)
-                else:
-                    soonest = min(soonest, start)
-            if not ready:
-                continue
-            warp = min(ready, key=lambda one: one.issued)
-            if len(ready) > 1:
-                soonest = clock + 1
-            issued = True
-            instruction = path[warp.position % len(path)]
-            name, busy = pipe_of(instruction, model)
-            if name:
-                pipe_free[scheduler][name] = clock + busy
-            result = clock + model.other_latency
-            if name == "shared":
-                taken = wavefronts(instruction)
-                begin = max(shared_free, clock)
-                shared_free = begin + taken
-                latency = model.shuffle_latency if instruction.kind == "shuffle" else model.shared_latency
-                result = begin + latency + max(taken - 1, 0)
-            elif name in ("special", "double"):
-                result = clock + model.special_latency
-            elif name == "tensor":
-                result = clock + model.tensor_latency
-            if instruction.sets is not None:
-                warp.boards[instruction.sets] = max(warp.boards[instruction.sets], result)
-            if instruction.releases is not None:
-                free = clock + model.operand_latency
-                warp.boards[instruction.releases] = max(warp.boards[instruction.releases], free)
-            warp.issued = clock
-            warp.ready = clock + max(1, instruction.stall)
-            warp.position += 1
-            if warp.position % len(path) == 0:
-                warp.done.append(clock)
-            if instruction.base == "BAR":
-                warp.ready = float("inf")
-                arrived = at_barrier[warp.block]
-                arrived.append(warp)
-                if len(arrived) == warps:
-                    for one in arrived:
-                        one.ready = clock + model.barrier_latency
-                    arrived.clear()
-            left -= warp.position >= total
-        if issued:
-            clock += 1
-        elif soonest != float("inf"):
-            clock = max(clock + 1, soonest)
-        elif left:
-            raise ValueError("a warp waits at a barrier that others do not reach")
-    half = steps // 2
-    ends = [max(warp.done[i] for warp in state) for i in range(steps)]
-    return (ends[-1] - ends[half - 1]) / (steps - half)
-
-
 @dataclasses.dataclass
 class Report:
-    """One hot loop. `path` and what follows are of one pass, which is a step for a block with one sequence."""
+    """One hot loop. `kinds`, `gaps` and `sends` are of one pass, which is a step for a block with one sequence."""
 
     kernel: str
-    address: int
-    warps: int
     kinds: dict[str, int]
-    issue: float  # slots of a scheduler
-    shared: int  # clocks of shared memory's data path
     divisions: int  # of the whole loop, as are calls and local
     calls: int  # without is_shuffle_routine
     local: int
     gaps: list[int]
     sends: list[int]
-    clocks: float
-    shared_clocks: float | None  # for each block, where a multiprocessor holds several of them; else None
 
     @property
     def facts(self) -> list[str]:
-        """What no hot loop may have."""
+        """The faults of a hot loop."""
         named = {"division": self.divisions, "function call": self.calls, "access to local memory": self.local}
         return [f"{self.kernel}: {count} x {name}" for name, count in named.items() if count]
 
 
-def report(function: Function, loop: Loop, warps: int, arch: str = "90", repeats: int = 1) -> Report:
-    path = loop.path(repeats)
+def report(function: Function, loop: Loop) -> Report:
+    path = loop.path()
     counts = collections.Counter(instruction.kind for instruction in path)
-    blocks = blocks_of(function.label)
     return Report(
         kernel=function.label,
-        address=loop.body[0].address,
-        warps=warps,
         kinds={kind: counts[kind] for kind in REPORTED},
-        issue=len(path) * -(-warps // SCHEDULERS),
-        shared=warps * sum(map(wavefronts, path)),
         divisions=sum(one.is_division for one in loop.body),
         calls=sum(one.is_call and not one.is_shuffle_routine for one in loop.body),
         local=sum(one.kind == "local" for one in loop.body),
         gaps=between_store_and_barrier(path),
         sends=between_sum_and_send(path),
-        clocks=estimate(path, warps, MODELS[arch]),
-        shared_clocks=estimate(path, warps, MODELS[arch], blocks=blocks) / blocks if blocks > 1 else None,
     )
 
 
-def warps_of(label: str) -> int:
-    """Warps of a block: an argument of the resident kernels, else 8."""
-    kernel, *values = label.split()
-    if kernel == "resident_scan_kernel":
-        return int(values[2])
-    if kernel == "scan_carry_kernel":
-        return 16
-    if kernel.startswith("gru_resident"):
-        return int(values[1])
-    return 8
-
-
-def blocks_of(label: str) -> int:
-    """Blocks of a multiprocessor: two of a dense map of 128 units without cuts (ResidentTraits::kBlocks)."""
-    kernel, *values = label.split()
-    of_two = kernel == "resident_scan_kernel" and values[0] == "0" and values[3] == "8" and values[7:] != ["1"]
-    return 2 if of_two else 1
-
-
-def reports(text: str, arch: str = "90") -> Iterator[Report]:
+def reports(text: str) -> Iterator[Report]:
     for function in parse(text):
         for loop in hot_loops(function):
-            yield report(function, loop, warps_of(function.label), arch)
+            yield report(function, loop)
 
 
 def table(rows: Sequence[Report]) -> str:
-    head = ["kernel", *REPORTED, "issue slots", "shared memory", "store to barrier", "sum to send", "clocks"]
-    head.append("of 2 blocks, each")
+    head = ["kernel", *REPORTED, "all", "store to barrier", "sum to send"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
-        kinds = [str(row.kinds[kind]) for kind in REPORTED]
-        gaps, sends = (", ".join(map(str, found)) for found in (row.gaps, row.sends))
-        lines.append([row.kernel, *kinds, f"{row.issue:.0f}", str(row.shared), gaps, sends, f"{row.clocks:.0f}"])
-        lines[-1].append("" if row.shared_clocks is None else f"{row.shared_clocks:.0f}")
+        kinds = [*(row.kinds[kind] for kind in REPORTED), sum(row.kinds.values())]
+        gaps, sends = (", ".join(map(str, each)) for each in (row.gaps, row.sends))
+        lines.append([row.kernel, *map(str, kinds), gaps, sends])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -561,14 +342,14 @@ def compiled(source: Path, arch: str, nvcc: str, folder: Path) -> tuple[Path, st
 
 def disassemble(cubin: Path, nvdisasm: str) -> str:
     """The machine code of a cubin."""
-    done = subprocess.run([nvdisasm, "-c", "-hex", str(cubin)], capture_output=True, text=True)
+    done = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed on {cubin.name}: {done.stderr}")
     return done.stdout
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hot loops of the CUDA kernels: instructions and estimated clocks.")
+    parser = argparse.ArgumentParser(description="Instructions in the hot loops of the CUDA kernels.")
     parser.add_argument("files", nargs="*", default=FILES, help="names of csrc/cuda/*.cu, or .sass files")
     parser.add_argument("--arch", nargs="*", default=ARCHITECTURES, choices=ARCHITECTURES)
     parser.add_argument("--kernel", default="", help="only kernels whose label contains this")
@@ -576,21 +357,21 @@ def main() -> None:
     nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
     broken: list[str] = []
     for name in arguments.files:
-        given = Path(name)
-        if given.suffix == ".sass":
-            texts = {arguments.arch[0]: given.read_text()}
+        path = Path(name)
+        if path.suffix == ".sass":
+            texts = {arguments.arch[0]: path.read_text()}
         else:
             if nvcc is None or nvdisasm is None:
                 sys.exit("nvcc or nvdisasm is missing: set CUDACXX, and pip install nvidia-cuda-nvdisasm")
-            source = given if given.suffix == ".cu" else ROOT / "csrc" / "cuda" / f"{name}.cu"
+            source = path if path.suffix == ".cu" else ROOT / "csrc" / "cuda" / f"{name}.cu"
             if not source.is_file():
                 sys.exit(f"{source} does not exist; names of csrc/cuda are {', '.join(FILES)}")
             with tempfile.TemporaryDirectory() as folder:
                 cubins = {arch: compiled(source, arch, nvcc, Path(folder))[0] for arch in arguments.arch}
                 texts = {arch: disassemble(cubin, nvdisasm) for arch, cubin in cubins.items()}
         for arch, text in texts.items():
-            rows = [row for row in reports(text, arch) if arguments.kernel in row.kernel]
-            print(f"\n{given.stem}, sm_{arch}\n\n{table(rows)}")
+            rows = [row for row in reports(text) if arguments.kernel in row.kernel]
+            print(f"\n{path.stem}, sm_{arch}\n\n{table(rows)}")
             broken += [f"sm_{arch}: {fact}" for row in rows for fact in row.facts]
     if broken:
         sys.exit("\n".join(["", *broken]))

@@ -292,17 +292,6 @@ def test_every_time_of_a_size_has_a_case_that_checks_its_results(script: Any) ->
         assert bool(script.parity_of(name, names)) == name.startswith("times"), name
 
 
-def test_a_profile_that_was_not_written(script: Any, tmp_path: Path) -> None:
-    """ncu without the permission to read counters ends with 0."""
-    made = tmp_path / "profile.ncu-rep"
-    made.write_text("of an earlier call")
-    (record,) = script.run(script.Job("profile", (sys.executable, "-c", ""), 60, makes=str(made)), 20, tmp_path)
-    assert record["status"] == "failed" and record["error"] == "profile.ncu-rep was not written: see profile.log"
-    write = f"import pathlib; pathlib.Path({str(made)!r}).touch()"
-    (record,) = script.run(script.Job("profile", (sys.executable, "-c", write), 60, makes=str(made)), 20, tmp_path)
-    assert record["status"] == "ok"
-
-
 def test_what_a_probe_found_before_it_failed(script: Any, tmp_path: Path) -> None:
     found = {"name": "grid barrier", "size": "", "value": 1.0, "unit": "clocks"}
     code = f"print('{{no JSON'); print({json.dumps(found)!r}); print('[1]'); exit(1)"
