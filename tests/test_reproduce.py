@@ -676,6 +676,21 @@ def test_a_signal_ends_the_runs_too(number: signal.Signals, monkeypatch: pytest.
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.usefixtures("signals_not_ignored")
+def test_the_exit_code_after_a_signal(
+    number: signal.Signals, code: int, toys: Experiment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_ins(monkeypatch, tmp_path, lambda: signal.raise_signal(number))
+    assert reproduce("toy", "--out", tmp_path, "--jobs", 2, "--threads", 1) == code
+
+
+def test_no_arguments_list_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce() == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == [*command.EXPERIMENTS, *command.STUDIES]
+
+
 def test_a_run_that_the_system_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its line tells the signal, and nothing from the log of an earlier process."""
     children: list[subprocess.Popen[bytes]] = []

@@ -23,7 +23,7 @@ from orthokern.commandline import (
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
 from orthokern.reproduce.report import finished_elsewhere, report
-from orthokern.reproduce.runner import BudgetSpent, Plan, train_all
+from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned
 from orthokern.reproduce.study import data_folder, output_folder
 
@@ -41,16 +41,20 @@ the command. Runs that two experiments share are trained once.
 """
 
 
-def _epilog() -> str:
+def _names() -> str:
+    """The names of the command line, and what each reproduces."""
     listed = "\n".join(
         f"  {name:<15} {experiment.source}: {experiment.titled(planned(experiment.runs[0], False))} "
         f"({len(experiment.runs)} runs)"
         for name, experiment in EXPERIMENTS.items()
     )
-    listed += "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
+    return listed + "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
+
+
+def _epilog() -> str:
     return f"""\
 experiments:
-{listed}
+{_names()}
 
 examples:
   python -m orthokern.reproduce table1 --data data --quick         scaled down, takes minutes
@@ -64,7 +68,8 @@ Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMEN
 missing keep their rows of an earlier EXPERIMENT.json, and are not trained again if they are finished there:
 copy this file to continue an experiment on another machine.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 4 the budget is spent before all
-runs are done, 130 interrupted. After 4 and 130 the runs are saved: repeat the command to continue.
+runs are done, 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP. After 4 and a signal the runs are saved: repeat
+the command to continue.
 """
 
 
@@ -139,12 +144,15 @@ def main(arguments: list[str] | None = None) -> int:
     def body() -> int:
         try:
             parser = _parser()
+            if not (sys.argv[1:] if arguments is None else arguments):
+                say(_names())
+                return 0
             given = parser.parse(arguments)
             parser.check_all_play(given, SimpleNamespace(report=given.get("report")))
             return _run(given)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
-            return EXIT_INTERRUPTED
+            return 128 + interrupt.number if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
 
     return command(body, arguments)
 

@@ -40,6 +40,18 @@ class BudgetSpent(Exception):
         self.failed = failed
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGHUP has arrived.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the runs of an experiment are trained.
@@ -230,11 +242,11 @@ class _Child:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does: else this process would end, and the runs would go
-    on without it. A signal that is ignored, as under nohup, stays ignored."""
+    """SIGTERM and SIGHUP raise Interrupted, as SIGINT raises KeyboardInterrupt: else this process would end, and the
+    runs would go on without it. A signal that is ignored, as under nohup, stays ignored."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
 
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
