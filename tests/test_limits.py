@@ -48,7 +48,6 @@ LONG_TESTS = {
     "tests/test_nn.py": "the recurrent modules",
     "tests/test_optim.py": "the optimizers",
     "tests/test_projection.py": "the spectral projection",
-    "tests/test_reproduce.py": "the reproductions of experiments",
     "tests/test_small_calls.py": "calls of a few steps",
     "tests/test_training.py": "the training loop",
     "tests/triton_leaf/interpreted.py": "the Triton kernels in the interpreter",

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import platform
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-import torch
-
-from orthokern._version import __version__
-from orthokern.commandline import Settings
 from orthokern.errors import InputError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line has done.
+
+    Attributes:
+        files: the files written, a Markdown file first.
+        failed: name -> last line of output, for the runs that failed.
+        spent: whether the budget ended before all runs were done.
+    """
+
+    files: list[Path]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    spent: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,51 +34,42 @@ class Study:
         title: one line.
         source: paper and table or figure of the published numbers.
         options: the command-line options that it accepts.
-        produce: takes the given options, the output folder and the stream for progress messages; returns the files
-            written, a Markdown file first.
+        produce: takes the options, this study and the stream for progress messages, and writes the report.
     """
 
     name: str
     title: str
     source: str
     options: tuple[str, ...]
-    produce: Callable[[Settings, Path, TextIO], list[Path]]
+    produce: Callable[[Mapping[str, Any], Study, TextIO], Outcome]
 
-    def make(self, given: Settings, stream: TextIO) -> list[Path]:
+    def make(self, args: Mapping[str, Any], stream: TextIO) -> Outcome:
         """Checks the options and writes the report.
 
         Raises:
             InputError: an option that the study does not accept.
         """
-        for option in given:
+        for option in args:
             if option not in ("experiment", "quick", "out", *self.options):
                 raise InputError(f"--{option}: {self.name} does not accept it")
-        folder = output_folder(given)
-        folder.mkdir(parents=True, exist_ok=True)
-        return self.produce(given, folder, stream)
+        output_folder(args).mkdir(parents=True, exist_ok=True)
+        return self.produce(args, self, stream)
 
 
-def output_folder(given: Settings) -> Path:
+def output_folder(args: Mapping[str, Any]) -> Path:
     """Where a command line writes runs and reports."""
-    out: Path = given.get("out", Path("runs") / "reproduce")
-    return out / ("quick" if given.get("quick") else "full")
+    out: Path = args.get("out", Path("runs") / "reproduce")
+    return out / ("quick" if args.get("quick") else "full")
 
 
-def data_folder(given: Settings, name: str, *, read: bool = True) -> Path:
+def data_folder(args: Mapping[str, Any], name: str, *, read: bool = True) -> Path:
     """The folder `name` in that of --data, or else that of --data itself.
 
     Raises:
         InputError: there is no such folder, and `read` is set.
     """
-    root: Path = given.get("data", Path("data"))
-    found = root / name if (root / name).is_dir() else root
-    if read and not found.is_dir():
+    root: Path = args.get("data", Path("data"))
+    folder = root / name if (root / name).is_dir() else root
+    if read and not folder.is_dir():
         raise InputError(f"--data {root}: no such folder; it must hold {name}/ (see docs/experiments.md, Data)")
-    return found
-
-
-def conditions() -> str:
-    """One line with versions, machine and date."""
-    threads = torch.get_num_threads()
-    machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
-    return f"orthokern {__version__}, torch {torch.__version__}; {machine}; {time.strftime('%Y-%m-%d')}."
+    return folder
