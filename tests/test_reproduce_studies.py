@@ -18,12 +18,12 @@ from runs import settings_of
 
 from orthokern.diagnostics import plots
 from orthokern.reproduce import __main__ as command
-from orthokern.reproduce import constraint, orthogonality
-from orthokern.reproduce.search import Search, read_searches, search_study
+from orthokern.reproduce import constraint, orthogonality, search
+from orthokern.reproduce.search import Search, read_searches
 from orthokern.tasks import word_lm
 
-(SPEC,) = command.SEARCHES
 NAME = "oinit-table1"
+SUBJECTS = command.STUDIES["constraint"]["subjects"]
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 def test_searches_ask_for_what_the_paper_says() -> None:
     """Every search's command line parses; those of Table I have its rates, sizes and criterion."""
-    searches = read_searches(SPEC)
-    assert len({search.name for search in searches}) == len(searches) == 20
-    assert len({(search.problem, search.network) for search in searches}) == 20  # the figure tells them by these
-    assert sum(search.published is not None for search in searches) == 12
-    for search in searches:
-        run = search.run(120)
+    searches = read_searches(command.STUDIES[NAME])
+    assert len({each.name for each in searches}) == len(searches) == 20
+    assert len({(each.problem, each.network) for each in searches}) == 20  # the figure tells them by these
+    assert sum(each.published is not None for each in searches) == 12
+    for each in searches:
+        run = each.run(120)
         settings = settings_of(run.task, (*run.options, *run.quick))
         assert settings.hidden == 40 and settings.T == 120
         settings = settings_of(run.task, run.options)
@@ -49,12 +49,12 @@ def test_searches_ask_for_what_the_paper_says() -> None:
             assert (settings.target, settings.positions) == ("mean", "pascanu")
         else:
             assert settings.goal == 100
-        if search.published is not None:
+        if each.published is not None:
             assert settings.model == "rnn" and settings.nonlinearity == "tanh"
             assert settings.optimizer == "sgd" and settings.momentum == 0 and settings.clip is None
-            assert float(search.parameters.split("α = ")[1].split(",")[0]) == settings.lr
-            assert ("λ" in search.parameters) == bool(settings.soft_orthogonality)
-    assert {search.problem for search in searches if "--bits" in search.options} == {"3-bit temporal order"}
+            assert float(each.parameters.split("α = ")[1].split(",")[0]) == settings.lr
+            assert ("λ" in each.parameters) == bool(settings.soft_orthogonality)
+    assert {each.problem for each in searches if "--bits" in each.options} == {"3-bit temporal order"}
 
 
 def toy_search(name: str, *options: str, longest: int = 30) -> Search:
@@ -69,7 +69,7 @@ def searches(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> tuple[Searc
     """One that solves everything up to its end (a goal of 0 %), one that solves nothing."""
     easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
     hard = toy_search("hard", "--iterations", "10", "--lr", "0")
-    monkeypatch.setitem(command.STUDIES, NAME, search_study(SPEC, (easy, hard)))
+    monkeypatch.setattr(search, "read_searches", lambda spec: (easy, hard))
     return easy, hard
 
 
@@ -95,8 +95,8 @@ def test_a_search(reproduce: Command) -> None:
 
 def test_a_search_continues(reproduce: Command, searches: tuple[Search, Search]) -> None:
     """After a run that was stopped; a report is possible at any time."""
-    for search, iterations in zip(searches, ("10", "3"), strict=True):
-        run = search.run(10)
+    for each, iterations in zip(searches, ("10", "3"), strict=True):
+        run = each.run(10)
         where = ["--iterations", iterations, "--threads", "1", "--out", str(reproduce.full / run.name)]
         assert run_task("random_permutation", *run.options, *where) == 0
     (reproduce.full / "hard-T10" / "result.json").unlink()
@@ -135,8 +135,8 @@ def test_a_search_continues_elsewhere(reproduce: Command) -> None:
 
 def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
     """Each number stands in the row of its options and in the column of its task, also where two rows share a run."""
-    for name in constraint.SUBJECTS:
-        reproduce(f"constraint-{name}", "--report")
+    for subject in SUBJECTS:
+        reproduce(f"constraint-{subject['name']}", "--report")
     path = reproduce.full / "constraint-adding.json"
     summary = json.loads(path.read_text())
     for row in summary["rows"]:
@@ -150,7 +150,7 @@ def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
     reproduce("constraint")
     page = (reproduce.full / "constraint.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    assert lines[0] == ["part", "value", *(title for title, _ in constraint.SUBJECTS.values())]
+    assert lines[0] == ["part", "value", *(subject["title"] for subject in SUBJECTS)]
     cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
     assert len(cells) == 21
     trained, fixed = constraint.TRAINED, "margin, U and V fixed"

@@ -18,30 +18,23 @@ from orthokern.commandline import (
     say,
 )
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce.constraint import constraint_study
-from orthokern.reproduce.cost import COST
-from orthokern.reproduce.fisher import FISHER
-from orthokern.reproduce.orthogonality import ORTHOGONALITY
+from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.report import finished_elsewhere, report
 from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
-from orthokern.reproduce.search import read_searches, search_study
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
-from orthokern.reproduce.study import Outcome, data_folder, output_folder
+from orthokern.reproduce.study import Outcome, Produce, data_folder, output_folder
 
 EXIT_FAILED, EXIT_BUDGET = 3, 4
 
 SPECS = read_specs()
 EXPERIMENTS = read_experiments(SPECS)
-SEARCHES = [search for spec in SPECS.values() for search in spec.get("search", ())]
-STUDIES = {
-    study.name: study
-    for study in (
-        ORTHOGONALITY,
-        *(search_study(spec, read_searches(spec)) for spec in SEARCHES),
-        FISHER,
-        COST,
-        constraint_study(EXPERIMENTS),
-    )
+STUDIES = {study["name"]: study for spec in SPECS.values() for study in spec.get("study", ())}
+PRODUCE: dict[str, Produce] = {
+    "oinit-steps": orthogonality.produce,
+    "oinit-table1": search.produce,
+    "nnrnn-fisher": fisher.produce,
+    "gru-table3": cost.produce,
+    "constraint": constraint.produce,
 }
 
 DESCRIPTION = """\
@@ -58,7 +51,8 @@ def _names() -> str:
         f"  {name:<21} {each.source}: {each.title.format_map(planned(each.runs[0], False))} ({len(each.runs)} runs)"
         for name, each in EXPERIMENTS.items()
     ]
-    return "\n".join([*lines, *(f"  {name:<21} {study.source}: {study.title}" for name, study in STUDIES.items())])
+    lines += [f"  {name:<21} {study['source']}: {study['title']}" for name, study in STUDIES.items()]
+    return "\n".join(lines)
 
 
 def _epilog() -> str:
@@ -134,7 +128,10 @@ def _run(args: Mapping[str, Any]) -> Outcome:
             if option in args:
                 raise InputError(f"--{option}: has no effect with --report")
     if name in STUDIES:
-        return STUDIES[name].make(args, sys.stdout)
+        for option in args.keys() - {"experiment", "quick", "out", *STUDIES[name]["options"]}:
+            raise InputError(f"--{option}: {name} does not accept it")
+        output_folder(args).mkdir(parents=True, exist_ok=True)
+        return PRODUCE[name](args, STUDIES[name], sys.stdout)
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, args)
     runs = _chosen(experiment, args.get("only", ""))
@@ -151,7 +148,7 @@ def _run(args: Mapping[str, Any]) -> Outcome:
                     f"{plan.folder / name}.json{f', {short} of them shorter than planned' if short else ''}"
                     "; to train them again, move it away"
                 )
-            failed = train_all(plan, sorted(open_runs, key=lambda run: run.seed), sys.stdout)
+            failed = train_all(plan, [[run] for run in sorted(open_runs, key=lambda run: run.seed)], sys.stdout)
     except BudgetSpent as end:
         failed, spent = end.failed, True
     finally:

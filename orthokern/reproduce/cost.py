@@ -15,17 +15,11 @@ from torch import Tensor, nn
 from orthokern.commandline import say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
-from orthokern.reproduce.page import conditions, paragraph, table, written
-from orthokern.reproduce.study import Outcome, Study, data_folder, output_folder
+from orthokern.reproduce.page import conditions, paragraph, publish, table
+from orthokern.reproduce.study import Outcome, data_folder, output_folder
 from orthokern.tasks import word_lm
 
 DELTA, EPOCHS = 0.2, 75
-# method -> what is timed, and the published seconds of a whole training
-METHODS = {
-    "naive SVD": ("P_δ by a full SVD after every step", 5.02e4),
-    "projection": ("P_δ by `SpectralNormProjection`", 4.55e4),
-    "gradient clipping": ("norm of the gradient, and scaling", 4.96e4),
-}
 SVD_EVERY, WARM_UP = 10, 3  # iterations
 
 
@@ -85,7 +79,7 @@ def _measure(
     task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int, stream: TextIO
 ) -> tuple[dict[str, list[float]], float]:
     """The time of each part of each iteration in ms, by name; and the largest difference of the two projections."""
-    times: dict[str, list[float]] = {name: [] for name in ("iteration", *METHODS)}
+    times: dict[str, list[float]] = {name: [] for name in ("iteration", "naive SVD", "projection", "gradient clipping")}
     worst = 0.0
 
     def train() -> None:
@@ -136,7 +130,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return table((*headings, "published ratio"), cells)
 
 
-def _produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
     """Trains in the setting of Table 1 and times every method on the same iterations."""
     quick, folder = args.get("quick", False), output_folder(args)
     if "threads" in args:
@@ -149,7 +143,7 @@ def _produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
     times, worst = _measure(task, projection, growth, iterations, stream)
     if projection.counts["projections"] == 0:
         raise InputError(
-            f"{study.name}: no singular value rose above {projection.limit:g} in {iterations} iterations from "
+            f"{spec['name']}: no singular value rose above {projection.limit:g} in {iterations} iterations from "
             f"{began_with}: there was no projection to time; increase --iterations"
         )
     # the projection does its work in some iterations only, so its cost is the mean; that of the others is the median
@@ -163,11 +157,9 @@ def _produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
             "hours_of_training": (each["iteration"] + each[name]) * EPOCHS * task.iterations_per_epoch / 3.6e6,
             "published_seconds": seconds,
         }
-        for name, (what, seconds) in METHODS.items()
+        for name, what, seconds in spec["methods"]
     ]
     counts = ", ".join(f"{count} {what}" for what, count in projection.counts.items())
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.{' Scaled down (`--quick`).' if quick else ''}", ""]
-    text += ["Lower is better.", "", *_table(rows), ""]
     note = (
         f"An iteration without any of these takes {each['iteration']:.1f} ms ({settings.hidden} units, windows of "
         f"{settings.window} steps, batch {settings.batch}, {len(task.data.vocabulary)} words): the median of "
@@ -176,17 +168,6 @@ def _produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
         f"{task.iterations_per_epoch} iterations without evaluation. The published column is the ratio of the "
         "published times."
     )
-    text += [paragraph(note), "", conditions()]
-    summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
-    summary |= {"iteration_ms": each["iteration"], "iterations": iterations}
-    summary |= {"counts": projection.counts, "largest_difference": worst}
-    return Outcome(written(folder, study.name, "\n".join(text) + "\n", summary))
-
-
-COST = Study(
-    "gru-table3",
-    "Cost of the spectral constraint in language modelling",
-    "Kanai et al. 2017, Table 3",
-    ("data", "threads", "iterations"),
-    _produce,
-)
+    text = ["Lower is better.", "", *_table(rows), "", paragraph(note), "", conditions()]
+    numbers = {"iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts}
+    return Outcome(publish(folder, spec, quick, text, rows, **numbers, largest_difference=worst))

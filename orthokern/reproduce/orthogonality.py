@@ -5,53 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from orthokern.commandline import say
 from orthokern.init import glorot_uniform_, learned_orthogonal_
-from orthokern.reproduce.page import conditions, table, written
-from orthokern.reproduce.study import Outcome, Study, output_folder
+from orthokern.reproduce.page import conditions, paragraph, publish, table
+from orthokern.reproduce.study import Outcome, output_folder
 
 CHUNK = 1000  # number of matrices drawn together
 GUARDED = 1000  # matrices for the guarded rule, which has no published mean to compare with
-
-
-class Sample(NamedTuple):
-    """Random square matrices to make orthogonal.
-
-    Attributes:
-        label: their distribution.
-        side: n.
-        size, quick: their number, and their number with --quick. The guarded rule uses at most GUARDED of them.
-        published: the paper's mean number of steps, or None.
-    """
-
-    label: str
-    side: int
-    size: int
-    quick: int
-    published: float | None = None
-
-
-SAMPLES = (
-    Sample("N(0, 0.1)", 100, 10_000, 200, 22.77),
-    Sample("U[-0.1, 0.1]", 100, 10_000, 200, 24.00),
-    # not in the paper: distributions for which its rule no longer converges
-    Sample("N(0, 0.1)", 150, 200, 20),
-    Sample("N(0, 0.1)", 200, 100, 10),
-    Sample("N(0, 0.1)", 400, 20, 3),
-    Sample("Glorot-uniform", 100, 200, 20),
-    Sample("Glorot-uniform", 400, 20, 3),
-)
-NOTE = """\
-The published numbers count evaluations of the error, the first of them before any step, so they are one above the
-number of steps. Means are over the matrices that converged, ± one standard error. "plain" is the published rule, which
-always converges according to the paper. "guarded" first scales down a matrix that may be outside the region from which
-the descent converges (a largest singular value of 2.45 for this rate); it uses at most the first 1000 of the same
-matrices."""
 
 
 def _draw(label: str, size: int, n: int, generator: torch.Generator) -> Tensor:
@@ -63,14 +28,13 @@ def _draw(label: str, size: int, n: int, generator: torch.Generator) -> Tensor:
     return 0.2 * torch.rand(size, n, n, generator=generator) - 0.1
 
 
-def _measure(sample: Sample, guard: bool, quick: bool) -> dict[str, Any]:
+def _measure(sample: Mapping[str, Any], guard: bool, quick: bool) -> dict[str, Any]:
     """One row: the gradient descent of the paper (rate 0.1, tolerance 1e-6) on a sample with a fixed seed."""
     generator = torch.Generator().manual_seed(1234)
-    size = sample.quick if quick else sample.size
-    size = min(size, GUARDED) if guard else size
+    size = min(sample["quick" if quick else "matrices"], GUARDED if guard else 10**9)
     of_chunks, converged, scaled, seconds = [], 0, 0, 0.0
     for start in range(0, size, CHUNK):
-        w = _draw(sample.label, min(CHUNK, size - start), sample.side, generator)
+        w = _draw(sample["law"], min(CHUNK, size - start), sample["side"], generator)
         began = time.perf_counter()
         result = learned_orthogonal_(w, lr=0.1, tol=1e-6, guard=guard)
         seconds += time.perf_counter() - began
@@ -79,13 +43,13 @@ def _measure(sample: Sample, guard: bool, quick: bool) -> dict[str, Any]:
         of_chunks.append(result.steps[result.converged])
     steps = torch.cat(of_chunks).double()
     return {
-        "law": sample.label,
-        "side": sample.side,
+        "law": sample["law"],
+        "side": sample["side"],
         "matrices": size,
         "rule": "guarded" if guard else "plain",
         "success_percent": 100.0 * converged / size,
         "scaled_percent": 100.0 * scaled / size,
-        "published_evaluations": None if guard else sample.published,
+        "published_evaluations": None if guard else sample.get("published"),
         "mean_evaluations": float(steps.mean()) + 1.0 if len(steps) else None,
         "standard_error": float(steps.std()) / math.sqrt(len(steps)) if len(steps) > 1 else None,
         "least_evaluations": int(steps.min()) + 1 if len(steps) else None,
@@ -111,27 +75,18 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+    """Measures every sample with both rules."""
     quick = args.get("quick", False)
     if "threads" in args:
         torch.set_num_threads(args["threads"])
     rows = []
-    for sample in SAMPLES:
+    for sample in spec["samples"]:
         for guard in (False, True):
-            rows.append(_measure(sample, guard, quick))
-            say(f"{rows[-1]['law']}, n = {sample.side}, {rows[-1]['rule']}: {rows[-1]['seconds']:.1f} s", stream)
+            row = _measure(sample, guard, quick)
+            rows.append(row)
+            say(f"{row['law']}, n = {row['side']}, {row['rule']}: {row['seconds']:.1f} s", stream)
     headings = ["distribution", "n", "matrices", "rule", "scaled (%)", "success (%)", "published steps", "ours"]
     headings += ["difference", "least", "most", "seconds"]
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.", "", "Fewer steps are better.", ""]
-    text += [*table(headings, map(_cells, rows)), "", NOTE, "", conditions()]
-    summary = {"experiment": study.name, "source": study.source, "quick": quick, "rows": rows}
-    return Outcome(written(output_folder(args), study.name, "\n".join(text) + "\n", summary))
-
-
-ORTHOGONALITY = Study(
-    "oinit-steps",
-    "Steps until random matrices are orthogonal, by gradient descent at a rate of 0.1 to an error of 1e-6",
-    "Manchev and Spratling, section II-A",
-    ("threads",),
-    _produce,
-)
+    text = ["Fewer steps are better.", "", *table(headings, map(_cells, rows)), "", paragraph(spec["note"]), ""]
+    return Outcome(publish(output_folder(args), spec, quick, [*text, conditions()], rows))

@@ -7,7 +7,7 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +121,34 @@ def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure:
         part.write_text(content, encoding="utf-8")
         part.replace(path)  # a reader never sees half a file
     return [*files, *([] if figure is None else [figure])]
+
+
+def picture(title: str, figure: Path | None) -> list[str]:
+    """The lines of a page that show its figure."""
+    return [] if figure is None else [f"![{title}]({figure.name})", ""]
+
+
+def publish(
+    folder: Path,
+    spec: Mapping[str, Any],
+    quick: bool,
+    text: Iterable[str],
+    rows: Sequence[Mapping[str, Any]],
+    figure: Path | None = None,
+    **numbers: Any,
+) -> list[Path]:
+    """Writes the page of a study; returns the files.
+
+    Args:
+        folder: for the files.
+        spec: the table `[[study]]` with name, title, source and, if it has them, directions.
+        quick: whether the study is scaled down.
+        text: the lines below the source.
+        rows, numbers: the content of the JSON file.
+        figure: the file of the figure.
+    """
+    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if quick else ""
+    source = paragraph(f"{spec['source']}.{scale} {spec.get('directions', '')}")
+    lines = [f"# {spec['name']}: {spec['title']}", "", source, "", *text]
+    summary = {"experiment": spec["name"], "source": spec["source"], "quick": quick, **numbers, "rows": rows}
+    return written(folder, spec["name"], "\n".join(lines) + "\n", summary, figure)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -161,8 +161,8 @@ def is_finished(settings: Mapping[str, Any], result: Mapping[str, Any], length: 
 class _Child:
     """A run in progress."""
 
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self.run = run
+    def __init__(self, run: Run, chain: Sequence[Run], plan: Plan) -> None:
+        self.run, self.chain = run, chain
         self.folder = plan.run_folder(run)
         self.log = plan.folder / f"{run.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -233,17 +233,14 @@ def _interruptible() -> Iterator[None]:
 
 
 @_interruptible()
-def train_all(
-    plan: Plan, runs: Sequence[Run], stream: TextIO, successor: Callable[[Run], Run | None] | None = None
-) -> dict[str, str]:
+def train_all(plan: Plan, chains: Sequence[Sequence[Run]], stream: TextIO, what: str = "runs") -> dict[str, str]:
     """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others.
 
     Args:
         plan: how the runs are trained.
-        runs: the runs.
+        chains: runs that follow each other as long as they reach their goals, in most cases one run each.
         stream: where progress is printed.
-        successor: maps a finished run to the run that follows it, or to None. Each of `runs` is then the first run of a
-            chain, and is done when the last run of the chain is done.
+        what: the name of the chains in messages.
 
     Returns:
         Name -> last line of output, for the runs that failed or diverged.
@@ -253,24 +250,24 @@ def train_all(
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP has arrived, and the child processes have saved their runs.
         BudgetSpent: at the end of the budget some runs are not done.
     """
-    progress, what = _Progress(stream), "runs" if successor is None else "searches"
-    waiting = [run for first in runs if (run := _open(first, plan, successor)) is not None]
-    done = len(runs) - len(waiting)
+    progress, total = _Progress(stream), len(chains)
+    waiting = [chain for chain in chains if _next(chain, plan) is not None]
+    done = total - len(waiting)
     if done:
-        progress.say(f"{done} of {len(runs)} {what} are done already")
+        progress.say(f"{done} of {total} {what} are done already")
     children: dict[str, _Child] = {}
     failed: dict[str, str] = {}
     deadline = math.inf if plan.budget is None else time.monotonic() + plan.budget
     try:
         while waiting or children:
             if time.monotonic() >= deadline:
-                progress.say(
-                    f"the budget is spent: {len(runs) - done} {what} are not done; repeat the command to continue"
-                )
+                progress.say(f"the budget is spent: {total - done} {what} are not done; repeat the command to continue")
                 raise BudgetSpent(failed)
             while waiting and len(children) < plan.jobs:
-                run = waiting.pop(0)
-                children[run.name] = _Child(run, plan)
+                chain = waiting.pop(0)
+                run = _next(chain, plan)
+                assert run is not None
+                children[run.name] = _Child(run, chain, plan)
             time.sleep(POLL)
             for name, child in list(children.items()):
                 code = child.process.poll()
@@ -286,13 +283,12 @@ def train_all(
                     (child.folder / "result.json").write_text(content + "\n")
                 if code != 0:
                     failed[name] = line
-                following = _open(child.run, plan, successor)
-                if following is None or following.name == name:  # the end of the chain, or an unfinished run
+                if _next(child.chain, plan) in (None, child.run):  # the end of the chain, or an unfinished run
                     done += 1
                 else:
-                    waiting.insert(0, following)
+                    waiting.insert(0, child.chain)
             if children:
-                progress.status(f"{done} of {len(runs)} {what} done", children)
+                progress.status(f"{done} of {total} {what} done", children)
     except BaseException:
         for child in children.values():  # they save themselves
             child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
@@ -302,9 +298,11 @@ def train_all(
     return failed
 
 
-def _open(run: Run, plan: Plan, successor: Callable[[Run], Run | None] | None) -> Run | None:
-    """The first run of a chain that is not done, or None."""
-    following: Run | None = run
-    while following is not None and plan.is_done(following):
-        following = None if successor is None else successor(following)
-    return following
+def _next(chain: Sequence[Run], plan: Plan) -> Run | None:
+    """The first run of a chain that is not done; None at the end of the chain and behind a run without its goal."""
+    for run in chain:
+        if not plan.is_done(run):
+            return run
+        if not result_of(plan.run_folder(run)).get("reached"):
+            return None
+    return None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 from orthokern.commandline import say
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
-from orthokern.reproduce.page import commands, dated, drawn, machines, paragraph, read_json, table, written
+from orthokern.reproduce.page import commands, dated, drawn, machines, paragraph, picture, publish, read_json, table
 from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
 from orthokern.reproduce.runner import BudgetSpent, Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
-from orthokern.reproduce.study import Outcome, Study, output_folder
+from orthokern.reproduce.study import Outcome, output_folder
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Search:
 
 
 def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
-    """The searches of a `[[search]]` table of specs/*.toml: a row of a problem has name, network, parameters, options
+    """The searches of a `[[study]]` table of specs/*.toml: a row of a problem has name, network, parameters, options
     and the published T."""
     return tuple(
         Search(
@@ -63,7 +62,7 @@ def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
             network=network,
             parameters=parameters,
             task=problem["task"],
-            options=tuple(f"{problem['options']} {options} {spec['options']}".split()),
+            options=tuple(f"{problem['options']} {options} {spec['run_options']}".split()),
             quick=tuple(spec["quick"].split()),
             published=published[0] if published else None,
         )
@@ -72,65 +71,49 @@ def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
     )
 
 
-def search_study(spec: Mapping[str, Any], searches: Sequence[Search]) -> Study:
-    """The report of a `[[search]]` table of specs/*.toml."""
-
-    def produce(args: Mapping[str, Any], study: Study, stream: TextIO) -> Outcome:
-        chosen = [search for search in searches if args.get("only", "") in search.name]
-        if not chosen:
-            names = ", ".join(search.name for search in searches)
-            raise InputError(
-                f"--only {args['only']}: no search of {study.name} has this text in its name; the searches are {names}"
-            )
-        longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
-        plan = Plan.of(args, output_folder(args), None, longer)
-        failed: dict[str, str] = {}
-        spent = False
-        try:
-            if not args.get("report"):
-                failed = train(study.name, chosen, plan, stream)
-        except BudgetSpent as end:
-            failed, spent = end.failed, True
-        finally:
-            files = report_searches(study, spec["note"], searches, plan)
-        # a search ends with a run that does not reach its goal
-        failed = {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
-        return Outcome(files, failed, spent)
-
-    options = ("jobs", "threads", "iterations", "only", "report", "device", "budget")
-    return Study(spec["name"], spec["title"], spec["source"], options, produce)
-
-
-def train(name: str, searches: Sequence[Search], plan: Plan, stream: TextIO) -> dict[str, str]:
-    """Trains the runs of the searches, several in parallel. Interrupted runs are resumed, and a search that is in an
-    earlier report continues after the last T that it solved. Returns and raises as `runner.train_all`."""
-    earlier = earlier_rows(name, plan)
-    firsts: list[Run] = []
-    following: dict[str, Run] = {}  # name of a run -> the run with the next T
-    for search in searches:
-        runs = [search.run(T) for T in _open_lengths(search, plan, earlier.get(search.name, {}))]
-        firsts += runs[:1]
-        following |= {run.name: after for run, after in pairwise(runs)}
-
-    def successor(run: Run) -> Run | None:
-        return following.get(run.name) if result_of(plan.run_folder(run)).get("reached") else None
-
-    if len(firsts) < len(searches):
-        finished = f"{len(searches) - len(firsts)} of {len(searches)} searches are finished"
-        say(f"{finished} according to {plan.folder / name}.json; to repeat them, move it away", stream)
-    return train_all(plan, firsts, stream, successor)
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+    """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed, and a
+    search that is in an earlier report continues after the last T that it solved."""
+    searches = read_searches(spec)
+    chosen = [search for search in searches if args.get("only", "") in search.name]
+    if not chosen:
+        names = ", ".join(search.name for search in searches)
+        raise InputError(
+            f"--only {args['only']}: no search of {spec['name']} has this text in its name; the searches are {names}"
+        )
+    longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
+    plan = Plan.of(args, output_folder(args), None, longer)
+    earlier = earlier_rows(spec["name"], plan)
+    failed: dict[str, str] = {}
+    spent = False
+    try:
+        if not args.get("report"):
+            chains = [_open_runs(search, plan, earlier.get(search.name, {})) for search in chosen]
+            chains = [chain for chain in chains if chain]
+            if len(chains) < len(chosen):
+                finished = f"{len(chosen) - len(chains)} of {len(chosen)} searches are finished"
+                say(f"{finished} according to {plan.folder / spec['name']}.json; to repeat them, move it away", stream)
+            failed = train_all(plan, chains, stream, "searches")
+    except BudgetSpent as end:
+        failed, spent = end.failed, True
+    finally:
+        files = report_searches(spec, searches, plan)
+    # a search ends with a run that does not reach its goal
+    failed = {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
+    return Outcome(files, failed, spent)
 
 
-def _open_lengths(search: Search, plan: Plan, known: Row) -> list[int]:
-    """The lengths of a search, without those that an earlier report has as solved and whose folders are missing. Empty
-    if the report has the search as finished, with as many iterations as are planned now."""
+def _open_runs(search: Search, plan: Plan, known: Row) -> list[Run]:
+    """The runs of a search, without those that an earlier report has as solved and whose folders are missing. Empty if
+    the report has the search as finished, with as many iterations as are planned now."""
     solved = known.get("iterations", {})
     lengths = [T for T in search.lengths(plan.quick) if str(T) not in solved or plan.begun(search.run(T))]
-    if lengths and known.get("complete") and known["failed"] == lengths[0] and not plan.begun(search.run(lengths[0])):
-        usual = planned(search.run(lengths[0]), plan.quick)["iterations"]
+    runs = [search.run(T) for T in lengths]
+    if runs and known.get("complete") and known["failed"] == lengths[0] and not plan.begun(runs[0]):
+        usual = planned(runs[0], plan.quick)["iterations"]
         before, now = (int(length[1]) if length else usual for length in (known["length"], plan.longer))
-        return lengths if before < now else []
-    return lengths
+        return runs if before < now else []
+    return runs
 
 
 def look(search: Search, plan: Plan, known: Row) -> Row:
@@ -205,18 +188,13 @@ def _cells(search: Search, state: Row) -> list[str]:
     ]
 
 
-def report_searches(study: Study, note: str, searches: Sequence[Search], plan: Plan) -> list[Path]:
-    """Writes the table (Markdown and JSON) and the figure (PNG) of the existing runs; returns the files.
-
-    Args:
-        study: name, title and source.
-        note: text under the table.
-        searches: the rows.
-        plan: holds the folder of the runs.
-    """
-    earlier = earlier_rows(study.name, plan)
+def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: Plan) -> list[Path]:
+    """Writes the table (Markdown and JSON) and the figure (PNG) of the existing runs; returns the files."""
+    name, title = spec["name"], spec["title"]
+    earlier = earlier_rows(name, plan)
     rows: list[Row] = []
     panels: dict[str, dict[str, dict[int, int]]] = {}
+    trained = []
     for search in searches:
         state = look(search, plan, earlier.get(search.name, {}))
         known = bool(state["iterations"]) or state["failed"] is not None
@@ -227,23 +205,17 @@ def report_searches(study: Study, note: str, searches: Sequence[Search], plan: P
         rows.append(texts | {"parameters": search.parameters, "published": search.published} | state)
         lengths = {int(T): count for T, count in state["iterations"].items()}
         panels.setdefault(search.problem, {})[search.network] = lengths
-    headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
-    headings += ["the next T", "hours", "state"]
-    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if plan.quick else ""
-    text = [f"# {study.name}: {study.title}", "", f"{study.source}.{scale}", "", "Longer sequences are better.", ""]
-    cells = (_cells(search, row) for search, row in zip(searches, rows, strict=True))
-    text += [*table(headings, cells), ""]
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    figure = drawn(plan.folder / f"{study.name}.png", lambda plots: plots.iterations_over_lengths(panels, study.title))
-    text += [*([] if figure is None else [f"![{study.title}]({figure.name})", ""]), paragraph(note), ""]
-    trained = []
-    for search, row in zip(searches, rows, strict=True):
-        length = plan.longer if row["length"] is None else row["length"]
+        length = plan.longer if state["length"] is None else state["length"]
         options = plan.options(Run(search.name, search.task, search.options, search.quick), length)
         command = f"python -m orthokern.tasks.{search.task} {' '.join(options)} --T N"
         trained.append((f"{search.problem}, {search.network}", f"`{command}`"))
-    text += commands(trained)
-    moment = dated(plan.folder, study.name, rows)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    figure = drawn(plan.folder / f"{name}.png", lambda plots: plots.iterations_over_lengths(panels, title))
+    headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]
+    headings += ["the next T", "hours", "state"]
+    cells = (_cells(search, row) for search, row in zip(searches, rows, strict=True))
+    text = ["Longer sequences are better.", "", *table(headings, cells), "", *picture(title, figure)]
+    text += [paragraph(spec["note"]), "", *commands(trained)]
+    moment = dated(plan.folder, name, rows)
     text += ["", f"{moment['versions']}; {machines(row['machine'] for row in rows)}; {moment['date']}."]
-    summary = {"experiment": study.name, "source": study.source, "quick": plan.quick, **moment, "rows": rows}
-    return written(plan.folder, study.name, "\n".join(text) + "\n", summary, figure)
+    return publish(plan.folder, spec, plan.quick, text, rows, figure, **moment)

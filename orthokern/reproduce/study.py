@@ -25,35 +25,9 @@ class Outcome:
     spent: bool = False
 
 
-@dataclass(frozen=True)
-class Study:
-    """A report of `python -m orthokern.reproduce NAME` that is not an Experiment.
-
-    Attributes:
-        name: as on the command line.
-        title: one line.
-        source: paper and table or figure of the published numbers.
-        options: the command-line options that it accepts.
-        produce: takes the options, this study and the stream for progress messages, and writes the report.
-    """
-
-    name: str
-    title: str
-    source: str
-    options: tuple[str, ...]
-    produce: Callable[[Mapping[str, Any], Study, TextIO], Outcome]
-
-    def make(self, args: Mapping[str, Any], stream: TextIO) -> Outcome:
-        """Checks the options and writes the report.
-
-        Raises:
-            InputError: an option that the study does not accept.
-        """
-        for option in args:
-            if option not in ("experiment", "quick", "out", *self.options):
-                raise InputError(f"--{option}: {self.name} does not accept it")
-        output_folder(args).mkdir(parents=True, exist_ok=True)
-        return self.produce(args, self, stream)
+Produce = Callable[[Mapping[str, Any], Mapping[str, Any], TextIO], Outcome]
+"""Writes the report of a study. Its arguments are the options of the command line, the `[[study]]` table of
+specs/*.toml, and the stream for progress messages."""
 
 
 def output_folder(args: Mapping[str, Any]) -> Path:
