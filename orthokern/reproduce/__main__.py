@@ -19,10 +19,10 @@ from orthokern.commandline import (
 )
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
+from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
 from orthokern.reproduce.report import finished_elsewhere, report
 from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
-from orthokern.reproduce.study import Outcome, Produce, data_folder, output_folder
 
 EXIT_FAILED, EXIT_BUDGET = 3, 4
 
@@ -77,28 +77,32 @@ the command to continue.
 """
 
 
+# option -> type (None: a flag), name of its value, help
+OPTIONS: dict[str, tuple[Any, str, str]] = {
+    "quick": (None, "", "scaled down: takes minutes on two cores, shows the same trend"),
+    "data": (path, "DIR", "folder that contains the folders mnist, ptb and music (default data)"),
+    "out": (path, "DIR", "folder for runs and tables (default runs/reproduce)"),
+    "only": (str, "TEXT", "train only the runs with TEXT in their names"),
+    "epochs": (integer(1), "N", "train for N epochs, instead of the number in the paper"),
+    "iterations": (integer(1), "N", "train for N iterations, for tasks without a data set"),
+    "jobs": (integer(1), "N", "number of runs in parallel (default 1)"),
+    "threads": (
+        integer(1, MAX_THREADS),
+        "N",
+        "CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
+    ),
+    "budget": (duration, "TIME", "train what fits into this time, for example 2h or 30m; runs under way are saved"),
+    "device": (device, "NAME", "cpu, cuda, cuda:1, ... (default: that of the task)"),
+    "report": (None, "", "train nothing; write the table and the figure of the existing runs"),
+}
+
+
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.reproduce", description=DESCRIPTION, epilog=_epilog())
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
-    text = "scaled down: takes minutes on two cores, shows the same trend"
-    parser.add_argument("--quick", action="store_true", help=text)
-    text = "folder that contains the folders mnist, ptb and music (default data)"
-    parser.add_argument("--data", type=path, metavar="DIR", help=text)
-    parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
-    parser.add_argument("--only", type=str, metavar="TEXT", help="train only the runs with TEXT in their names")
-    text = "train for N epochs, instead of the number in the paper"
-    parser.add_argument("--epochs", type=integer(1), metavar="N", help=text)
-    text = "train for N iterations, for tasks without a data set"
-    parser.add_argument("--iterations", type=integer(1), metavar="N", help=text)
-    parser.add_argument("--jobs", type=integer(1), metavar="N", help="number of runs in parallel (default 1)")
-    text = "CPU threads of a run (default: the number of threads of torch, divided by --jobs)"
-    parser.add_argument("--threads", type=integer(1, MAX_THREADS), metavar="N", help=text)
-    text = "train what fits into this time, for example 2h or 30m; runs under way are saved"
-    parser.add_argument("--budget", type=duration, metavar="TIME", help=text)
-    text = "cpu, cuda, cuda:1, ... (default: that of the task)"
-    parser.add_argument("--device", type=device, metavar="NAME", help=text)
-    text = "train nothing; write the table and the figure of the existing runs"
-    parser.add_argument("--report", action="store_true", help=text)
+    for name, (kind, metavar, text) in OPTIONS.items():
+        more: dict[str, Any] = {"type": kind, "metavar": metavar} if kind else {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=text, **more)
     return parser
 
 

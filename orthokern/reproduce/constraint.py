@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orthokern.errors import InputError
-from orthokern.reproduce.page import drawn, machines, paragraph, picture, publish, read_json, table
+from orthokern.reproduce.page import (
+    Outcome,
+    drawn,
+    machines,
+    output_folder,
+    paragraph,
+    picture,
+    publish,
+    read_json,
+    table,
+)
 from orthokern.reproduce.report import Row, spread
 from orthokern.reproduce.spec import Experiment, read_experiments, read_specs
-from orthokern.reproduce.study import Outcome, output_folder
 
 Variant = tuple[str, str]  # part, value
 TRAINED, NONLINEARITY = "margin, U and V trained", "non-linearity"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from orthokern.commandline import say
 from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
-from orthokern.reproduce.page import conditions, paragraph, publish, table
-from orthokern.reproduce.study import Outcome, data_folder, output_folder
+from orthokern.reproduce.page import Outcome, conditions, data_folder, output_folder, paragraph, publish, table
 from orthokern.tasks import word_lm
 
 DELTA, EPOCHS = 0.2, 75

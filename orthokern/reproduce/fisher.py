@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from orthokern.diagnostics import FisherMemory, fisher_memory, transient_norms
-from orthokern.reproduce.page import drawn, paragraph, picture, publish, table
-from orthokern.reproduce.study import Outcome, output_folder
+from orthokern.reproduce.page import Outcome, drawn, output_folder, paragraph, picture, publish, table
 
 UNITS = 100
 INPUTS = 1000  # inputs of Figure 1b

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from orthokern.commandline import say
 from orthokern.init import glorot_uniform_, learned_orthogonal_
-from orthokern.reproduce.page import conditions, paragraph, publish, table
-from orthokern.reproduce.study import Outcome, output_folder
+from orthokern.reproduce.page import Outcome, conditions, output_folder, paragraph, publish, table
 
 CHUNK = 1000  # number of matrices drawn together
 GUARDED = 1000  # matrices for the guarded rule, which has no published mean to compare with

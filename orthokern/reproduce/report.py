@@ -17,18 +17,7 @@ import numpy as np
 
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
-from orthokern.reproduce.page import (
-    commands,
-    dated,
-    directions,
-    drawn,
-    machines,
-    paragraph,
-    read_json,
-    rounded,
-    table,
-    written,
-)
+from orthokern.reproduce import page
 from orthokern.reproduce.runner import Plan, is_finished
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, named_settings, planned
 
@@ -170,7 +159,7 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, Row]:
         InputError: the file is damaged.
     """
     path = plan.folder / f"{name}.json"
-    summary = read_json(path)
+    summary = page.read_json(path)
     if summary.get("experiment") != name or summary.get("quick") != plan.quick:
         return {}
     try:
@@ -285,7 +274,7 @@ def _row(experiment: Experiment, run: Run, plan: Plan, known: Row | None) -> Row
         row["state"] = "solved" if solved else "done"
     else:
         row["state"] = "unfinished"
-    return rounded(row | _shown(experiment, record))
+    return page.rounded(row | _shown(experiment, record))
 
 
 def labels(run: Run, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -362,18 +351,18 @@ def markdown(experiment: Experiment, summary: Row) -> str:
     seeds = {row["settings"].get("seed") for row in rows if "settings" in row}
     several = f" Several seeds: median, and the range in parentheses{rates}." if len(groups) < len(rows) else ""
     single = f" Each row is one run, with seed {seeds.pop()}." if len(seeds) == 1 else ""
-    text = [f"# {experiment.name}: {summary['title']}", "", paragraph(f"{experiment.source}.{scale}"), ""]
-    text += [paragraph(directions(experiment.measures) + (several or single)), ""]
-    text += [*table(columns, (_cells(experiment, group, headings, published) for group in groups.values())), ""]
+    text = [f"# {experiment.name}: {summary['title']}", "", page.paragraph(f"{experiment.source}.{scale}"), ""]
+    text += [page.paragraph(page.directions(experiment.measures) + (several or single)), ""]
+    text += [*page.table(columns, (_cells(experiment, group, headings, published) for group in groups.values())), ""]
     text += [f"![{summary['title']}]({summary['figure']})", ""] if summary["figure"] else []
-    text += [paragraph(experiment.note), ""] if experiment.note else []
+    text += [page.paragraph(experiment.note), ""] if experiment.note else []
     trained = []
     for group in groups.values():  # of several seeds the first one's command, with the last one named behind it
         last = group[-1]["command"].split("--seed ")[-1].split()[0]
         others = "" if len(group) == 1 else f", and so to `--seed {last}`"
         trained.append((", ".join(group[0]["labels"].values()), f"`{group[0]['command']}`{others}"))
-    text += commands(trained)
-    text += ["", f"{summary['versions']}; {machines(row.get('machine') for row in rows)}; {summary['date']}."]
+    text += page.commands(trained)
+    text += ["", f"{summary['versions']}; {page.machines(row.get('machine') for row in rows)}; {summary['date']}."]
     return "\n".join(text) + "\n"
 
 
@@ -400,14 +389,14 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     figure = None
     records = [record for row in rows if (record := _record(experiment, row, plan)) is not None]
     if experiment.figure is not None and records:
-        figure = drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
+        figure = page.drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
     summary = {
         "experiment": experiment.name,
         "title": title,
         "source": experiment.source,
         "quick": plan.quick,
-        **dated(plan.folder, experiment.name, rows),
+        **page.dated(plan.folder, experiment.name, rows),
         "figure": None if figure is None else figure.name,
         "rows": rows,
     }
-    return written(plan.folder, experiment.name, markdown(experiment, summary), summary, figure)
+    return page.written(plan.folder, experiment.name, markdown(experiment, summary), summary, figure)

@@ -10,11 +10,22 @@ from typing import Any, TextIO
 from orthokern.commandline import say
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
-from orthokern.reproduce.page import commands, dated, drawn, machines, paragraph, picture, publish, read_json, table
+from orthokern.reproduce.page import (
+    Outcome,
+    commands,
+    dated,
+    drawn,
+    machines,
+    output_folder,
+    paragraph,
+    picture,
+    publish,
+    read_json,
+    table,
+)
 from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
 from orthokern.reproduce.runner import BudgetSpent, Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
-from orthokern.reproduce.study import Outcome, output_folder
 
 
 @dataclass(frozen=True)
