@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Mapping
+from typing import Any
 
 from orthokern.commandline import (
     EXIT_INTERRUPTED,
     MAX_THREADS,
-    Needs,
     Parser,
-    Settings,
     command,
     device,
     duration,
@@ -21,36 +18,47 @@ from orthokern.commandline import (
     say,
 )
 from orthokern.errors import InputError, unknown_name
-from orthokern.reproduce import constraint, kanai, nnrnn, oinit, vorontsov
+from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
+from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
 from orthokern.reproduce.report import finished_elsewhere, report
-from orthokern.reproduce.runner import BudgetSpent, Plan, train_all
-from orthokern.reproduce.spec import Experiment, Run, planned
-from orthokern.reproduce.study import data_folder, output_folder
+from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
+from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
 
 EXIT_FAILED, EXIT_BUDGET = 3, 4
 
-PAPERS = (vorontsov, oinit, nnrnn, kanai, constraint)
-EXPERIMENTS = {experiment.name: experiment for paper in PAPERS for experiment in paper.EXPERIMENTS}
-STUDIES = {study.name: study for study in (*oinit.STUDIES, *nnrnn.STUDIES, *kanai.STUDIES, *constraint.STUDIES)}
+SPECS = read_specs()
+EXPERIMENTS = read_experiments(SPECS)
+STUDIES = {study["name"]: study for spec in SPECS.values() for study in spec.get("study", ())}
+PRODUCE: dict[str, Produce] = {
+    "oinit-steps": orthogonality.produce,
+    "oinit-table1": search.produce,
+    "nnrnn-fisher": fisher.produce,
+    "gru-table3": cost.produce,
+    "constraint": constraint.produce,
+}
 
 DESCRIPTION = """\
 Train the runs of a table or figure of a paper, and compare the results with the published numbers.
 
 Finished runs are not trained again, and interrupted runs are resumed: to continue an experiment, repeat
-the command. Runs that two experiments share are trained once.
+the command. Runs that two experiments share are trained once. Without arguments, the names are listed.
 """
 
 
+def _names() -> str:
+    """The names of the command line, and what each reproduces."""
+    lines = [
+        f"  {name:<21} {each.source}: {each.title.format_map(planned(each.runs[0], False))} ({len(each.runs)} runs)"
+        for name, each in EXPERIMENTS.items()
+    ]
+    lines += [f"  {name:<21} {study['source']}: {study['title']}" for name, study in STUDIES.items()]
+    return "\n".join(lines)
+
+
 def _epilog() -> str:
-    listed = "\n".join(
-        f"  {name:<15} {experiment.source}: {experiment.titled(planned(experiment.runs[0], False))} "
-        f"({len(experiment.runs)} runs)"
-        for name, experiment in EXPERIMENTS.items()
-    )
-    listed += "".join(f"\n  {name:<15} {study.source}: {study.title}" for name, study in STUDIES.items())
     return f"""\
 experiments:
-{listed}
+{_names()}
 
 examples:
   python -m orthokern.reproduce table1 --data data --quick         scaled down, takes minutes
@@ -64,138 +72,125 @@ Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMEN
 missing keep their rows of an earlier EXPERIMENT.json, and are not trained again if they are finished there:
 copy this file to continue an experiment on another machine.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 4 the budget is spent before all
-runs are done, 130 interrupted. After 4 and 130 the runs are saved: repeat the command to continue.
+runs are done, 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP. After 4 and a signal the runs are saved: repeat
+the command to continue.
 """
 
 
-# options without effect on a report: it has all runs, and the lengths that are asked for
-_OF_TRAINING = ("only", "jobs", "threads", "budget", "device")
+# option -> type (None: a flag), name of its value, help
+OPTIONS: dict[str, tuple[Any, str, str]] = {
+    "quick": (None, "", "scaled down: takes minutes on two cores, shows the same trend"),
+    "data": (path, "DIR", "folder that contains the folders mnist, ptb and music (default data)"),
+    "out": (path, "DIR", "folder for runs and tables (default runs/reproduce)"),
+    "only": (str, "TEXT", "train only the runs with TEXT in their names"),
+    "epochs": (integer(1), "N", "train for N epochs, instead of the number in the paper"),
+    "iterations": (integer(1), "N", "train for N iterations, for tasks without a data set"),
+    "jobs": (integer(1), "N", "number of runs in parallel (default 1)"),
+    "threads": (
+        integer(1, MAX_THREADS),
+        "N",
+        "CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
+    ),
+    "budget": (duration, "TIME", "train what fits into this time, for example 2h or 30m; runs under way are saved"),
+    "device": (device, "NAME", "cpu, cuda, cuda:1, ... (default: that of the task)"),
+    "report": (None, "", "train nothing; write the table and the figure of the existing runs"),
+}
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.reproduce", description=DESCRIPTION, epilog=_epilog())
     parser.add_argument("experiment", metavar="EXPERIMENT", help="see below")
-    parser.add_argument(
-        "--quick", action="store_true", help="scaled down: takes minutes on two cores, shows the same trend"
-    )
-    parser.add_argument(
-        "--data", type=path, metavar="DIR", help="folder that contains the folders mnist, ptb and music (default data)"
-    )
-    parser.add_argument("--out", type=path, metavar="DIR", help="folder for runs and tables (default runs/reproduce)")
-    parser.add_argument("--only", type=str, metavar="TEXT", help="train only the runs with TEXT in their names")
-    parser.add_argument(
-        "--epochs", type=integer(1), metavar="N", help="train for N epochs, instead of the number in the paper"
-    )
-    parser.add_argument(
-        "--iterations", type=integer(1), metavar="N", help="train for N iterations, for tasks without a data set"
-    )
-    parser.add_argument("--jobs", type=integer(1), metavar="N", help="number of runs in parallel (default 1)")
-    text = "CPU threads of a run (default: the number of threads of torch, divided by --jobs)"
-    parser.add_argument("--threads", type=integer(1, MAX_THREADS), metavar="N", help=text)
-    text = "train what fits into this time, for example 2h or 30m; runs under way are saved"
-    parser.add_argument("--budget", type=duration, metavar="TIME", help=text)
-    parser.add_argument(
-        "--device", type=device, metavar="NAME", help="cpu, cuda, cuda:1, ... (default: that of the task)"
-    )
-    parser.add_argument(
-        "--report", action="store_true", help="train nothing; write the table and the figure of the existing runs"
-    )
-    parser.needs = {name: ((Needs("report", (None,)),),) for name in _OF_TRAINING}
+    for name, (kind, metavar, text) in OPTIONS.items():
+        more: dict[str, Any] = {"type": kind, "metavar": metavar} if kind else {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=text, **more)
     return parser
-
-
-def _plan(experiment: Experiment, given: Settings) -> Plan:
-    jobs = given.get("jobs", 1)
-    if experiment.alone and jobs > 1:
-        raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed and run one at a time; leave it out")
-    longer: tuple[str, ...] = ()
-    for option, wanted in (("epochs", experiment.epochs), ("iterations", not experiment.epochs)):
-        if option in given:
-            if not wanted:
-                other = "iterations" if option == "epochs" else "epochs"
-                raise InputError(
-                    f"--{option}: the length of the runs of {experiment.name} is in {other}; give --{other}"
-                )
-            longer = (f"--{option}", str(given[option]))
-    data = None
-    if experiment.data is None and "data" in given:
-        raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
-    if experiment.data is not None:
-        data = data_folder(given, experiment.data, read=not given.get("report"))
-    return Plan.of(given, output_folder(given), data, longer)
-
-
-def _chosen(experiment: Experiment, only: str | None) -> list[Run]:
-    runs = [run for run in experiment.runs if only is None or only in run.name]
-    if not runs:
-        names = ", ".join(run.name for run in experiment.runs)
-        raise InputError(f"--only {only}: no run of {experiment.name} has this text in its name; the runs are {names}")
-    return runs
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
 
     def body() -> int:
+        if not (sys.argv[1:] if arguments is None else arguments):
+            say(_names())
+            return 0
+        args = _parser().parse(arguments)
         try:
-            parser = _parser()
-            given = parser.parse(arguments)
-            parser.check_all_play(given, SimpleNamespace(report=given.get("report")))
-            return _run(given)
-        except KeyboardInterrupt:
+            return _finish(_run(args))
+        except KeyboardInterrupt as interrupt:
             say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
-            return EXIT_INTERRUPTED
+            return 128 + interrupt.number if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
 
-    return command(body, arguments)
+    return command(body)
 
 
-def _run(given: Settings) -> int:
-    name = given["experiment"]
+def _run(args: Mapping[str, Any]) -> Outcome:
+    name = args["experiment"]
     if name not in EXPERIMENTS and name not in STUDIES:
         raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
+    if args.get("report"):  # a report has all runs, and the lengths that are asked for
+        for option in ("only", "jobs", "threads", "budget", "device"):
+            if option in args:
+                raise InputError(f"--{option}: has no effect with --report")
     if name in STUDIES:
-        try:
-            _show(STUDIES[name].make(given, sys.stdout))
-        except BudgetSpent as end:
-            _show([output_folder(given) / f"{name}.md"])
-            return _exit_code(end.failed, spent=True)
-        return 0
+        for option in args.keys() - {"experiment", "quick", "out", *STUDIES[name]["options"]}:
+            raise InputError(f"--{option}: {name} does not accept it")
+        output_folder(args).mkdir(parents=True, exist_ok=True)
+        return PRODUCE[name](args, STUDIES[name], sys.stdout)
     experiment = EXPERIMENTS[name]
-    plan = _plan(experiment, given)
-    runs = _chosen(experiment, given.get("only"))
+    plan = _plan(experiment, args)
+    runs = _chosen(experiment, args.get("only", ""))
+    elsewhere = finished_elsewhere(experiment, plan)  # a damaged file is reported before hours of training
     failed: dict[str, str] = {}
     spent = False
-    elsewhere = finished_elsewhere(experiment, plan)  # a damaged file is found before hours of training, not after them
     try:
-        if not given.get("report"):
+        if not args.get("report"):
             open_runs = [run for run in runs if run.name not in elsewhere]
             if len(open_runs) < len(runs):
                 short = sum(not elsewhere.get(run.name, True) for run in runs)
                 say(
                     f"{len(runs) - len(open_runs)} of {len(runs)} runs are finished according to "
-                    f"{plan.folder / experiment.name}.json{f', {short} of them shorter than planned' if short else ''}"
+                    f"{plan.folder / name}.json{f', {short} of them shorter than planned' if short else ''}"
                     "; to train them again, move it away"
                 )
-            failed = train_all(plan, open_runs, sys.stdout)
+            failed = train_all(plan, [[run] for run in sorted(open_runs, key=lambda run: run.seed)], sys.stdout)
     except BudgetSpent as end:
         failed, spent = end.failed, True
     finally:
         files = report(experiment, plan)
-    _show(files)
-    return _exit_code(failed, spent)
+    return Outcome(files, failed, spent)
 
 
-def _exit_code(failed: dict[str, str], spent: bool) -> int:
-    """Prints the last lines of the runs that failed. Returns the exit code."""
-    for run, line in failed.items():
+def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
+    jobs = args.get("jobs", 1)
+    if experiment.alone and jobs > 1:
+        raise InputError(f"--jobs {jobs}: the runs of {experiment.name} are timed and run one at a time; leave it out")
+    unit, other = ("epochs", "iterations") if experiment.epochs else ("iterations", "epochs")
+    if other in args:
+        raise InputError(f"--{other}: the length of the runs of {experiment.name} is in {unit}; use --{unit}")
+    data = None
+    if experiment.data is not None:
+        data = data_folder(args, experiment.data, read=not args.get("report"))
+    elif "data" in args:
+        raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
+    longer = (f"--{unit}", str(args[unit])) if unit in args else ()
+    return Plan.of(args, output_folder(args), data, longer)
+
+
+def _chosen(experiment: Experiment, only: str) -> list[Run]:
+    runs = [run for run in experiment.runs if only in run.name]
+    if not runs:
+        names = ", ".join(run.name for run in experiment.runs)
+        raise InputError(f"--only {only}: no run of {experiment.name} has this text in its name; the runs are {names}")
+    return runs
+
+
+def _finish(outcome: Outcome) -> int:
+    """Prints the table, the names of all files, and the last lines of the runs that failed; returns the exit code."""
+    say(outcome.files[0].read_text(encoding="utf-8"))
+    say("written: " + ", ".join(str(file) for file in outcome.files))
+    for run, line in outcome.failed.items():
         say(f"{run}: {line}", sys.stderr)
-    return EXIT_FAILED if failed else EXIT_BUDGET if spent else 0
-
-
-def _show(files: Sequence[Path]) -> None:
-    """Prints the table, which is the first file of a report, and the names of all files."""
-    say(files[0].read_text(encoding="utf-8"))
-    say("written: " + ", ".join(str(file) for file in files))
+    return EXIT_FAILED if outcome.failed else EXIT_BUDGET if outcome.spent else 0
 
 
 if __name__ == "__main__":

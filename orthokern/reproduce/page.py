@@ -1,26 +1,29 @@
-"""Parts that all pages of results share."""
+"""Parts that all pages of results share: folders, Markdown, numbers, files."""
 
 from __future__ import annotations
 
 import json
-import re
+import platform
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
+
+from orthokern._version import __version__
 from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
+from orthokern.errors import InputError
 from orthokern.reproduce.spec import Measure
-from orthokern.training.checkpoint import write_atomically
-
-WIDTH = 120
 
 
 def paragraph(text: str) -> str:
     """The text, wrapped at 120 columns."""
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def directions(measures: Sequence[Measure]) -> str:
@@ -29,7 +32,12 @@ def directions(measures: Sequence[Measure]) -> str:
     for word, higher in (("Higher", True), ("Lower", False)):
         titles = [measure.title for measure in measures if measure.higher_is_better == higher]
         parts += [f"{word} is better for {', '.join(titles)}."] if titles else []
-    return paragraph(" ".join(parts))
+    return " ".join(parts)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
 
 
 def commands(rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -37,9 +45,26 @@ def commands(rows: Iterable[tuple[str, str]]) -> list[str]:
     return ["How each row was trained:", "", *table(("row", "command"), rows)]
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
+def machines(names: Iterable[str | None]) -> str:
+    return ", ".join(sorted({name for name in names if name})) or "nothing trained yet"
+
+
+def versions() -> str:
+    return f"orthokern {__version__}, torch {torch.__version__}"
+
+
+def dated(folder: Path, name: str, rows: Sequence[Any]) -> dict[str, str]:
+    """Versions and date for a page with these rows. A page with the same numbers as the existing one keeps its date."""
+    earlier = read_json(folder / f"{name}.json")
+    now = {"versions": versions(), "date": time.strftime("%Y-%m-%d")}
+    return {key: earlier.get(key, text) for key, text in now.items()} if earlier.get("rows") == rounded(rows) else now
+
+
+def conditions() -> str:
+    """One line with versions, machine and date."""
+    threads = torch.get_num_threads()
+    machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
+    return f"{versions()}; {machine}; {time.strftime('%Y-%m-%d')}."
 
 
 def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
@@ -54,16 +79,119 @@ def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
         return None
 
 
-def _as_json(summary: dict[str, Any]) -> str:
-    """Indented JSON with a list of numbers on one line."""
-    value = r"(?:[-+.\deE]+|null)"
-    numbers = rf"\[\s+{value}(?:,\s+{value})*\s+\]"
-    return re.sub(numbers, lambda found: " ".join(found[0].split()), json.dumps(summary, indent=1))
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """The content of a JSON file with six significant digits. Those of a spectrum, whose axis may begin at 0.999999,
+    have nine."""
+    if isinstance(value, dict):
+        return {name: rounded(inner, 9 if name == "spectrum" else digits) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(inner, digits) for inner in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 10**digits:
+        return int(value)
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} without the file.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is damaged: move it away, or repair it")
+    return content
 
 
 def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure: Path | None = None) -> list[Path]:
     """Writes a page as NAME.md and its numbers as NAME.json; returns these files and the figure."""
-    page, numbers = folder / f"{name}.md", folder / f"{name}.json"
-    write_atomically(page, text.encode())
-    write_atomically(numbers, _as_json(summary).encode() + b"\n")
-    return [page, numbers] if figure is None else [page, numbers, figure]
+    numbers = rounded(summary)
+    rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in numbers.pop("rows"))  # one line each
+    content = json.dumps(numbers, indent=1, ensure_ascii=False).removesuffix("\n}") + f',\n "rows": [\n{rows}\n]}}\n'
+    files = {folder / f"{name}.md": text, folder / f"{name}.json": content}
+    for path, content in files.items():
+        part = path.with_name(path.name + ".part")
+        part.write_text(content, encoding="utf-8")
+        part.replace(path)  # a reader never sees half a file
+    return [*files, *([] if figure is None else [figure])]
+
+
+def picture(title: str, figure: Path | None) -> list[str]:
+    """The lines of a page that show its figure."""
+    return [] if figure is None else [f"![{title}]({figure.name})", ""]
+
+
+def publish(
+    folder: Path,
+    spec: Mapping[str, Any],
+    quick: bool,
+    text: Iterable[str],
+    rows: Sequence[Mapping[str, Any]],
+    figure: Path | None = None,
+    **numbers: Any,
+) -> list[Path]:
+    """Writes the page of a study; returns the files.
+
+    Args:
+        folder: for the files.
+        spec: the table `[[study]]` with name, title, source and, if it has them, directions.
+        quick: whether the study is scaled down.
+        text: the lines below the source.
+        rows, numbers: the content of the JSON file.
+        figure: the file of the figure.
+    """
+    scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if quick else ""
+    source = paragraph(f"{spec['source']}.{scale} {spec.get('directions', '')}")
+    lines = [f"# {spec['name']}: {spec['title']}", "", source, "", *text]
+    summary = {"experiment": spec["name"], "source": spec["source"], "quick": quick, **numbers, "rows": rows}
+    return written(folder, spec["name"], "\n".join(lines) + "\n", summary, figure)
+
+
+# ---- studies: reports that are not tables of training runs ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line has done.
+
+    Attributes:
+        files: the files written, a Markdown file first.
+        failed: name -> last line of output, for the runs that failed.
+        spent: whether the budget ended before all runs were done.
+    """
+
+    files: list[Path]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    spent: bool = False
+
+
+Produce = Callable[[Mapping[str, Any], Mapping[str, Any], TextIO], Outcome]
+"""Writes the report of a study. Its arguments are the options of the command line, the `[[study]]` table of
+specs/*.toml, and the stream for progress messages."""
+
+
+def output_folder(args: Mapping[str, Any]) -> Path:
+    """Where a command line writes runs and reports."""
+    out: Path = args.get("out", Path("runs") / "reproduce")
+    return out / ("quick" if args.get("quick") else "full")
+
+
+def data_folder(args: Mapping[str, Any], name: str, *, read: bool = True) -> Path:
+    """The folder `name` in that of --data, or else that of --data itself.
+
+    Raises:
+        InputError: there is no such folder, and `read` is set.
+    """
+    root: Path = args.get("data", Path("data"))
+    folder = root / name if (root / name).is_dir() else root
+    if read and not folder.is_dir():
+        raise InputError(f"--data {root}: no such folder; it must hold {name}/ (see docs/experiments.md, Data)")
+    return folder

@@ -1,18 +1,32 @@
-"""Experiments: runs of our tasks, with the numbers that a paper reports for them."""
+"""Experiments: runs of our tasks, with the numbers that a paper reports for them, read from specs/*.toml.
+
+A file has measures by key, `[[experiment]]` tables with the fields of `Experiment`, and their `[[experiment.runs]]`.
+The texts of a run are templates: it stands for a run for each of its `rows`, with the cells under the names in
+`columns`, and for each combination of the values in `over`. A column with the key of a measure holds published
+numbers, `seeds` the number of seeds; {index} counts the runs. `from` and `matching` (a regular expression) take runs of
+an earlier experiment. A note "= NAME" is that of the experiment NAME.
+"""
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
-from orthokern._files import count
-from orthokern.commandline import Settings
-from orthokern.training.options import first_defaults
-from orthokern.training.state import FREE_SETTINGS
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# settings that may differ between two parts of a run, and the length of a run
+FREE_SETTINGS = frozenset(
+    "backend checkpoint_every device diagnose_every epochs iterations minutes plots preset threads".split()
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class Run:
         labels: cells of its row, heading -> text; "--NAME" stands for the value of that option.
         published: the published numbers, title of the measure -> number; empty for a run that is not in the paper.
         group: runs of the same group differ only in their seed and share a row of the table; "" for a row of its own.
+        seed: runs are trained in the order of their seeds: a budget that ends early leaves a whole table.
     """
 
     name: str
@@ -58,25 +73,7 @@ class Run:
     labels: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, float] = field(default_factory=dict)
     group: str = ""
-
-
-def words(options: str) -> tuple[str, ...]:
-    """A command line as `Run` takes it."""
-    return tuple(options.split())
-
-
-def over_seeds(run: Run, seeds: Iterable[int]) -> tuple[Run, ...]:
-    """The run once for each seed, as one row of the table: the median over the seeds, and the range.
-
-    Example:
-        >>> run = Run("copy-200", "copy", ("--T", "200"))
-        >>> [(each.name, each.options) for each in over_seeds(run, (0, 1))]
-        [('copy-200-seed-0', ('--T', '200', '--seed', '0')), ('copy-200-seed-1', ('--T', '200', '--seed', '1'))]
-    """
-    return tuple(
-        replace(run, name=f"{run.name}-seed-{seed}", options=(*run.options, "--seed", str(seed)), group=run.name)
-        for seed in seeds
-    )
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,13 +86,12 @@ class Experiment:
         source: paper and table or figure of the published numbers.
         runs: the training runs.
         measures: the columns of numbers.
-        figure: how the runs are drawn: "curves", "gradients", "spectrum", "stability", "dynamics" or None.
+        figure: how the runs are drawn: a key of `report.FIGURES`, or None.
         quantity: for "curves": the quantity to draw.
         panel: for "curves": a setting; there is one panel for each of its values. None: one panel.
         legend: the settings in legends and titles of panels; None for those in which the runs differ.
-        named_by: for "curves" and "dynamics": headings of `Run.labels`, whose cells name the runs in the figure as in
-            the table, in place of `legend`; the runs of a group then have one name and one colour. (): `legend` is
-            used.
+        named_by: headings of `Run.labels`, whose cells name the runs in the figure as in the table, in place of
+            `legend`; the runs of a group then have one name and one colour. (): `legend` is used.
         data: folder of the data set under --data, or None.
         epochs: whether its tasks take --epochs (else --iterations).
         alone: whether the runs are timed, and must not run in parallel.
@@ -110,16 +106,68 @@ class Experiment:
     figure: str | None = None
     quantity: str = "held_out_accuracy"
     panel: str | None = None
-    legend: tuple[str, ...] | None = None
-    named_by: tuple[str, ...] = ()
+    legend: Sequence[str] | None = None
+    named_by: Sequence[str] = ()
     data: str | None = None
     epochs: bool = True
     alone: bool = False
     note: str = ""
 
-    def titled(self, settings: Settings) -> str:
-        """The title, given the settings of the first run."""
-        return self.title.format_map(settings)
+
+def over_seeds(run: Run, seeds: int) -> Iterator[Run]:
+    """The run once for each seed, as one row of the table: the median over the seeds, and the range."""
+    for seed in range(seeds):
+        options = (*run.options, "--seed", str(seed))
+        yield replace(run, name=f"{run.name}-seed-{seed}", options=options, group=run.name, seed=seed)
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def read_specs() -> dict[str, dict[str, Any]]:
+    """The content of specs/*.toml, by name of the file: the order of --help."""
+    names = ("vorontsov", "oinit", "nnrnn", "kanai", "constraint")
+    folder = Path(__file__).parent / "specs"
+    return {name: tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8")) for name in names}
+
+
+def read_experiments(specs: Mapping[str, dict[str, Any]]) -> dict[str, Experiment]:
+    """The experiments of all files, by name."""
+    experiments: dict[str, Experiment] = {}
+    for spec in specs.values():
+        measures = {key: Measure(**values) for key, values in spec["measures"].items()}
+        for table in spec["experiment"]:
+            runs = tuple(run for block in table["runs"] for run in _expanded(block, measures, experiments))
+            note = table.get("note", "")
+            note = experiments[note[2:]].note if note.startswith("= ") else note
+            columns = tuple(measures[key] for key in table["measures"])
+            values = {**table, "runs": runs, "measures": columns, "note": note}
+            experiments[table["name"]] = Experiment(**values)
+    return experiments
+
+
+def _expanded(
+    block: Mapping[str, Any], measures: Mapping[str, Measure], experiments: Mapping[str, Experiment]
+) -> Iterator[Run]:
+    """The runs of an `[[experiment.runs]]` table."""
+    if "from" in block:
+        yield from (run for run in experiments[block["from"]].runs if re.search(block["matching"], run.name))
+        return
+    over = block.get("over", {})
+    combinations = itertools.product(block.get("rows", [()]), *over.values())
+    for index, (row, *values) in enumerate(combinations):
+        cells = dict(zip(block.get("columns", ()), row, strict=False)) | dict(zip(over, values, strict=True))
+        texts = {**cells, "index": index}
+        run = Run(
+            name=block["name"].format(**texts),
+            task=block["task"],
+            options=tuple(block["options"].format(**texts).split()),
+            quick=tuple(block["quick"].format(**texts).split()),
+            labels={heading: text.format(**texts) for heading, text in block["labels"].items()},
+            published={measures[key].title: cell for key, cell in cells.items() if key in measures and cell != ""},
+        )
+        seeds = cells.get("seeds", block.get("seeds"))
+        yield from (run,) if seeds is None else over_seeds(run, seeds)
 
 
 # ---- command lines ---------------------------------------------------------------------------------------------------
@@ -127,62 +175,32 @@ class Experiment:
 
 def each_once(options: Sequence[str]) -> tuple[str, ...]:
     """A command line without the options that later ones override."""
-    given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     name = ""
     for text in options:
         if text.startswith("--"):
-            name, given[text] = text, []
+            name, values[text] = text, []
         else:
-            given[name].append(text)
-    return tuple(text for name, values in given.items() for text in (name, *values))
+            values[name].append(text)
+    return tuple(text for name, words in values.items() for text in (name, *words))
 
 
-def _task(run: Run) -> Any:
-    return importlib.import_module(f"orthokern.tasks.{run.task}")
-
-
-def _given(run: Run, quick: bool) -> Settings:
+def named_settings(run: Run, quick: bool) -> dict[str, Any]:
     """The settings that the command line of a run names, itself or by a preset."""
-    command = _task(run).COMMAND
-    given = command.parser().parse([*run.options, *(run.quick if quick else ())])
-    return {**command.presets.get(given.get("preset"), {}), **given}
+    command = importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND
+    settings = command.parser().parse([*run.options, *(run.quick if quick else ())])
+    return {**command.presets.get(settings.get("preset"), {}), **settings}
 
 
-def planned(run: Run, quick: bool) -> Settings:
+def planned(run: Run, quick: bool) -> dict[str, Any]:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
-    given = _given(run, quick)
-    if "iterations" in given:  # in place of the default number of epochs
-        given = {"epochs": None, **given}
-    return {**_task(run).DEFAULTS, **given}
+    settings = named_settings(run, quick)
+    if "iterations" in settings:  # in place of the default number of epochs
+        settings = {"epochs": None, **settings}
+    return {**importlib.import_module(f"orthokern.tasks.{run.task}").DEFAULTS, **settings}
 
 
-def is_planned(settings: Settings, run: Run, quick: bool) -> bool:
-    """Whether these settings are those of the command line of a run, but for its length. The command lines of an
-    experiment may have changed since, and a row must not show one beside the numbers of another. {}, the settings of a
-    row that was not run, are those of every command line.
-    """
-    task, given = _task(run), _given(run, quick)
-    plan, parser, earlier = {**task.DEFAULTS, **given}, task.COMMAND.parser(), first_defaults(task.COMMAND.options)
-    derived = {name for name, value in plan.items() if value == "auto" or (value is None and name not in given)}
-    compared = plan.keys() - FREE_SETTINGS - derived - {"device", "preset", "backend"}
-    compared = {name for name in compared if parser.in_effect(name, SimpleNamespace(**plan))}
-    # `earlier`: the JSON files of docs/results hold runs that are older than some options
-    return not settings or all(settings.get(name, earlier.get(name)) == plan[name] for name in compared)
-
-
-def trained_for(settings: Settings, done: int, plan: Settings) -> tuple[str, ...]:
-    """The option for the length of a run, or () if the run has the length of its command line.
-
-    Args:
-        settings: the settings in config.json.
-        done: iterations done, which may be more: some runs in the JSON files of docs/results were continued before
-            config.json took the new length.
-        plan: the settings returned by `planned`.
-    """
-    wanted = count(settings.get("epochs"))
-    if wanted is not None:
-        per_epoch = count(settings.get("iterations_per_epoch"), 1)
-        epochs = max(wanted, math.ceil(done / per_epoch) if per_epoch else 0)
-        return () if epochs == plan.get("epochs") else ("--epochs", str(epochs))
-    iterations = max(count(settings.get("iterations")) or 0, done)
-    return () if iterations == plan.get("iterations") else ("--iterations", str(iterations))
+def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:
+    """Whether the settings of a run folder are those that the command line of a run names, but for its length."""
+    named = named_settings(run, quick)
+    return all(settings.get(name) == named[name] for name in named.keys() - FREE_SETTINGS)

@@ -224,7 +224,7 @@ def wrap(model: nn.Module) -> nn.Module:
     """
     if not _several():
         return model
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped: Any = nn.parallel.DistributedDataParallel(model)
     # A lambda: DDP compares a hook's annotations with its own types, and here they are strings.
     wrapped.register_comm_hook(None, lambda state, bucket: _mean_in_rank_order(bucket))
     return wrapped

@@ -1,0 +1,243 @@
+"""Reports of `python -m orthokern.reproduce` that are not tables of training runs: searches for the longest T, the
+joint page of the constraint, and measurements."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reproducing import Command, toy_command
+from runs import run as run_task
+from runs import settings_of
+
+from orthokern.diagnostics import plots
+from orthokern.reproduce import __main__ as command
+from orthokern.reproduce import constraint, orthogonality, search
+from orthokern.reproduce.search import Search, read_searches
+from orthokern.tasks import word_lm
+
+NAME = "oinit-table1"
+SUBJECTS = command.STUDIES["constraint"]["subjects"]
+
+
+@pytest.fixture
+def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    return toy_command(monkeypatch, capsys, tmp_path)
+
+
+def test_searches_ask_for_what_the_paper_says() -> None:
+    """Every search's command line parses; those of Table I have its rates, sizes and criterion."""
+    searches = read_searches(command.STUDIES[NAME])
+    assert len({each.name for each in searches}) == len(searches) == 20
+    assert len({(each.problem, each.network) for each in searches}) == 20  # the figure tells them by these
+    assert sum(each.published is not None for each in searches) == 12
+    for each in searches:
+        run = each.run(120)
+        settings = settings_of(run.task, (*run.options, *run.quick))
+        assert settings.hidden == 40 and settings.T == 120
+        settings = settings_of(run.task, run.options)
+        assert (settings.hidden, settings.batch, settings.iterations) == (100, 20, 100_000)
+        assert (settings.eval_every, settings.eval_sequences, settings.short_evaluations) == (100, 10_000, True)
+        if run.task == "adding":
+            assert (settings.goal, settings.right) == (0, 100)
+            assert (settings.target, settings.positions) == ("mean", "pascanu")
+        else:
+            assert settings.goal == 100
+        if each.published is not None:
+            assert settings.model == "rnn" and settings.nonlinearity == "tanh"
+            assert settings.optimizer == "sgd" and settings.momentum == 0 and settings.clip is None
+            assert float(each.parameters.split("α = ")[1].split(",")[0]) == settings.lr
+            assert ("λ" in each.parameters) == bool(settings.soft_orthogonality)
+    assert {each.problem for each in searches if "--bits" in each.options} == {"3-bit temporal order"}
+
+
+def toy_search(name: str, *options: str, longest: int = 30) -> Search:
+    common = "--hidden 16 --eval-every 5 --eval-sequences 20 --no-plots --short-evaluations".split()
+    return Search(
+        name, "first symbol", name, "none", "random_permutation", (*common, *options), published=10, longest=longest
+    )
+
+
+@pytest.fixture
+def searches(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> tuple[Search, Search]:
+    """One that solves everything up to its end (a goal of 0 %), one that solves nothing."""
+    easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
+    hard = toy_search("hard", "--iterations", "10", "--lr", "0")
+    monkeypatch.setattr(search, "read_searches", lambda spec: (easy, hard))
+    return easy, hard
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search(reproduce: Command) -> None:
+    out, _ = reproduce(NAME, "--jobs", 2)
+    assert (reproduce.full / f"{NAME}.md").read_text() in out
+    easy, hard = reproduce.rows(NAME)
+    assert easy["iterations"] == {"10": 5, "20": 5} and easy["longest"] == 20 and easy["failed"] is None
+    assert hard["iterations"] == {} and hard["longest"] == 0 and hard["failed"] == 10 and hard["complete"]
+    table = {line.split(" | ")[1]: line for line in out.splitlines() if line.startswith("| first symbol")}
+    assert "| 10 | ≥ 20 | +10 | 5 | – |" in table["easy"]
+    assert "| 10 | 0 | -10 | – | 10: not in 10 iterations" in table["hard"]
+    assert not (reproduce.full / "easy-T30").exists() and not (reproduce.full / "hard-T20").exists()
+    # again: nothing is trained; one of two, and longer: only what failed continues
+    assert "2 of 2 searches are done already" in reproduce(NAME)[0]
+    reproduce(NAME, "--iterations", 15, "--only", "hard")
+    assert "not in 15 iterations" in reproduce.rows(NAME)[1]["outcome"]
+    page = (reproduce.full / f"{NAME}.md").read_text()
+    assert re.findall(r"--iterations (\d+)", page) == ["10", "15"]
+    assert "2 of 2 searches are done already" in reproduce(NAME, "--iterations", 15)[0]
+
+
+def test_a_search_continues(reproduce: Command, searches: tuple[Search, Search]) -> None:
+    """After a run that was stopped; a report is possible at any time."""
+    for each, iterations in zip(searches, ("10", "3"), strict=True):
+        run = each.run(10)
+        where = ["--iterations", iterations, "--threads", "1", "--out", str(reproduce.full / run.name)]
+        assert run_task("random_permutation", *run.options, *where) == 0
+    (reproduce.full / "hard-T10" / "result.json").unlink()
+    reproduce(NAME, "--report")
+    easy, hard = reproduce.rows(NAME)
+    assert easy["longest"] == 10 and not easy["complete"] and easy["failed"] is None
+    assert hard["failed"] == 10 and not hard["complete"] and "still at 3 iterations" in hard["outcome"]
+    reproduce(NAME, "--iterations", 10)
+    easy, hard = reproduce.rows(NAME)
+    assert easy["longest"] == 20 and easy["complete"] and hard["complete"]
+    assert "not in 10 iterations" in hard["outcome"]
+
+
+@pytest.mark.usefixtures("searches")
+def test_a_search_continues_elsewhere(reproduce: Command) -> None:
+    """With the JSON file alone: what it has as solved or failed is not trained again, and the hours add up."""
+    reproduce(NAME)
+    for run in ("easy-T10", "easy-T20", "hard-T10"):
+        shutil.rmtree(reproduce.full / run)
+    page = reproduce.full / f"{NAME}.json"
+    before = reproduce.rows(NAME)
+    assert f"2 of 2 searches are finished according to {page}" in reproduce(NAME)[0]
+    assert reproduce.rows(NAME) == before and not (reproduce.full / "hard-T10").exists()
+    easy, hard = before  # a search that was stopped on the other machine
+    del easy["iterations"]["20"]
+    easy |= {"longest": 10, "complete": False, "seconds_by_length": {"10": 100.0}, "state": "unfinished"}
+    page.write_text(json.dumps({"experiment": NAME, "quick": False, "rows": [easy, hard]}))
+    for _ in range(2):  # the second time with the folder of the first
+        reproduce(NAME)
+        easy, again = reproduce.rows(NAME)
+        assert easy["iterations"] == {"10": 5, "20": 5} and easy["complete"] and again == hard
+        assert 100.0 < easy["seconds"] < 160.0 and not (reproduce.full / "easy-T10").exists()
+    reproduce(NAME, "--iterations", 15)  # more iterations: what failed is tried again
+    assert "not in 15 iterations" in reproduce.rows(NAME)[1]["outcome"]
+
+
+def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
+    """Each number stands in the row of its options and in the column of its task, also where two rows share a run."""
+    for subject in SUBJECTS:
+        reproduce(f"constraint-{subject['name']}", "--report")
+    path = reproduce.full / "constraint-adding.json"
+    summary = json.loads(path.read_text())
+    for row in summary["rows"]:
+        number, seed = (int(text) for text in re.findall(r"\d+", row["name"]))
+        row["ours"], row["state"] = {"best held-out error": 0.01 * number + 0.001 * seed}, "done"
+        if number in (1, 2):
+            row |= {"state": "solved" if number + seed > 1 else "done", "seconds": 31.4 + seed, "machine": "one core"}
+        elif number == 3 and seed == 1:
+            row |= {"ours": {}, "state": "not run"}
+    path.write_text(json.dumps(summary))
+    reproduce("constraint")
+    page = (reproduce.full / "constraint.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    assert lines[0] == ["part", "value", *(subject["title"] for subject in SUBJECTS)]
+    cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
+    assert len(cells) == 21
+    trained, fixed = constraint.TRAINED, "margin, U and V fixed"
+    assert cells[trained, "0.1"] == ["not run", "solved in 32 (31 to 32) s", "not run", "not run"]
+    assert cells[trained, "0.01"][1] == "0.0105 (0.0100 to 0.0110), 1 of 2 solved"
+    assert cells[trained, "1"][1] == "0.0300, 1 of 2 seeds run"
+    assert cells[constraint.NONLINEARITY, "relu"] == cells[trained, "0.1"]  # relu is the task's own
+    assert cells[fixed, "none"] == ["not run", "0.0905 (0.0900 to 0.0910)", "not run", "not run"]
+    assert page.rstrip().splitlines()[-1].startswith("one core; ")
+    assert (reproduce.full / "constraint.png").stat().st_size > 10_000
+    path.write_text('{"rows": [1]}')
+    reproduce.refused("is not a report of this program", "constraint")
+
+
+def test_the_steps_of_learned_orthogonality(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonality, "GUARDED", 100)
+    out, _ = reproduce("oinit-steps", "--quick", "--threads", 1)
+    assert torch.get_num_threads() == 1
+    table = (reproduce.out / "quick" / "oinit-steps.md").read_text()
+    rows = json.loads((reproduce.out / "quick" / "oinit-steps.json").read_text())["rows"]
+    for row in rows:
+        if row["published_evaluations"] is not None:
+            assert row["success_percent"] == 100 and row["rule"] == "plain"
+            assert abs(row["mean_evaluations"] - row["published_evaluations"]) < 4 * row["standard_error"]
+        if row["rule"] == "guarded":
+            assert row["success_percent"] == 100
+    counts = {(row["law"], row["side"], row["rule"]): row["matrices"] for row in rows}
+    assert counts["N(0, 0.1)", 100, "plain"] == 200 and counts["N(0, 0.1)", 100, "guarded"] == 100
+    assert table in out and "| N(0, 0.1) | 100 | 100 | guarded |" in table
+    plain = {(row["law"], row["side"]): row["success_percent"] for row in rows if row["rule"] == "plain"}
+    assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
+
+
+def test_the_cost_of_the_constraint(
+    reproduce: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
+    (tmp_path / "ptb").mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 400), ("valid", 10), ("test", 10)):
+        lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
+        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    measure = ("gru-table3", "--quick", "--data", tmp_path, "--iterations")
+    reproduce(*measure, 12)
+    numbers = json.loads((reproduce.out / "quick" / "gru-table3.json").read_text())
+    # every step has work, and the two differ only in what a float32 SVD rounds
+    assert numbers["counts"]["steps"] == 12 and numbers["counts"]["projections"] > 6
+    assert numbers["largest_difference"] < 3e-6
+    for row in numbers["rows"]:
+        percent = 100 * row["ms_per_iteration"] / numbers["iteration_ms"]
+        assert row["ms_per_iteration"] > 0 and row["percent_of_iteration"] == pytest.approx(percent, rel=1e-4)
+    # the run of Table 1, if there is one, is where the timed iterations begin
+    reproduce("gru-table1", "--quick", "--data", tmp_path, "--only", "delta-0.2")
+    reproduce.refused("of the run words-delta-0.2: there was no projection to time", *measure, 1)
+    checkpoint = reproduce.out / "quick" / "words-delta-0.2" / "checkpoint.pt"
+    checkpoint.write_bytes(b"")
+    reproduce.refused(f"{checkpoint} is not a checkpoint of the model that this command times", *measure, 1)
+    # too few iterations for a singular value to rise above the bound: refused, with no page of an idle projection
+    shutil.rmtree(checkpoint.parent)
+    monkeypatch.setattr("orthokern.reproduce.cost._growth", torch.zeros_like)
+    monkeypatch.setitem(word_lm.DEFAULTS, "lr", 0.0)
+    reproduce.refused("increase --iterations", *measure, 1)
+
+
+def test_the_fisher_memory(reproduce: Command) -> None:
+    out, _ = reproduce("nnrnn-fisher")
+    table = (reproduce.full / "nnrnn-fisher.md").read_text()
+    rows = reproduce.rows("nnrnn-fisher")
+    assert table in out and len(rows) == 12
+    for row in rows:
+        assert row["ours"] == pytest.approx(row["published"], rel=5e-3 if row["d"] == 0 else 2.5e-2)
+        cells = re.search(rf"\| {row['alpha']:g} \| {row['beta']:g} \| {row['d']:g} \| (\S+) \| (\S+) \|", table)
+        assert cells is not None and cells[1] == f"{row['published']:.3g}"
+        assert float(cells[2]) == pytest.approx(row["ours"], abs=6e-4)
+    assert (reproduce.full / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_that_fails_costs_a_warning(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPLBACKEND of an unknown name makes importing matplotlib a ValueError, for one."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("Key backend: 'foo' is\nnot a valid value")
+
+    monkeypatch.setattr(plots, "memory", fail)
+    out, err = reproduce("nnrnn-fisher")
+    line = "warning: nnrnn-fisher.png not drawn: ValueError: Key backend: 'foo' is not a valid value\n"
+    assert err == line and ".png" not in out
+    assert {file.name for file in reproduce.full.iterdir()} == {"nnrnn-fisher.md", "nnrnn-fisher.json"}
