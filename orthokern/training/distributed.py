@@ -224,7 +224,7 @@ def wrap(model: nn.Module) -> nn.Module:
     """
     if not _several():
         return model
-    wrapped: Any = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
     # A lambda: DDP compares a hook's annotations with its own types, and here they are strings.
     wrapped.register_comm_hook(None, lambda state, bucket: _mean_in_rank_order(bucket))
     return wrapped
@@ -233,8 +233,10 @@ def wrap(model: nn.Module) -> nn.Module:
 def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
     of an iteration."""
-    several = isinstance(module, nn.parallel.DistributedDataParallel)
-    return module.no_sync() if several else contextlib.nullcontext()
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        context: contextlib.AbstractContextManager[Any] = module.no_sync()
+        return context
+    return contextlib.nullcontext()
 
 
 def _mean_in_rank_order(bucket: Any) -> torch.futures.Future[Tensor]:
