@@ -191,15 +191,6 @@ def test_a_copy_that_nobody_waited_for_is_caught(module: Any) -> None:
     assert wrong_in(module, "pipeline", x, 2 * x, NO_WAIT) == list(build.ORDERS)
 
 
-@orders
-def test_a_graph_has_copies_and_an_order(module: Any, order: str) -> None:
-    """Nodes keep the parameters that they were given, and run in the order of their dependencies and in no other."""
-    x = torch.randn(100)
-    assert torch.equal(selftest(module, "graph", x, (100,), order), 2 * (x + 2))
-    assert torch.equal(selftest(module, "graph", x, (100,), order, NO_BARRIER), x + 2)
-    assert module.graphs_alive() == (0, 0) and module.last_error() == 0
-
-
 WAYS = ("st_async", "bulk_send", "bulk_load")
 
 

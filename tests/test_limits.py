@@ -31,13 +31,6 @@ LONG_FUNCTIONS = {
         "gru_resident_fwd_kernel": "one loop over time, whose weights and states stay in registers between steps",
         "gru_resident_bwd_kernel": "one loop over time, whose weights and adjoints stay in registers between steps",
     },
-    "csrc/cuda/gru_steps.h": {
-        "gru_step_kernel": "the product loop is shared by the steps of both variants, selected at compile time, "
-        "which read its shared memory and registers",
-    },
-    "csrc/cuda/scan_steps.h": {
-        "step_product_kernel": "the product loop and the activation share the tiles and the registers with the sums",
-    },
 }
 
 # file of tests -> the one subject in it, whose tests share problems and comparisons

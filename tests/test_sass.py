@@ -137,8 +137,6 @@ MOST_BETWEEN = {
     "resets": 40,
     "gru_resident_fwd_kernel": 26,
     "gru_resident_bwd_kernel": 7,
-    "gru_step_kernel": 2,
-    "step_product_kernel": 2,
     "scan_carry_kernel": 4,
     "scan_carry_streamed_kernel": 6,
     "cluster_scan_kernel": 6,

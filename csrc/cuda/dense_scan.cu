@@ -1,5 +1,6 @@
 // dense_scan on CUDA: h_t = phi(W h_{t-1} + e_t), and its adjoint recurrence. scan.h says what a caller passes,
-// scan_resident.h, scan_cluster.h and scan_steps.h how a step is carried out.
+// scan_resident.h and scan_cluster.h how a step is carried out. Here too: the end of a step of both scans whose product is
+// a library's.
 #include "cuda/scan_carry.h"
 #include "cuda/scan_launch.h"
 
@@ -10,6 +11,15 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 }
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<false>(args, backward, plan, stream);
+}
+void run_scan_step(const ScanArgs& a, bool backward, const float* product, float* state, int64_t i, void* stream) {
+  if (!a.T || !a.sequences) return;
+  const DeviceGuard guard(a.device);
+  const Launch at{dim3(static_cast<unsigned>(scan_step_blocks(a))), dim3(kStepThreads),
+                  static_cast<cudaStream_t>(stream)};
+  with_direction(backward, [&](auto direction) {
+    launch(scan_step_kernel<decltype(direction)::value>, at, a, product, state, static_cast<int>(i));
+  });
 }
 void run_scan_carry(const ScanCarryArgs& a) {
   const DeviceGuard guard(a.device);

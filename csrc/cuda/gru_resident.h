@@ -49,13 +49,9 @@ struct GruMemory {                    // layout of the shared memory of a block,
   }
 };
 
-// The sequences of a block are gru_first() and those behind it. Models are along y of the grid. 32 bits without a sign:
-// at N = 128 there is no register to spare.
-__device__ __forceinline__ unsigned gru_first(const GruScanArgs& a, unsigned group) {
-  return blockIdx.y * static_cast<unsigned>(a.of_model) + blockIdx.x * group;
-}
+// Whether a block has sequence `g`. 32 bits without a sign: at N = 128 there is no register to spare.
 __device__ __forceinline__ bool gru_has(const GruScanArgs& a, unsigned group, unsigned g) {
-  return blockIdx.x * group + g < static_cast<unsigned>(a.of_model);
+  return blockIdx.x * group + g < static_cast<unsigned>(a.B);
 }
 // The first element of sequence b in a row [B, N].
 __device__ __forceinline__ int64_t gru_place(unsigned b, unsigned n) {
@@ -91,7 +87,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
             which = lane / 8;           // the row of this lane, of r (which = 0) or z (which = 1)
   const int row = 8 * tile + lane / 2;  // and of the candidate
   const bool has_gate = gate_row < N, has_unit = lane % 2 == 0 && row < N;
-  const unsigned b0 = gru_first(a, group);
+  const unsigned b0 = blockIdx.x * group;
   const int64_t stride = a.B * a.N;
   auto first_unit = [&](int g) { return gru_place(b0 + g, N); };
 
@@ -104,7 +100,6 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
                                                           : a.h0[b * N + n];
     states[slots + i] = m[i] = zs[i] = 0;
   }
-  const float* const w = a.w + blockIdx.y * (3 * a.N * a.N);
   float weights[3][8][C];
 #pragma unroll
   for (int k = 0; k < 3; k++)
@@ -113,11 +108,10 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
 #pragma unroll
       for (int j = 0; j < C; j++) {
         const int r = 8 * tile + i, c = TileColumns<C>::column(j, lane);
-        weights[k][i][j] = r < N && c < N ? w[(static_cast<int64_t>(k) * N + r) * N + c] : 0.f;
+        weights[k][i][j] = r < N && c < N ? a.w[(static_cast<int64_t>(k) * N + r) * N + c] : 0.f;
       }
-  const float* const biases = a.bias + (a.bias ? blockIdx.y * (3 * a.N) : 0);
-  const float gate_bias = a.bias && has_gate ? biases[which * N + gate_row] : 0.f;
-  const float bias = a.bias && has_unit ? biases[2 * N + row] : 0.f;
+  const float gate_bias = a.bias && has_gate ? a.bias[which * N + gate_row] : 0.f;
+  const float bias = a.bias && has_unit ? a.bias[2 * N + row] : 0.f;
   __syncthreads();
   int longest = 0;
   for (int g = 0; g < group; g++) longest = ends[g] > longest ? ends[g] : longest;
@@ -236,7 +230,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   const int N = static_cast<int>(a.N);
   const int row = 8 * tile + lane / 2;
   const bool has_unit = lane % 2 == 0 && row < N;
-  const unsigned b0 = gru_first(a, group);
+  const unsigned b0 = blockIdx.x * group;
   const int64_t stride = a.B * a.N;
   auto first_unit = [&](int g) { return gru_place(b0 + g, N); };
 
@@ -248,7 +242,6 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
 
   for (int g = thread; g < group; g += kThreads) ends[g] = gru_has(a, group, g) ? gru_steps_of(a, b0 + g) : 0;
   for (int i = thread; i < GruMemory::kVectors * slots; i += kThreads) vectors[i] = 0;
-  const float* const w = a.w + blockIdx.y * (3 * a.N * a.N);
   float weights[3][8][C];  // of W_r^T, W_z^T, W_n^T
 #pragma unroll
   for (int k = 0; k < 3; k++)
@@ -257,7 +250,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
 #pragma unroll
       for (int j = 0; j < C; j++) {
         const int r = 8 * tile + i, c = TileColumns<C>::column(j, lane);
-        weights[k][i][j] = r < N && c < N ? w[(static_cast<int64_t>(k) * N + c) * N + r] : 0.f;
+        weights[k][i][j] = r < N && c < N ? a.w[(static_cast<int64_t>(k) * N + c) * N + r] : 0.f;
       }
   __syncthreads();
   int longest = 0;
@@ -316,7 +309,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
       for (int k = 0; k < C; k++) sum += squares[(half * kNormSteps + j) * kThreads + 32 * k + thread % 32];
       sum = warp_sum(sum);
       const int64_t t = longest - 1 - (i - i % kNormSteps + j);
-      if (thread % 32 == 0) a.norms[(t * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x] = sum;
+      if (thread % 32 == 0) a.norms[t * gridDim.x + blockIdx.x] = sum;
     }
   };
 

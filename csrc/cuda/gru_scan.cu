@@ -1,7 +1,7 @@
 // gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h says what a caller passes,
-// gru_resident.h and gru_steps.h how a step is carried out; here: the choice between them and their launches.
+// gru_resident.h and gru_step.h how a step is carried out; here: the choice between them and their launches.
 #include "cuda/gru_resident.h"
-#include "cuda/gru_steps.h"
+#include "cuda/gru_step.h"
 #include "cuda/scan_launch.h"
 
 namespace orthokern::cuda {
@@ -17,8 +17,6 @@ int64_t gru_bytes(bool backward, int warps, int64_t group) {
   return GruMemory(backward, 16 * warps, static_cast<int>(group), 32 * warps).total;
 }
 
-int64_t gru_models(const GruScanArgs& a) { return a.B ? a.B / a.of_model : 1; }
-
 template <class F>
 void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
   with_direction(kanai, [&](auto variant) {
@@ -31,61 +29,7 @@ void with_gru_kernel(bool backward, bool kanai, int warps, F f) {
   });
 }
 
-// A kernel of step t, on the stream or into a graph; `direction` is that of the loop.
-template <bool kKanai, GruStep kStep, class To>
-void put_gru_step(const To& to, const GruScanArgs& a, const GruProduct& p, int64_t t, int direction) {
-  const dim3 grid(static_cast<unsigned>(step_tiles(p.rows, a.B)));
-  to(gru_step_kernel<kKanai, kStep>, {grid, dim3(kStepThreads)}, a, p,
-     StepIndex{to.base, static_cast<int>(t), direction});
-}
-
-template <bool kKanai>
-StepLoop gru_loop(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream, bool backward) {
-  int* const base = reinterpret_cast<int*>(a.work + a.B * a.N);
-  return {a.device, stream, 4 + 2 * kKanai + backward, plan.graph_steps, base, 0, a.T};
-}
-
-template <bool kKanai>
-void gru_steps_forward(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream) {
-  const int N = static_cast<int>(a.N);
-  const int64_t stride = a.B * a.N;
-  auto step = [&](const auto& to, int64_t t) {
-    const GruColumns none = {nullptr, 0, 0, 0}, m = {a.work, N, N, 0};
-    const GruColumns h = t ? GruColumns{a.hs + (t - 1) * stride, N, N, stride} : GruColumns{a.h0, N, N, 0};
-    if constexpr (kKanai) {
-      put_gru_step<kKanai, GruStep::kGates>(to, a, {{h, none}, a.w, N, 1, 2 * N}, t, 1);
-      put_gru_step<kKanai, GruStep::kCandidate>(to, a, {{m, none}, a.w + 2 * a.N * a.N, N, 1, N}, t, 1);
-    } else {
-      put_gru_step<kKanai, GruStep::kAll>(to, a, {{h, none}, a.w, N, 1, N}, t, 1);
-    }
-  };
-  step(OntoStream{stream}, 0);  // its state lies elsewhere
-  StepLoop loop = gru_loop<kKanai>(a, plan, stream, false);
-  loop.first = 1;
-  run_step_loop(loop, step);
-}
-
-template <bool kKanai>
-void gru_steps_backward(const GruScanArgs& a, const GruPlan& plan, cudaStream_t stream) {
-  const int N = static_cast<int>(a.N);
-  const int64_t stride = a.B * a.N;
-  const GruColumns none = {nullptr, 0, 0, 0};
-  fill_zero(a.work, static_cast<size_t>(stride) * sizeof(float), stream);
-  put_gru_step<kKanai, GruStep::kCarry>(OntoStream{stream}, a, {{none, none}, a.w, 1, N, N}, a.T, -1);
-  run_step_loop(gru_loop<kKanai>(a, plan, stream, true), [&](const auto& to, int64_t i) {
-    const int64_t t = a.T - 1 - i;
-    const float* const grad_x = a.grad_x + 3 * t * stride;
-    const GruColumns rz = {grad_x, 3 * a.N, 2 * N, -3 * stride};
-    GruColumns q = none;
-    if constexpr (kKanai) {
-      const GruColumns n = {grad_x + 2 * N, 3 * a.N, N, -3 * stride};
-      put_gru_step<kKanai, GruStep::kReset>(to, a, {{n, none}, a.w + 2 * a.N * a.N, 1, N, N}, t, -1);
-    } else {
-      q = {a.factor + t * stride, N, N, -stride};
-    }
-    put_gru_step<kKanai, GruStep::kCarry>(to, a, {{rz, q}, a.w, 1, N, N}, t, -1);
-  });
-}
+int64_t step_elements(const GruScanArgs& a) { return a.B * a.N; }
 
 }  // namespace
 
@@ -94,9 +38,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
   const DeviceLimits limits = device_limits();
   GruPlan plan{};
   const int warps = gru_warps(a.N);
-  const int64_t models = gru_models(a);
-  if (warps && models <= 65535 && a.B <= INT_MAX - kLargestGroup &&
-      overrides.path != static_cast<int>(GruPath::kSteps)) {
+  if (warps && a.B <= INT_MAX - kLargestGroup && overrides.path != static_cast<int>(GruPath::kLibrary)) {
     // As few sequences a block as keep every multiprocessor busy, see plan_resident.
     auto fits = [&](int64_t group) {
       return gru_bytes(backward, warps, group) <= static_cast<int64_t>(limits.shared_per_block);
@@ -104,24 +46,20 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
     int64_t largest = overrides.group ? overrides.group : kLargestGroup;
     while (largest > 1 && !fits(largest)) largest--;
     const int64_t waves = std::max<int64_t>(1, divide_up(a.B, largest * limits.multiprocessors));
-    const int64_t of_model = std::max<int64_t>(1, a.of_model);
-    const int64_t spread = std::clamp<int64_t>(divide_up(a.B, waves * limits.multiprocessors), 1, of_model);
+    const int64_t spread = std::max<int64_t>(1, divide_up(a.B, waves * limits.multiprocessors));
     const int64_t group = overrides.group ? largest : spread;
     plan.path = static_cast<int>(GruPath::kResident);
     plan.group = static_cast<int>(group);
-    plan.blocks = plan.norm_columns = static_cast<int>(models * divide_up(a.of_model, group));
+    plan.blocks = plan.norm_columns = static_cast<int>(divide_up(a.B, group));
     plan.shared_bytes = gru_bytes(backward, warps, group);
     if (fits(group)) return plan;
   }
   if (overrides.path == static_cast<int>(GruPath::kResident))
     throw Error("the path that was asked for does not serve this size on this device");
-  if (models > 1) throw Error("so many models of this size are not served by one launch");
   plan = {};
-  plan.path = static_cast<int>(GruPath::kSteps);
-  plan.group = kTile;
-  plan.blocks = plan.norm_columns = step_tiles(a.N, a.B);
-  plan.work = a.B * a.N + 1;
-  plan.graph_steps = graph_steps_of(overrides.graph_steps);
+  plan.path = static_cast<int>(GruPath::kLibrary);
+  plan.blocks = plan.norm_columns = step_blocks(step_elements(a));
+  plan.work = backward ? step_elements(a) : 0;
   return plan;
 }
 
@@ -134,18 +72,31 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
     launch(clear_gru_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, backward ? a.grad_x : a.gates,
            backward ? a.factor : a.hs, backward ? nullptr : a.pre);
   }
-  if (plan.path == static_cast<int>(GruPath::kResident)) {
-    const int warps = gru_warps(a.N);
-    const unsigned models = static_cast<unsigned>(gru_models(a));
-    const Launch at{dim3(plan.blocks / models, models), dim3(static_cast<unsigned>(32 * warps)), stream,
-                    static_cast<size_t>(plan.shared_bytes)};
-    with_gru_kernel(backward, a.kanai, warps, [&](auto kernel) { launch(kernel, at, a, plan.group); });
-    return;
+  const int warps = gru_warps(a.N);
+  const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
+                  static_cast<size_t>(plan.shared_bytes)};
+  with_gru_kernel(backward, a.kanai, warps, [&](auto kernel) { launch(kernel, at, a, plan.group); });
+}
+
+void run_gru_step(const GruScanArgs& a, int part, const float* product, float* passed, int64_t t, void* stream) {
+  if (!step_elements(a)) return;
+  const DeviceGuard guard(a.device);
+  const Launch at{dim3(static_cast<unsigned>(step_blocks(step_elements(a)))), dim3(kStepThreads),
+                  static_cast<cudaStream_t>(stream)};
+  auto run = [&](auto kernel) { launch(kernel, at, a, product, passed, static_cast<int>(t)); };
+  switch (static_cast<GruStep>(part)) {
+    case GruStep::kGates:
+      return run(gru_step_kernel<true, GruStep::kGates>);
+    case GruStep::kCandidate:
+      return run(gru_step_kernel<true, GruStep::kCandidate>);
+    case GruStep::kAll:
+      return run(gru_step_kernel<false, GruStep::kAll>);
+    case GruStep::kReset:
+      return run(gru_step_kernel<true, GruStep::kReset>);
+    case GruStep::kCarry:
+      return a.kanai ? run(gru_step_kernel<true, GruStep::kCarry>) : run(gru_step_kernel<false, GruStep::kCarry>);
   }
-  with_direction(a.kanai, [&](auto variant) {
-    if (backward) gru_steps_backward<decltype(variant)::value>(a, plan, stream);
-    else gru_steps_forward<decltype(variant)::value>(a, plan, stream);
-  });
+  throw Error("gru_step has no part " + std::to_string(part));
 }
 
 }  // namespace orthokern::cuda

@@ -4,9 +4,6 @@
 //
 // With lengths, a sequence has the steps before its length, and the results are zero on padding. The values of lengths
 // are not checked on the host: a value below 0 is read as 0, and one above T as T.
-//
-// Several models: of_model sequences after one another have w [models, 3N, N] and bias [models, 3N] of their own. B is
-// the number of sequences of all models. kResident serves them in one launch; kSteps serves one model.
 #pragma once
 
 #include <stddef.h>
@@ -18,7 +15,7 @@ namespace orthokern::cuda {
 
 enum class GruPath {
   kResident = 0,  // one block owns sequences, w stays in its registers (gru_resident.h)
-  kSteps = 1,     // one or two launches per step (gru_steps.h)
+  kLibrary = 1,   // the caller multiplies with a library, and run_gru_step does the rest of each step (gru_step.h)
 };
 
 // The execution plan of a scan, made by plan_gru_scan from sizes and the device only.
@@ -26,18 +23,16 @@ struct GruPlan {
   int path;
   int group;         // sequences of a block
   int blocks;        // of the grid
-  int norm_columns;  // partial sums of squares per step in `norms`, those of a model adjacent
+  int norm_columns;  // partial sums of squares per step in `norms`
   int64_t work;      // floats of workspace
-  int graph_steps;   // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
-  ORTHOKERN_FIELDS_OF(fields, path, group, blocks, norm_columns, work, graph_steps, shared_bytes);
+  ORTHOKERN_FIELDS_OF(fields, path, group, blocks, norm_columns, work, shared_bytes);
 };
 
 struct GruScanArgs {
   int device;
   int64_t T, B, N;
-  int64_t of_model;          // sequences of a model; B for one model
   int kanai;                 // 1: reset gate before W_n; 0: after W_n, as in torch
   const float* w;            // [3N, N]
   const float* h0;           // [B, N]
@@ -61,7 +56,7 @@ struct GruScanArgs {
   float* work;  // see GruPlan
 
   // the fields that plan_gru_scan reads
-  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, of_model, kanai);
+  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, kanai);
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
@@ -72,13 +67,16 @@ struct GruScanArgs {
 
 // Planner overrides; the defaults leave the choice to the planner. Tests use them to reach every path at small sizes.
 struct GruOverrides {
-  int path = -1, group = 0, graph_steps = -1;
+  int path = -1, group = 0;
 
-  ORTHOKERN_FIELDS_OF(fields, path, group, graph_steps);
+  ORTHOKERN_FIELDS_OF(fields, path, group);
 };
 
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
+// GruPath::kLibrary: a part of step t, a number of enum GruStep (gru_step.h), which describes product and passed. Padding of
+// the results is not written.
+void run_gru_step(const GruScanArgs& args, int part, const float* product, float* passed, int64_t t, void* stream);
 
 }  // namespace orthokern::cuda

@@ -2,7 +2,7 @@
 //
 // Kernel sources are compiled twice: by nvcc, and as plain C++ against tests/cuda_host, which runs them on the CPU
 // (docs/cuda-host-harness.md). The functions below work in both. The rules for a kernel are:
-//   * launched by launch() or as a node of a graph (step_graph.h), never by <<<>>>;
+//   * launched by launch(), never by <<<>>>;
 //   * dynamic shared memory through dynamic_shared<T>(), static shared memory through ORTHOKERN_SHARED;
 //   * no inline assembly and no cooperative groups: ptx.h wraps what is needed.
 #pragma once
@@ -172,10 +172,6 @@ int max_active_clusters(void (*kernel)(Parameters...), const Launch& at) {
   return clusters;
 }
 
-// Registers a kernel with the host harness, for graphs that call it by its address.
-template <class... Parameters>
-void announce_kernel(void (*)(Parameters...)) {}
-
 inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
   check(cudaMemsetAsync(memory, 0, bytes, stream), "clearing memory");
 }
@@ -219,11 +215,6 @@ void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... argu
 template <class... Parameters>
 int max_active_clusters(void (*)(Parameters...), const Launch& at) {
   return cuda_host::max_active_clusters({at.grid, at.block, at.shared_bytes, at.cluster});
-}
-
-template <class... Parameters>
-void announce_kernel(void (*kernel)(Parameters...)) {
-  cuda_host::announce(kernel);
 }
 
 inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {

@@ -60,7 +60,6 @@ ORTHOKERN_DEVICE float maximum(float a, float b) {
 }
 
 // The same number, of which the compiler knows nothing: what is computed from it stays in a loop.
-ORTHOKERN_DEVICE void opaque(float& x) { asm volatile("" : "+f"(x)); }
 
 ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

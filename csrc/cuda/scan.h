@@ -14,9 +14,6 @@
 // virtual sequences that run in parallel, q = c * B + b for row b from step c * chunk on, each from its own initial
 // state. Without chunks, chunk = T and Q = B.
 //
-// Several models: of_model sequences after one another have maps and parameters of their own, so that first, scale,
-// second and act_param have the number of models in front. Without chunks, and on the resident path alone.
-//
 // With cut, the state that a step leaves is replaced before the next product, by restart: forward by the state of a
 // sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
 // is not changed. Without chunks.
@@ -36,7 +33,7 @@ namespace orthokern::cuda {
 enum class ScanPath {
   kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
   kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.h)
-  kSteps = 2,     // a kernel for every product (scan_steps.h)
+  kLibrary = 2,   // the caller multiplies with a library, and run_scan_step ends each step (scan_step.h)
 };
 
 // The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
@@ -44,9 +41,8 @@ enum class ScanPath {
 // which is never less.
 enum ScanPrecision {
   kIeee = 0,
-  kThreeTf32 = 1,  // each factor as the sum of two TF32 numbers, three of their four products
-  kTf32 = 2,
-  kBfloat16 = 3,
+  kTf32 = 1,
+  kBfloat16 = 2,
 };
 
 // The execution plan of a scan, made by plan_scan from sizes and the device only.
@@ -61,23 +57,21 @@ struct ScanPlan {
   int shared_chunks;         // number of chunks in shared memory, besides those in registers
   int precision;             // of the products, enum ScanPrecision
   int64_t packed1, packed2;  // words of 4 bytes of workspace for the packed maps
-  int64_t work;              // floats of other workspace
-  int graph_steps;           // time steps per CUDA graph (kSteps); 0: no graph
   int64_t shared_bytes;
 
   ORTHOKERN_FIELDS_OF(fields, path, group, blocks, norm_columns, sums_rows, cluster, chunks1, chunks2, shared_chunks,
-                      precision, packed1, packed2, work, graph_steps, shared_bytes);
+                      precision, packed1, packed2, shared_bytes);
 };
 
 struct ScanArgs {
   int device;
   int64_t T, B, N, K, D;  // K = 0: a dense map
   int64_t chunk, sequences;
-  int64_t of_model;  // sequences of a model; `sequences` for one model
   int64_t time;   // the step of t = 0, for comparison with `lengths`: the tensors may be a window of the whole sequence
   float clip;     // backward: delta_t is clipped to [-clip, clip] before it is used; infinity: no clipping
   int precision;  // enum ScanPrecision
   int activation;        // a number of common/activations.h
+  int packed;            // 1: an earlier launch with the same maps has filled packed1 and packed2
   int act_param_stride;  // 0: one parameter, 1: one for each unit
 
   const float* x;          // [T, B, N]: e forward, the gradient of hs backward; null with tokens
@@ -104,16 +98,15 @@ struct ScanArgs {
       norms;
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
-  float* work;
 
   // the fields that plan_scan reads
-  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, K, chunk, sequences, of_model, precision, activation, act_param_stride,
-                      tokens, cut);
+  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens,
+                      cut);
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
-    ORTHOKERN_FIELDS(visit, D, time, clip, x, table, gate, start, first, scale, second, act_param, lengths, restart,
-                     out, pre, end, sums, norms, packed1, packed2, work);
+    ORTHOKERN_FIELDS(visit, D, time, clip, packed, x, table, gate, start, first, scale, second, act_param, lengths,
+                     restart, out, pre, end, sums, norms, packed1, packed2);
   }
 };
 
@@ -122,9 +115,8 @@ struct ScanOverrides {
   int path = -1, cluster = 0, group = 0;
   int shared_chunks = -1;
   int tensor = -1;  // clusters: 1 tensor cores wherever a precision below IEEE is allowed, 0 never
-  int graph_steps = -1;
 
-  ORTHOKERN_FIELDS_OF(fields, path, cluster, group, shared_chunks, tensor, graph_steps);
+  ORTHOKERN_FIELDS_OF(fields, path, cluster, group, shared_chunks, tensor);
 };
 
 // The states at the borders of chunks, see scan_carry.h.
@@ -144,6 +136,9 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 // `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
+// ScanPath::kLibrary: the end of step `i`, from the products [Q, N] of the map and the states that enter it. Sets `state`
+// [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not written.
+void run_scan_step(const ScanArgs& args, bool backward, const float* product, float* state, int64_t i, void* stream);
 void run_scan_carry(const ScanCarryArgs& args);
 
 }  // namespace orthokern::cuda

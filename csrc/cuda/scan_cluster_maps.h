@@ -38,12 +38,11 @@ struct ClusterTraits {
   static constexpr int kChunkWords = kVectors * 4 * kClusterThreads;  // of 4 bytes, [warp][vector][lane][4]
   // Chunks that 255 registers leave room for beside the sums, which are 4 group on the FMA units, 16 or 32 on tensor
   // cores, and the operands. Half of them for each map, so that both products read as little of shared memory.
-  static constexpr int kInRegisters = precision == kIeee        ? (group <= 4 ? 4
-                                                                   : factored ? 2
-                                                                              : 3)
-                                      : precision == kThreeTf32 ? 2
-                                      : precision == kTf32      ? 4
-                                                                : 8;
+  static constexpr int kInRegisters = precision == kIeee   ? (group <= 4 ? 4
+                                                              : factored ? 2
+                                                                         : 3)
+                                      : precision == kTf32 ? 4
+                                                           : 8;
   static constexpr int kRegisters2 = factored ? kInRegisters / 2 : 0, kRegisters1 = kInRegisters - kRegisters2;
   // After a product, a lane has kHeld of its 4 rows, of one sequence, and kCopies lanes have the same ones (LaneRows).
   static constexpr int kHeld = group <= 4 ? 1 : group / 4, kCopies = group <= 4 ? 4 / group : 1;
@@ -122,7 +121,7 @@ __device__ __forceinline__ float packed_word(const MapSource& map, int row0, int
     return __uint_as_float(to_bf16x2(value(row, c), value(row, c + 1)));
   }
   const float word = value(row, first + 2 * (vector % 2) + e / 2);
-  return kPrecision == kTf32 ? __uint_as_float(to_tf32(word)) : word;
+  return __uint_as_float(to_tf32(word));
 }
 
 // packed [size][chunks][kChunkWords] <- a map. The blocks share `shared_rows` >= map.rows.
@@ -181,31 +180,23 @@ struct FmaProduct {
 
 // The sums of 4 tiles of 16 rows by 8 sequences over a warp's columns.
 //
-// Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each 16 columns, and with
-// kThreeTf32 each product of 8, therefore have an accumulator of their own, and these are added by the FMA units, which
-// round to nearest. The last cut of each remains.
-//
-// Three products: x = head + rest. The head is a TF32 number to nearest, and tensor cores cut the rest, whose sign is
-// random. Sums with a rest stay apart until the end. If x is infinite its rest is NaN, and they are left out: the
-// heads have the infinity.
+// Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each 16 columns, therefore
+// have an accumulator of their own, and these are added by the FMA units, which round to nearest. The last cut of each
+// remains.
 template <class Traits>
 struct TensorProduct {
   static constexpr int kPrecision = Traits::kPrecision, kTiles = kClusterRows / 16;
-  static constexpr bool kThree = kPrecision == kThreeTf32;
   static constexpr int kParts = 1;
   struct Operand {
-    uint32_t head[2][2], rest[kThree ? 2 : 1][2];
+    uint32_t words[2][2];
   };
-  float sums[kTiles][4], rests[kThree ? kTiles : 1][4];
+  float sums[kTiles][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sums[tile][i] = 0;
-        if (kThree) rests[tile][i] = 0;
-      }
+      for (int i = 0; i < 4; i++) sums[tile][i] = 0;
   }
   static __device__ __forceinline__ Operand load(const float* vector, int pitch, int) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -213,35 +204,17 @@ struct TensorProduct {
     const float x[4] = {four.x, four.y, four.z, four.w};
     Operand operand;
     if constexpr (kPrecision == kBfloat16) {
-      operand.head[0][0] = to_bf16x2(x[0], x[1]), operand.head[0][1] = to_bf16x2(x[2], x[3]);
+      operand.words[0][0] = to_bf16x2(x[0], x[1]), operand.words[0][1] = to_bf16x2(x[2], x[3]);
     } else {
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        operand.head[k / 2][k % 2] = to_tf32(x[k]);
-        if constexpr (kThree) operand.rest[k / 2][k % 2] = rest_of(x[k], operand.head[k / 2][k % 2]);
-      }
+      for (int k = 0; k < 4; k++) operand.words[k / 2][k % 2] = to_tf32(x[k]);
     }
     return operand;
-  }
-  static __device__ __forceinline__ uint32_t rest_of(float x, uint32_t head) {
-    return __float_as_uint(x - __uint_as_float(head));
   }
   __device__ __forceinline__ void multiply(int vector, const float4 w, const Operand& operand) {
     const int tile = kPrecision == kBfloat16 ? vector : vector / 2, half = kPrecision == kBfloat16 ? 0 : vector % 2;
     const uint32_t a[4] = {__float_as_uint(w.x), __float_as_uint(w.y), __float_as_uint(w.z), __float_as_uint(w.w)};
-    if constexpr (kThree) {
-      float x[4] = {w.x, w.y, w.z, w.w};
-      uint32_t head[4], rest[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) opaque(x[i]);  // else the parts of chunks in registers are kept there, twice as many
-#pragma unroll
-      for (int i = 0; i < 4; i++) head[i] = to_tf32(x[i]), rest[i] = rest_of(x[i], head[i]);
-      mma_tf32(rests[tile], rest, operand.head[half]);
-      mma_tf32(rests[tile], head, operand.rest[half]);
-      add_product(sums[tile], head, operand.head[half]);
-    } else {
-      add_product(sums[tile], a, operand.head[half]);
-    }
+    add_product(sums[tile], a, operand.words[half]);
   }
   static __device__ __forceinline__ void add_product(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     float product[4] = {};
@@ -257,10 +230,6 @@ struct TensorProduct {
     float* const own = partial + warp * Traits::kPartialFloats + 2 * (lane / 4);
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++) {
-      if constexpr (kThree) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) sums[tile][i] += fabsf(rests[tile][i]) < INFINITY ? rests[tile][i] : 0.f;
-      }
       // sequences 2 t and 2 t + 1; two of four lanes store them in the other order, into other banks
       const float2 even = make_float2(sums[tile][0], sums[tile][2]), odd = make_float2(sums[tile][1], sums[tile][3]);
       float* const place = own + 16 * tile;

@@ -10,7 +10,7 @@
 
 #include "cuda/scan_cluster.h"
 #include "cuda/scan_resident.h"
-#include "cuda/scan_steps.h"
+#include "cuda/scan_step.h"
 
 namespace orthokern::cuda {
 
@@ -86,19 +86,16 @@ void with_cluster_traits(bool backward, int group, int precision, F f) {
       with_value<1, 2, 4, 8>(group,
                              [&](auto g) { f(ClusterTraits<kFactored, kBackward, decltype(g)::value, kIeee>()); });
     else
-      with_value<kThreeTf32, kTf32, kBfloat16>(
-          precision, [&](auto p) { f(ClusterTraits<kFactored, kBackward, 8, decltype(p)::value>()); });
+      with_value<kTf32, kBfloat16>(precision,
+                                   [&](auto p) { f(ClusterTraits<kFactored, kBackward, 8, decltype(p)::value>()); });
   });
 }
-
-inline int64_t models_of(const ScanArgs& a) { return a.of_model ? a.sequences / a.of_model : 1; }
 
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                    ScanPlan& plan) {
   const int columns = resident_columns<kFactored>(a.N, a.cut);
-  const int64_t models = models_of(a), places = models * a.N * (kFactored ? a.K : a.N);  // load_maps: 32 bits
-  if (!columns || places > INT_MAX || models > 65535) return false;
+  if (!columns) return false;
   int blocks = limits.multiprocessors;  // that run at one time
   // Fill the plan for so many sequences a block; false if their memory does not fit.
   auto fits = [&](int64_t group) {
@@ -106,7 +103,7 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
     with_resident_kernel<kFactored>(backward, columns, static_cast<int>(group), a, [&](auto traits) {
       using Traits = decltype(traits);
       plan.group = static_cast<int>(divide_up(group, Traits::kSequences)) * Traits::kSequences;
-      plan.blocks = static_cast<int>(models * divide_up(a.sequences / models, plan.group));
+      plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
       plan.sums_rows = plan.blocks * Traits::kSequences;
       plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens).total;
       blocks = limits.multiprocessors * Traits::kBlocks;
@@ -119,10 +116,10 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   while (largest > 0 && !fits(largest)) largest--;
   if (!largest) return false;
   // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
-  // one. Where one wave of blocks is not enough, all waves are full. A block has sequences of one model only.
+  // one. Where one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, largest * blocks));
-  const int64_t of_model = std::max<int64_t>(1, a.sequences / models);
-  if (!overrides.group) fits(std::clamp<int64_t>(divide_up(a.sequences, waves * blocks), 1, of_model));
+  if (!overrides.group)
+    fits(std::clamp<int64_t>(divide_up(a.sequences, waves * blocks), 1, std::max<int64_t>(1, a.sequences)));
   plan.path = static_cast<int>(ScanPath::kResident);
   plan.norm_columns = plan.blocks;
   return true;
@@ -136,23 +133,19 @@ int chunks_outside(const ScanPlan& plan) {
 }
 
 // Clocks of a step of all sequences, to choose between the kernels of clusters: multiply-adds, or tensor cores (8 clocks
-// of a scheduler for each of their products; with three products the instructions that split the factors, 330 for each
-// warp and chunk), shared memory at 128 bytes a clock, and reads from L2 at 25; the sums that lanes or warps exchange;
-// and the exchange of a vector between blocks. On an H200 dense maps of 1000 units take longer with three products than
-// on the FMA units, multiply-adds and reads from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes
+// of a scheduler for each of their products), shared memory at 128 bytes a clock, and reads from L2 at 25; the sums that lanes or warps exchange;
+// and the exchange of a vector between blocks. On an H200 multiply-adds and reads from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes
 // (docs/gpu.md).
 template <class Traits>
 double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
-  constexpr bool kThree = Traits::kPrecision == kThreeTf32;
   const int chunks = plan.chunks1 + plan.chunks2, outside = chunks_outside<Traits>(plan);
   const double chunk_bytes = 4.0 * Traits::kChunkWords, outputs = Traits::kFactored ? 2 : 1;
-  const int on_tensor_cores = kThree ? 330 * kClusterWarps / 4 : Traits::kVectors * 8 * kClusterWarps / 4;
+  const int on_tensor_cores = Traits::kVectors * 8 * kClusterWarps / 4;
   const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kGroup);
   const double of_state = 4.0 * Traits::kGroup * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
   const double shared = outside * chunk_bytes / 128 + chunks * of_state;
   const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 25;
-  const double product =
-      Traits::kTensor && !kThree ? std::max({multiply, shared, from_l2}) : std::max(multiply, shared) + from_l2;
+  const double product = Traits::kTensor ? std::max({multiply, shared, from_l2}) : std::max(multiply, shared) + from_l2;
   const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kGroup / 2;
   const double vectors = 4.0 * kChunk * Traits::kGroup * chunks, exchanges = outputs * 440 + vectors / 18;
   const int64_t waves = divide_up(divide_up(sequences, Traits::kGroup), clusters);
@@ -223,28 +216,6 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   return plan.group > 0;
 }
 
-// Steps of a CUDA graph: what was asked for, which is even, as the states take turns.
-inline int graph_steps_of(int asked) {
-  if (asked > 0 && asked % 2) throw Error("graph_steps is " + std::to_string(asked) + ", expected an even number or 0");
-  return asked < 0 ? kGraphSteps : asked;
-}
-
-inline void plan_steps(const ScanArgs& a, const ScanOverrides& overrides, const DeviceLimits& limits, ScanPlan& plan) {
-  plan.path = static_cast<int>(ScanPath::kSteps);
-  plan.precision = a.precision;
-  plan.group = kTile;
-  plan.blocks = step_tiles(a.N, a.sequences);
-  plan.norm_columns = plan.blocks;
-  plan.cluster =
-      overrides.cluster ? overrides.cluster : step_split(plan.blocks, a.K ? std::min(a.N, a.K) : a.N, limits);
-  if (plan.cluster > kMostSplit || (plan.cluster > 1 && limits.major < 9))
-    throw Error("single steps have no clusters of " + std::to_string(plan.cluster) +
-                " blocks on this device with this build");
-  plan.sums_rows = static_cast<int>(a.sequences);
-  plan.work = (2 * a.N + a.K) * a.sequences + 1;
-  plan.graph_steps = graph_steps_of(overrides.graph_steps);
-}
-
 template <bool kFactored>
 ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overrides) {
   const DeviceGuard guard(a.device);
@@ -252,14 +223,15 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   auto allowed = [&](ScanPath path) { return overrides.path < 0 || overrides.path == static_cast<int>(path); };
   ScanPlan plan{};
   if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
-  if (models_of(a) > 1) throw Error("so many models of this size are not served by one launch");
   // Code for older GPUs has no clusters. All kernels of a build are compiled for the same ones, so any of them tells.
-  if (limits.major >= 9 && compiled_for(step_product_kernel<false, kIeee>) < 90) limits.major = 8;
+  if (limits.major >= 9 && compiled_for(scan_step_kernel<false>) < 90) limits.major = 8;
   plan = {};
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
   plan = {};
-  if (!allowed(ScanPath::kSteps)) throw Error("the path that was asked for does not serve this size on this device");
-  plan_steps(a, overrides, limits, plan);
+  if (!allowed(ScanPath::kLibrary)) throw Error("the path that was asked for does not serve this size on this device");
+  plan.path = static_cast<int>(ScanPath::kLibrary);
+  plan.blocks = plan.norm_columns = scan_step_blocks(a);
+  plan.sums_rows = static_cast<int>(a.sequences);
   return plan;
 }
 
@@ -272,45 +244,15 @@ void run_cluster(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
     launch(pack_chunks_kernel<Traits>, {dim3(static_cast<unsigned>(divide_up(words, 256))), dim3(256), stream}, map,
            shared_rows, chunks, plan.cluster, packed);
   };
-  if (Traits::kFactored) {
+  if (!a.packed && Traits::kFactored) {
     pack({a.first, 1, a.K, K, N}, first_product_rows(K, plan.cluster), plan.chunks1, a.packed1);
     pack({a.second, a.K, 1, N, K}, N, plan.chunks2, a.packed2);
-  } else {
+  } else if (!a.packed) {
     pack({a.second, Traits::kBackward ? 1 : a.N, Traits::kBackward ? a.N : 1, N, N}, N, plan.chunks1, a.packed1);
   }
   const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(kClusterThreads), stream,
                   static_cast<size_t>(plan.shared_bytes), plan.cluster};
   launch(cluster_scan_kernel<Traits>, at, a, plan);
-}
-
-template <bool kFactored, bool kBackward, int kPrecision>
-void run_steps(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
-  float* state[2] = {a.work, a.work + a.sequences * a.N};
-  float* const y = a.work + 2 * a.sequences * a.N;
-  int* const base = reinterpret_cast<int*>(y + a.sequences * a.K);
-  auto shape_of = [&](int64_t rows) {
-    const int64_t blocks = static_cast<int64_t>(plan.cluster) * step_tiles(rows, a.sequences);
-    return StepShape{dim3(static_cast<unsigned>(blocks)), dim3(kStepThreads), plan.cluster};
-  };
-  const StepShape first = shape_of(a.K), last = shape_of(a.N);
-  const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
-  fill_zero(state[0], static_cast<size_t>(a.sequences * a.N) * sizeof(float), stream);
-  auto step = [&](const auto& to, int64_t i) {
-    const float* const from = i == 0 && a.start ? a.start : state[i % 2];
-    const StepIndex index{to.base, static_cast<int>(i), 1};
-    StepProduct product{a.second, kBackward ? 1 : a.N, kBackward ? a.N : 1, from, state[1 - i % 2], nullptr, N,
-                        N,        plan.cluster};
-    if (kFactored) {
-      to(step_product_kernel<kBackward, kPrecision>, first, a,
-         StepProduct{a.first, 1, a.K, from, y, a.scale, K, N, plan.cluster}, index);
-      product.row_stride = a.K, product.column_stride = 1, product.from = y, product.columns = K;
-    }
-    to(step_product_kernel<kBackward, kPrecision>, last, a, product, index);
-  };
-  step(OntoStream{stream}, 0);  // from another state than those that follow
-  const int64_t length = std::min(a.chunk, a.T);
-  const int kind = 32 * plan.cluster + 8 * kPrecision + 2 * kFactored + kBackward;  // gru_scan has 4 to 7
-  run_step_loop({a.device, stream, kind, plan.graph_steps, base, 1, length}, step);
 }
 
 template <bool kFactored>
@@ -326,20 +268,13 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
   if (plan.path == static_cast<int>(ScanPath::kResident)) {
     with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
-      const unsigned models = static_cast<unsigned>(models_of(a));
-      const Launch at{dim3(static_cast<unsigned>(plan.blocks) / models, models), dim3(Traits::kThreads), stream,
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,
                       static_cast<size_t>(plan.shared_bytes)};
       launch(resident_scan_kernel<Traits>, at, a, plan.group);
     });
-  } else if (plan.path == static_cast<int>(ScanPath::kCluster)) {
+  } else {
     with_cluster_traits<kFactored>(backward, plan.group, plan.precision,
                                    [&](auto traits) { run_cluster<decltype(traits)>(a, plan, stream); });
-  } else {
-    with_direction(backward, [&](auto direction) {
-      with_value<kIeee, kThreeTf32, kTf32, kBfloat16>(plan.precision, [&](auto precision) {
-        run_steps<kFactored, decltype(direction)::value, decltype(precision)::value>(a, plan, stream);
-      });
-    });
   }
 }
 

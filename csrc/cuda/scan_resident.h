@@ -216,21 +216,14 @@ struct ResidentThread {
     row = row_of(kSequences == 1 ? index : index % kRows), own = kSequences == 1 ? 0 : index / kRows;
     unit = counts && row < a.N, second = row % 2;
     has_out = a.out != nullptr;
-    scale = kFactored && row < a.K ? a.scale[blockIdx.y * a.K + row] : 0.f;
-    parameter = row < a.N ? parameter_of(a, blockIdx.y * (a.act_param_stride ? a.N : 1), row) : 0.f;
+    scale = kFactored && row < a.K ? a.scale[row] : 0.f;
+    parameter = row < a.N ? parameter_of(a, row) : 0.f;
     stride = step_stride<kBackward>(a), moved = 0;
-    range = steps_to_run<kBackward>(a, q0(), static_cast<int>(end() - q0() < group ? end() - q0() : group));
+    range = steps_to_run<kBackward>(a, q0(), group);
   }
-  // The sequences of the block are q0() and those behind it, but none from end() on. Models are along y of the grid.
-  __device__ __forceinline__ int64_t q0() const {
-    return blockIdx.y * a.of_model + static_cast<int64_t>(blockIdx.x) * group;
-  }
-  __device__ __forceinline__ int64_t end() const { return (blockIdx.y + 1) * a.of_model; }
-  __device__ __forceinline__ Sequence sequence_of(int64_t g) const {
-    return q0() + g < end() ? sequence<kBackward>(a, q0() + g) : Sequence{0, 0, 0};
-  }
-  __device__ __forceinline__ unsigned block() const { return blockIdx.y * gridDim.x + blockIdx.x; }
-  __device__ __forceinline__ unsigned blocks() const { return gridDim.x * gridDim.y; }
+  // The sequences of the block are q0() and those behind it, but none from a.sequences on.
+  __device__ __forceinline__ int64_t q0() const { return static_cast<int64_t>(blockIdx.x) * group; }
+  __device__ __forceinline__ Sequence sequence_of(int64_t g) const { return sequence<kBackward>(a, q0() + g); }
   // A warp's tiles take turns at its rows, so that the other unit of a pair is in the next lane.
   __device__ __forceinline__ int row_of(int i) const {
     return kTiles * (kRows * (threadIdx.x / 32) + i) + threadIdx.x % kTiles;
@@ -238,17 +231,15 @@ struct ResidentThread {
 
   __device__ __forceinline__ void load_maps(Tile& map1, Tile& map2) const {
     const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);
-    // of the model; a sum of 32 bits, as adding to the addresses would take more instructions for each weight
-    const int begin = static_cast<int>(blockIdx.y) * N * (kFactored ? K : N);
     if constexpr (kFactored)
       map1.fill([&](int i, int j) {
         const int r = row_of(i), c = Tile::Columns::column(j, column_lane);
-        return r < K && c < N ? a.first[begin + c * K + r] : 0.f;
+        return r < K && c < N ? a.first[c * K + r] : 0.f;
       });
     map2.fill([&](int i, int j) {
       const int r = row_of(i), c = Tile::Columns::column(j, column_lane);
-      if constexpr (kFactored) return r < N && c < K ? a.second[begin + r * K + c] : 0.f;
-      return r < N && c < N ? a.second[begin + (kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
+      if constexpr (kFactored) return r < N && c < K ? a.second[r * K + c] : 0.f;
+      return r < N && c < N ? a.second[(kBackward ? c : r) * N + (kBackward ? r : c)] : 0.f;
     });
   }
 
@@ -269,7 +260,7 @@ struct ResidentThread {
     for (int i = thread; i < group * kPadded; i += kThreads) {
       const int64_t q = q0() + i / kPadded;
       const int n = i % kPadded;
-      state[i] = a.start && n < a.N && q < end() ? a.start[q * a.N + n] : 0.f;
+      state[i] = a.start && n < a.N && q < a.sequences ? a.start[q * a.N + n] : 0.f;
       if (!kFactored) state[group * kPadded + i] = 0;
       if (kFactored) y[i] = 0;
     }
@@ -403,14 +394,14 @@ struct ResidentThread {
       }
       reduce_scatter<32>(sums, lane);
       const int64_t t = a.T - 1 - (range.begin + begin + i + index);
-      if (first && i + index < count) a.norms[t * blocks() + block()] = sums[0];
+      if (first && i + index < count) a.norms[t * gridDim.x + blockIdx.x] = sums[0];
     }
   }
 
   __device__ __forceinline__ int64_t sums_index(int unit_row) const {
-    return (static_cast<int64_t>(block()) * kSequences + own) * a.N + unit_row;
+    return (static_cast<int64_t>(blockIdx.x) * kSequences + own) * a.N + unit_row;
   }
-  __device__ __forceinline__ int64_t sums_size() const { return static_cast<int64_t>(blocks()) * kSequences * a.N; }
+  __device__ __forceinline__ int64_t sums_size() const { return static_cast<int64_t>(gridDim.x) * kSequences * a.N; }
 
   // After the loop of `length` steps, whose last state is in `last`.
   __device__ __forceinline__ void finish(int length, const float* last) {
@@ -422,7 +413,7 @@ struct ResidentThread {
     if (a.end && unit)
       for (int g = own; g < group; g += kSequences) {
         const SequenceSteps s = sequences[g];
-        if (q0() + g < end())
+        if (q0() + g < a.sequences)
           a.end[(q0() + g) * a.N + row] = s.begin + s.count == a.chunk ? last[g * kPadded + row] : 0.f;
       }
     if (Traits::kSums && a.sums) {

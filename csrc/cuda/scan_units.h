@@ -193,9 +193,8 @@ __device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int
   return is_cut<kBackward>(a, b, i) ? restart_of(a, b, n) : after;
 }
 
-__device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t first, int64_t n) {
-  return a.act_param ? a.act_param[first + n * a.act_param_stride] : 0.f;
+__device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) {
+  return a.act_param ? a.act_param[n * a.act_param_stride] : 0.f;
 }
-__device__ __forceinline__ float parameter_of(const ScanArgs& a, int64_t n) { return parameter_of(a, 0, n); }
 
 }  // namespace orthokern::cuda

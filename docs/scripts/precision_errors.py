@@ -23,10 +23,9 @@ from cuda_host import build  # noqa: E402
 from helpers import run_scan, scan_problem  # noqa: E402
 
 from orthokern.cuda import _call  # noqa: E402
-from orthokern.functional import PRECISIONS  # noqa: E402
 
 B, LENGTHS = 4, (10, 100, 1000)
-SINGLE_STEPS = 2  # the path that has other products than IEEE
+TENSOR_CORES = {"path": 1, "cluster": 2, "tensor": 1}  # clusters, which have other products than IEEE
 
 
 def main(backend: str, N: int, precisions: tuple[str, ...]) -> None:
@@ -58,5 +57,5 @@ if __name__ == "__main__":
         sys.exit()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         build.use(build.load(Path(folder)), patch)
-        patch.setattr(_call, "overrides", {"path": SINGLE_STEPS})
-        main("cuda", 64, PRECISIONS)
+        patch.setattr(_call, "overrides", TENSOR_CORES)
+        main("cuda", 64, ("ieee", "tf32", "bf16"))

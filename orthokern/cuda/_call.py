@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from orthokern.errors import InputError
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = None
@@ -59,6 +56,16 @@ def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Map
     getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0, "stream": stream})
 
 
+def prepared(
+    name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
+) -> Callable[..., None]:
+    """The native function `name` with these arguments, for calls that differ in a few sizes."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    function = getattr(kernels, name)
+    args = {**addressed(sizes, tensors), "device": device.index or 0, "stream": stream}
+    return lambda **own: function({**args, **own})
+
+
 def workspace(
     name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]
 ) -> Tensor:
@@ -71,17 +78,9 @@ def workspace(
 def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str, int]:
     """The result of the native planner `name` for a scan of these sizes: the launch parameters, and the workspace size.
 
-    Results are cached, since a planner queries the driver. Users may set one of the planner overrides:
-    ORTHOKERN_CUDA_GRAPHS=0 sets ``graph_steps`` to 0.
+    Results are cached, since a planner queries the driver.
     """
-    setting = os.environ.get("ORTHOKERN_CUDA_GRAPHS", "").strip()
-    if setting not in ("", "0", "1"):
-        raise InputError(
-            f"the environment variable ORTHOKERN_CUDA_GRAPHS is {setting!r}; accepted: 1 (the default: steps are "
-            "launched in CUDA graphs) or 0 (as separate kernels)"
-        )
-    asked = {"graph_steps": 0, **overrides} if setting == "0" else overrides
-    return _planned(name, device.index or 0, tuple(sizes.items()), tuple(asked.items()))
+    return _planned(name, device.index or 0, tuple(sizes.items()), tuple(overrides.items()))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._gpu_scans import Models, before_resets, composed, power, started, token_table, transposed_product
+from orthokern._gpu_scans import before_resets, composed, power, started, token_table, transposed_product
 from orthokern._products import ieee_products, norms_of_steps
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.cuda import _call as native
+from orthokern.cuda._streams import SideStream
 from orthokern.cuda._sums import Sums
 
-_PRECISIONS = {"ieee": 0, "3xtf32": 1, "tf32": 2, "bf16": 3}
+# The lowest precision of products that a kernel may use. Three TF32 products are slower than IEEE float32.
+_PRECISIONS = {"ieee": 0, "3xtf32": 0, "tf32": 1, "bf16": 2}
 # Elements of the adjoints in one product of the gradients, 32 MiB. Sums over all steps are accumulated over such
 # windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
 _WINDOW_ELEMENTS = 1 << 23
 # The fewest steps of a window whose products run concurrently with the scan of the next one, which costs a launch for
-# each window; and two paths of csrc/cuda/scan.h: maps in registers, single steps.
-_OVERLAPPED_STEPS, _RESIDENT, _SINGLE_STEPS = 256, 0, 2
+# each window.
+_OVERLAPPED_STEPS = 256
+_LIBRARY = 2  # ScanPath::kLibrary of csrc/cuda/scan.h
 # Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
 # chunks of time are not faster.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -37,9 +39,9 @@ _NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "e
 class Scan:
     """Launches of one scan kernel, forward or backward, over B rows of the batch or over chunks of them.
 
-    map_ and act_param are float32 and contiguous; with several models in the B rows they have these in front.
-    options.lengths is in the form that kernels need. tokens: whether the inputs are token ids. chunk, sequences: see
-    csrc/cuda/scan.h; None for no chunks. restart: [B, N], the state that a reset sets; None: zeros.
+    map_ and act_param are float32 and contiguous; options.lengths is in the form that kernels need. tokens: whether
+    the inputs are token ids. chunk, sequences: see csrc/cuda/scan.h; None for no chunks. restart: [B, N], the state
+    that a reset sets; None: zeros.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class Scan:
         chunk: int | None = None,
         sequences: int | None = None,
         restart: Tensor | None = None,
-        models: int = 1,
     ) -> None:
         N = map_.second.shape[-2]
         self.map, self.device, self.chunk = map_, map_.second.device, chunk
@@ -66,16 +67,16 @@ class Scan:
             "N": N,
             "K": 0 if map_.first is None else map_.first.shape[-1],
             "sequences": B if sequences is None else sequences,
-            "of_model": (B if sequences is None else sequences) // models,
             "precision": _PRECISIONS[options.precision],
             "activation": ACTIVATIONS[options.activation].number,
-            "act_param_stride": int(act_param is not None and act_param.numel() > models),
+            "act_param_stride": int(act_param is not None and act_param.numel() > 1),
             "backward": int(backward),
         }
         # the shared memory of a sequence depends on which inputs exist
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
         self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
-        for name in ("packed1", "packed2", "work"):
+        self.packed = False  # whether a launch has filled the workspace
+        for name in ("packed1", "packed2"):
             self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
 
     def sums(self) -> Tensor:
@@ -93,11 +94,49 @@ class Scan:
             return
         table = tensors.get("table")
         sizes = {
-            **self.sizes, "T": steps, "D": 0 if table is None else table.shape[0], "chunk": self.chunk or steps,
-            "time": time, "clip": self.clip, "plan": self.plan,
-        }  # fmt: skip
+            **self.sizes,
+            "T": steps,
+            "D": 0 if table is None else table.shape[0],
+            "chunk": self.chunk or steps,
+            "time": time,
+            "clip": self.clip,
+            "packed": int(self.packed),
+        }
         cut = None if self.cut is None else self.cut[time : time + steps]
-        native.call(self.map.op, self.device, sizes, {**_NONE, **self.tensors, **tensors, "cut": cut})
+        args = {**_NONE, **self.tensors, **tensors, "cut": cut}
+        if self.plan["path"] == _LIBRARY:
+            self._run_steps(sizes, args)
+        else:
+            native.call(self.map.op, self.device, {**sizes, "plan": self.plan}, args)
+            self.packed = True
+
+    def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
+        """A library product and one kernel per step. (This is the loop to launch as CUDA graphs of many steps.)"""
+        start = args["start"]
+        if args["lengths"] is not None:  # the kernel writes no padding
+            for result in (args["out"], args["pre"]):
+                if result is not None:
+                    result.zero_()
+        shape = self.sizes["sequences"], self.sizes["N"]
+        state = self.map.second.new_zeros(shape) if start is None else start.view(shape).clone()
+        product, factors = torch.empty_like(state), self._factors()
+        end_step = native.prepared("scan_step", self.device, sizes, {**args, "product": product, "passed": state})
+        with ieee_products():
+            for step in range(min(sizes["chunk"], sizes["T"])):
+                rows = state if len(factors) == 1 else torch.mm(state, factors[0])
+                torch.mm(rows, factors[-1], out=product)
+                end_step(step=step)
+
+    def _factors(self) -> list[Tensor]:
+        """Matrices whose product maps the rows of a state: W^T, backward W, as two factors if that is less work."""
+        first, scale, second = self.map
+        backward = self.sizes["backward"]
+        if first is None or scale is None:
+            return [second if backward else second.mT]
+        if 2 * self.sizes["K"] > self.sizes["N"]:
+            w = composed(self.map).to(second.dtype)
+            return [w if backward else w.mT]
+        return [second * scale, first.mT] if backward else [first * scale, second.mT]
 
 
 def _cuts(resets: Tensor, backward: bool) -> Tensor:
@@ -113,10 +152,6 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     if not x.is_floating_point():
         return None, token_table(weight, bias)
     with ieee_products():
-        if weight.ndim == 3:
-            of_models = x.unflatten(1, (len(weight), -1)).unbind(1)
-            terms = [_input_of(of_models[r], w, None if bias is None else bias[r])[0] for r, w in enumerate(weight)]
-            return torch.cat(terms, 1), None  # type: ignore[arg-type]
         rows = x.flatten(0, 1)
         e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
     return e.view(*x.shape[:2], weight.shape[0]), None
@@ -194,11 +229,9 @@ def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, Sc
 def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``.
 
-    A precision below "ieee" has an effect only where single steps are launched.
+    ``precision`` has an effect on the kernels of clusters (N from 193 to 1024).
     """
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_.second)
-    inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     steps, (B, N), checkpoint_every = x.shape[0], h0.shape, options.checkpoint_every
@@ -210,16 +243,13 @@ def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     if chunk:
         _chunked(map_, options, chunk, terms, h0, hs, backward=False, table=table)
     else:
-        scan = Scan(
-            map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state,
-            models=models.count,
-        )  # fmt: skip
+        scan = Scan(map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state)
         start = h0 if options.resets is None else started(h0, options.resets[0], reset_state)
         scan.run(steps, **terms, table=table, start=start, out=hs, pre=pre)
     ckpt = None
     if checkpoint_every:
         ckpt = torch.cat([h0.unsqueeze(0), hs[checkpoint_every - 1 : steps - 1 : checkpoint_every]])
-    return ScanStates(*(models.apart(tensor) for tensor in (hs, ckpt, pre)))
+    return ScanStates(hs, ckpt, pre)
 
 
 class _Recomputed:
@@ -238,9 +268,8 @@ class _Recomputed:
         tokens = inputs.weight is not None and not inputs.x.is_floating_point()
         self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
         self.scan = Scan(
-            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state,
-            models=Models(map_.second).count,
-        )  # fmt: skip
+            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state
+        )
         self.resets = options.resets
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
         self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[options.activation].needs_input else None
@@ -272,54 +301,25 @@ def window_steps(B: int, N: int) -> int:
     return window - (window % 16 if window > 16 else 0)
 
 
-class _Beside:
-    """A second stream for work that runs concurrently with the scan: the current stream inside a ``with`` block.
-
-    It first waits for all work of the current stream, which waits for it in ``join`` only. References to tensors of
-    both streams must be kept until then. A CUDA graph captures both. Without a CUDA device, in tests, there is one
-    stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.stream = None if self.main is None else _side_stream(device.index or 0, self.main.cuda_stream)
-        self.inside: Any = None
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(self.main)
-            self.inside = torch.cuda.stream(self.stream)
-            self.inside.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.inside is not None:
-            self.inside.__exit__(*error)
-
-    def join(self) -> None:
-        if self.main is not None and self.stream is not None:
-            self.main.wait_stream(self.stream)
-
-
-@functools.lru_cache(maxsize=32)
-def _side_stream(device: int, main: int) -> Any:
-    """The second stream beside the stream with the address ``main``. Each has its own: while a thread captures a graph,
-    no work outside of the graph may wait for its streams. Cached: torch has only 32 streams for each device."""
-    return torch.cuda.Stream(device)
-
-
-@dataclasses.dataclass(eq=False)
 class _Products:
-    """The products with the adjoints of whole windows, the last window first; None for what is not wanted."""
+    """The products with the adjoints of whole windows, the last window first."""
 
-    sums: Sums | None
-    weight: Tensor | None  # [N, D]
-    grad_x: Tensor | None  # [T, B, D], of features
-    window: int  # steps of a window
-    high: int  # the first step that has been processed, T at first
-    resets: Tensor | None  # bool [T, B]
-    cut_sum: Tensor | None  # [B, N], to which delta_t of the resets is added
+    def __init__(
+        self, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, *, need_x: bool, need_params: bool
+    ) -> None:
+        x, self.h0, self.weight, _, _, reset_state = inputs
+        lengths, self.resets = options.lengths, options.resets
+        alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
+        self.sums = Sums(inputs, alive, self.resets) if need_params else None
+        # [B, N], the sum of delta_t over the resets
+        self.cut_sum = None if self.resets is None or reset_state is None else torch.zeros_like(reset_state)
+        features = need_x and self.weight is not None and x is not None and x.is_floating_point()
+        # [T, B, D]
+        self.grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
+        self.window, self.high = window, steps  # high: the first step that has been processed
+        self.required = need_params or self.grad_x is not None
 
-    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor, h0: Tensor) -> None:
+    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor) -> None:
         """Process the windows that begin at ``start``, the first step whose adjoint is known, or later.
 
         low: the step of delta's first row. before: h_{t-1} from step ``start`` on, or None if ``states`` has all
@@ -339,55 +339,90 @@ class _Products:
             elif self.sums is not None:  # without checkpoints, h0 is not in the same tensor
                 if end > 1:
                     self.sums.add(1, rows[1:], states[: end - 1] if before is None else before[1:end])
-                self.sums.add(0, rows[:1], h0.unsqueeze(0) if before is None else before[:1])
+                self.sums.add(0, rows[:1], self.h0.unsqueeze(0) if before is None else before[:1])
             if self.grad_x is not None and self.weight is not None:
                 torch.mm(rows.flatten(0, 1), self.weight, out=self.grad_x[begin:end].flatten(0, 1))
             self.high = begin
 
 
-class _ProductsOfModels:
-    """`_Products` of each model, from inputs and options with the rows of all."""
-
-    def __init__(
-        self, models: Models, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, need_x: bool,
-        need_params: bool,
-    ) -> None:  # fmt: skip
-        lengths, resets = options.lengths, options.resets
-        alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-        self.models, self.h0, self.each = models, inputs.h0, []
-        for r in range(models.count):
-            own_inputs = models.inputs_of(inputs, r)
-            x, _, weight, _, _, reset_state = own_inputs
-            here, own = (None if t is None else models.of(t, r) for t in (alive, resets))
-            sums = Sums(own_inputs, here, own) if need_params else None
-            cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
-            features = need_x and weight is not None and x is not None and x.is_floating_point()
-            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
-            self.each.append(_Products(sums, weight, grad_x, window, steps, own, cut_sum))
-        self.wanted = need_params or self.each[0].grad_x is not None
-
-    @property
-    def high(self) -> int:
-        return self.each[0].high
-
-    def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor) -> None:
-        for r, products in enumerate(self.each):
-            rows = [None if t is None else self.models.of(t, r) for t in (delta, before, states)]
-            products.add(start, low, rows[0], rows[1], rows[2], self.models.of(self.h0, r, 0))  # type: ignore[arg-type]
-
-    def found(self, name: str, dim: int = 0) -> Any:
-        """An attribute of the products or of their sums, for all models."""
-        of_all: list[Any] = [getattr(one if hasattr(one, name) else one.sums, name, None) for one in self.each]
-        if of_all[0] is None:
-            return None
-        return torch.stack(of_all, dim) if self.models.several else of_all[0]
-
-
-def _parameter_gradient(running: Tensor, act_param: Tensor | None) -> Tensor:
+def _parameter_gradient(running: Tensor, act_param: Tensor) -> Tensor:
     """grad_act_param from the running sums of the kernels and their rounding errors, [2, rows, N]."""
-    assert act_param is not None
     exact = (running[0].double() - running[1]).sum(0)
     return (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+
+
+class _Adjoints(NamedTuple):
+    """Results of the adjoint scan."""
+
+    delta: Tensor  # [T, B, N]; with checkpoints, part of it
+    carry: Tensor | None  # [B, N], delta_1
+    running: Tensor | None  # sums for the gradient of act_param
+    norms: Tensor | None  # [T, columns], partial sums of squares
+
+
+def _adjoint_scan(
+    map_: Map,
+    inputs: ScanInputs,
+    options: ScanOptions,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor | None,
+    products: _Products,
+    *,
+    keep_delta: bool,
+    need_params: bool,
+) -> _Adjoints:
+    """The adjoint recurrence, segment by segment, and the products with its results."""
+    h0, act_param, resets = inputs.h0, inputs.act_param, options.resets
+    steps, B, N = grad_hs.shape
+    chunk, window = chunk_length(options, steps, B, N), products.window
+    every = options.checkpoint_every or max(steps, 1)
+    scan = Scan(map_, options, act_param, backward=True, B=B)
+    again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
+    side = None
+    # a batch with so short a window occupies the GPU, and products of a library alternate with other kernels
+    room = scan.plan["path"] != _LIBRARY and window >= _OVERLAPPED_STEPS
+    if again is None and not chunk and products.required and room:
+        every, side = window, SideStream(h0.device)  # products of a window run during the scan of the next one
+
+    # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
+    # steps follow, as in _Recomputed.
+    delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
+    carry = None  # delta of the step after the segment
+    running = scan.sums() if act_param is not None and need_params else None
+    norms = None if chunk else scan.norms(steps)
+    try:
+        for start in reversed(range(0, steps, every)):
+            stop = min(start + every, steps)
+            low = 0 if keep_delta else start
+            if again is None:
+                segment, gate = states[start:stop], None if pre is None else pre[start:stop]
+            else:
+                waiting = products.high - stop
+                if waiting and not keep_delta:
+                    delta[stop - start : products.high - start] = delta[:waiting].clone()
+                segment, gate = again.run(start, stop, waiting)
+            if gate is None and options.activation != "identity":
+                gate = segment
+            place, g = delta[start - low : stop - low], grad_hs[start:stop]
+            if chunk:
+                _chunked(map_, options, chunk, {"x": g}, None, place, backward=True)
+            else:
+                of_steps = None if norms is None else norms[start:stop]
+                scan.run(
+                    stop - start, x=g, gate=gate, start=carry, out=place, norms=of_steps, sums=running,
+                    time=start,
+                )  # fmt: skip
+            # the kernel of the next segment may overwrite this row
+            carry = place[0] if keep_delta else place[0].clone()
+            if resets is not None:
+                carry = started(carry, resets[start], None)
+            with ieee_products(), side or nullcontext():
+                products.add(start, low, delta, None if again is None else again.before, states)
+    finally:
+        if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
+            side.join()
+    return _Adjoints(delta, carry, running, norms)
 
 
 def scan_bwd(
@@ -403,94 +438,38 @@ def scan_bwd(
 ) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     map_, inputs, options = _ready(map_, inputs, options)
-    models = Models(map_.second)
-    inputs, options = models.rows(inputs, options)
-    h0, act_param, weight = inputs.h0, inputs.act_param, inputs.weight
+    h0, act_param = inputs.h0, inputs.act_param
     saved: list[Any] = [
-        models.joined(native.ready(tensor, torch.float32, h0.device, name))
+        native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
     ]
     grad_hs, states, pre = saved
     steps, B, N = grad_hs.shape
-    chunk, resets = chunk_length(options, steps, B, N), options.resets
+    chunk = chunk_length(options, steps, B, N)
     if options.checkpoint_every and chunk:
         # chunks and segments have different borders: recompute all states as in the forward
         options = dataclasses.replace(options, checkpoint_every=0)
         states = scan_fwd(map_, inputs, options).hs
 
-    window = window_steps(B, N)
-    every = options.checkpoint_every or max(steps, 1)
-    keep_delta = not options.checkpoint_every or (need_x and weight is None)
-    scan = Scan(map_, options, act_param, backward=True, B=B, models=models.count)
-    again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
-    running = scan.sums() if act_param is not None and need_params else None
-    norms = scan.norms(steps)
-    products, beside = _ProductsOfModels(models, inputs, options, steps, window, need_x, need_params), None
-    # single steps, and batches with so short a window, occupy the GPU, or alternate with other kernels anyway
-    room = scan.plan["path"] != _SINGLE_STEPS and window >= _OVERLAPPED_STEPS
-    if again is None and not chunk and products.wanted and room:
-        every, beside = window, _Beside(h0.device)  # products of a window run during the scan of the next one
-
-    # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
-    # steps follow, as in _Recomputed.
-    delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
-    carry = None  # delta of the step after the segment
-    for start in reversed(range(0, steps, every)):
-        stop = min(start + every, steps)
-        low = 0 if keep_delta else start
-        if again is None:
-            segment, gate = states[start:stop], None if pre is None else pre[start:stop]
-        else:
-            waiting = products.high - stop
-            if waiting and not keep_delta:
-                delta[stop - start : products.high - start] = delta[:waiting].clone()
-            segment, gate = again.run(start, stop, waiting)
-        if gate is None and options.activation != "identity":
-            gate = segment
-        place, g = delta[start - low : stop - low], grad_hs[start:stop]
-        if chunk:
-            _chunked(map_, options, chunk, {"x": g}, None, place, backward=True)
-        else:
-            scan.run(
-                stop - start, x=g, gate=gate, start=carry, out=place, norms=norms[start:stop], sums=running, time=start
-            )
-        # the kernel of the next segment may overwrite this row
-        carry = place[0] if keep_delta else place[0].clone()
-        if resets is not None:
-            carry = started(carry, resets[start], None)
-        with ieee_products(), beside or nullcontext():
-            products.add(start, low, delta, None if again is None else again.before, states)
-    if beside is not None:
-        beside.join()
-
-    cut_sum = products.found("cut_sum")
+    window, of_input = window_steps(B, N), need_x and inputs.weight is None
+    products = _Products(inputs, options, steps, window, need_x=need_x, need_params=need_params)
+    keep_delta = not options.checkpoint_every or of_input
+    delta, carry, running, norms = _adjoint_scan(
+        map_, inputs, options, grad_hs, states, pre, products, keep_delta=keep_delta, need_params=need_params
+    )
     with ieee_products():
-        grad_h0 = transposed_product(map_, models.apart(torch.zeros_like(h0) if carry is None else carry, 0))
-        grad_reset_state = None if cut_sum is None else transposed_product(map_, cut_sum)
-    if chunk:
-        grad_norm = norms_of_steps(delta).to(delta.dtype)
-    else:
-        grad_norm = models.apart(norms).sum(-1).sqrt().movedim(-1, 0) if models.several else norms.sum(1).sqrt()
-    grad_x = products.found("grad_x", 1)
-    if need_x and weight is None:
-        grad_x = models.apart(delta)
-    if not need_params:
-        return ScanGradients(grad_x, None, grad_h0, None, None, None, grad_reset_state, grad_norm)
-    grad_act_param = None
-    if running is not None and act_param is not None:
-        params = act_param if models.several else act_param.unsqueeze(0)
-        each = [_parameter_gradient(models.of(running, r), param) for r, param in enumerate(params)]
-        grad_act_param = torch.stack(each) if models.several else each[0]
+        grad_h0 = torch.zeros_like(h0) if carry is None else transposed_product(map_, carry)
+        grad_state = None if products.cut_sum is None else transposed_product(map_, products.cut_sum)
+    norm = norms_of_steps(delta).to(delta.dtype) if norms is None else norms.sum(1).sqrt()
+    grad_act_param = None if running is None or act_param is None else _parameter_gradient(running, act_param)
+    m, grad_weight, grad_bias = (None, None, None) if products.sums is None else products.sums.results()
     return ScanGradients(
-        grad_x, products.found("m"), grad_h0, products.found("grad_weight"), products.found("grad_bias"),
-        grad_act_param, grad_reset_state, grad_norm,
-    )  # fmt: skip
-
-
-def serves_replicas(map_: Map, options: ScanOptions, steps: int, B: int) -> bool:
-    """Whether a call for R models can be one launch: if the maps fit into registers, without chunks of time."""
-    N = map_.second.shape[-2]
-    if chunk_length(options, steps, B, N):
-        return False
-    one = Map._make(None if t is None else t[0] for t in map_)
-    return Scan(one, options, None, backward=True, B=B).plan["path"] == _RESIDENT
+        x=delta if of_input else products.grad_x,
+        m=m,
+        h0=grad_h0,
+        weight=grad_weight,
+        bias=grad_bias,
+        act_param=grad_act_param,
+        reset_state=grad_state,
+        norm=norm,
+    )

@@ -8,23 +8,9 @@ from torch import Tensor
 from orthokern._scan_contract import ScanInputs
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, D] += left [R, N]^T right [R, D], in enough partial sums to occupy the GPU.
-
-    The rows that remain after a division into equal parts are multiplied separately.
-    """
-    rows = left.shape[0]
-    tiles = -(-total.shape[0] // 64) * -(-total.shape[1] // 64)
-    parts = 1
-    while parts * tiles < 256 and rows >= 512 * parts:
-        parts *= 2
-    even = rows - rows % parts
-    if parts > 1:
-        split = (parts, even // parts)
-        total.add_(torch.bmm(left[:even].unflatten(0, split).mT, right[:even].unflatten(0, split)).sum(0))
-        left, right = left[even:], right[even:]
-    if left.shape[0]:
-        total.addmm_(left.mT, right)
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total [N, D] + left [R, N]^T right [R, D], in place; None: zeros."""
+    return left.mT @ right if total is None else total.addmm_(left.mT, right)
 
 
 class Sums:
@@ -36,12 +22,12 @@ class Sums:
     """
 
     def __init__(self, inputs: ScanInputs, alive: Tensor | None, resets: Tensor | None) -> None:
-        x, h0, weight, bias, _, self.reset_state = inputs
-        self.m = h0.new_zeros(h0.shape[-1], h0.shape[-1])
-        self.x, self.weight, self.alive, self.resets = x, weight, alive, resets
+        x, self.h0, weight, bias, _, self.reset_state = inputs
+        self.m: Tensor | None = None
+        self.grad_weight: Tensor | None = None
+        self.grad_bias: Tensor | None = None
+        self.x, self.weight, self.bias, self.alive, self.resets = x, weight, bias, alive, resets
         self.features = weight is not None and x is not None and x.is_floating_point()
-        self.grad_weight = None if weight is None else torch.zeros_like(weight)
-        self.grad_bias = None if bias is None else torch.zeros_like(bias)
 
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
         """Add the steps from ``start`` on: delta_t and before, which is h_{t-1}, both [steps, B, N]."""
@@ -56,10 +42,11 @@ class Sums:
         if alive is not None:
             before = torch.where(alive, before, 0.0)
         rows = delta.flatten(0, 1)
-        add_product(self.m, rows, before.flatten(0, 1))
-        if self.grad_bias is not None:
-            self.grad_bias.add_(rows.sum(0))
-        if self.weight is None or self.grad_weight is None:
+        self.m = add_product(self.m, rows, before.flatten(0, 1))
+        if self.bias is not None:
+            of_steps = rows.sum(0)
+            self.grad_bias = of_steps if self.grad_bias is None else self.grad_bias.add_(of_steps)
+        if self.weight is None:
             return
         assert self.x is not None
         x = self.x[start : start + steps]
@@ -68,7 +55,7 @@ class Sums:
                 x = torch.where(alive, x, 0.0)
             elif x[0].numel() % 4:
                 x = x.clone()
-            add_product(self.grad_weight, rows, x.flatten(0, 1))
+            self.grad_weight = add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
         # ids out of range are skipped; all sums have a fixed order
         ids, D = x.flatten(), self.weight.shape[1]
@@ -76,8 +63,16 @@ class Sums:
             ids = torch.where(alive.flatten(), ids, -1)
         if D <= 64:
             one_hot = ids.unsqueeze(1) == torch.arange(D, device=ids.device)
-            add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
+            self.grad_weight = add_product(self.grad_weight, rows, one_hot.to(rows.dtype))
         else:
             ids = torch.where((ids >= 0) & (ids < D), ids, D)
             table = torch.ops.aten.embedding_dense_backward(rows, ids, D + 1, -1, False)
-            self.grad_weight.add_(table[:D].mT)
+            of_ids = table[:D].mT
+            self.grad_weight = of_ids.contiguous() if self.grad_weight is None else self.grad_weight.add_(of_ids)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(M, grad_weight, grad_bias), zeros if no step was added; None for what does not apply."""
+        if self.m is not None:
+            return self.m, self.grad_weight, self.grad_bias
+        weight, bias = (None if tensor is None else torch.zeros_like(tensor) for tensor in (self.weight, self.bias))
+        return self.h0.new_zeros(self.h0.shape[1], self.h0.shape[1]), weight, bias

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from orthokern._gpu_scans import Models, gru_parameter_gradients
+from orthokern._gpu_scans import started
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._products import ieee_products
 from orthokern._scan_contract import GruArgs, GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.cuda import _call as native
-from orthokern.cuda._sums import add_product
 
-_RESIDENT = 0  # a path of csrc/cuda/gru_scan.h
+_LIBRARY = 1  # GruPath::kLibrary of csrc/cuda/gru_scan.h
+_GATES, _CANDIDATE, _ALL, _RESET, _CARRY = range(5)  # GruStep of csrc/cuda/gru_step.h
 
 
 class _Scan:
@@ -18,43 +23,97 @@ class _Scan:
 
     def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
         B, N = inputs.h0.shape
-        self.inputs, self.options = inputs, options
-        self.sizes = {
-            "T": T, "B": B, "N": N, "of_model": B // Models(inputs.w).count, "kanai": int(options.kanai),
-            "backward": int(backward),
-        }  # fmt: skip
-        self.plan = native.plan("gru_scan_plan", inputs.h0.device, self.sizes)
+        self.inputs, self.options, self.backward = inputs, options, backward
+        self.sizes = {"T": T, "B": B, "N": N, "kanai": int(options.kanai)}
+        self.plan = native.plan("gru_scan_plan", inputs.h0.device, {**self.sizes, "backward": int(backward)})
 
     def run(self, **tensors: Tensor | None) -> None:
         """Launch it on the current stream; tensors by the names in csrc/cuda/gru_scan.h."""
         h0 = self.inputs.h0
-        work = h0.new_empty(self.plan["work"]) if self.plan["work"] else None
+        work = h0.new_zeros(self.plan["work"]) if self.plan["work"] else None
         of_options = {"lengths": self.options.lengths, "resets": self.options.resets}
-        given = {**self.inputs._asdict(), **of_options, **tensors, "work": work}
-        native.call("gru_scan", h0.device, {**self.sizes, "plan": self.plan}, given)
+        args = {**self.inputs._asdict(), **of_options, **tensors, "work": work}
+        if self.plan["path"] != _LIBRARY:
+            sizes: dict[str, Any] = {**self.sizes, "backward": int(self.backward), "plan": self.plan}
+            native.call("gru_scan", h0.device, sizes, args)
+            return
+        if self.options.lengths is not None:  # the kernels of single steps write no padding
+            for name in ("grad_x", "factor") if self.backward else ("hs", "gates", "pre"):
+                result = args[name]
+                if result is not None:
+                    result.zero_()
+        with ieee_products():
+            (self._run_backward if self.backward else self._run_forward)(args)
+
+    def _parts(self, args: dict[str, Tensor | None], **buffers: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        """A function of ``part`` and ``step`` for each (product, passed) of gru_step."""
+        device = self.inputs.h0.device
+        return {
+            name: native.prepared("gru_step", device, self.sizes, {**args, "product": product, "passed": passed})
+            for name, (product, passed) in buffers.items()
+        }
+
+    def _run_forward(self, args: dict[str, Tensor | None]) -> None:
+        """Library products, and one kernel after each."""
+        inputs, N = self.inputs, self.sizes["N"]
+        first = None if self.options.resets is None else self.options.resets[0]
+        state, new = started(inputs.h0, first, inputs.reset_state).clone(), inputs.h0.new_empty
+        B, rows = len(state), inputs.w.mT
+        if not self.options.kanai:
+            sums = new(B, 3 * N)
+            parts = self._parts(args, all=(sums, state))
+            for t in range(self.sizes["T"]):
+                torch.mm(state, rows, out=sums)
+                parts["all"](part=_ALL, step=t)
+            return
+        sums, m, of_m = new(B, 2 * N), new(B, N), new(B, N)
+        m.zero_()  # rows of sequences that have ended are not written
+        parts = self._parts(args, gates=(sums, m), candidate=(of_m, state))
+        for t in range(self.sizes["T"]):
+            torch.mm(state, rows[:, : 2 * N], out=sums)
+            parts["gates"](part=_GATES, step=t)
+            torch.mm(m, rows[:, 2 * N :], out=of_m)
+            parts["candidate"](part=_CANDIDATE, step=t)
+
+    def _run_backward(self, args: dict[str, Tensor | None]) -> None:
+        """Library products, and one kernel after each."""
+        w, N, T, kanai = self.inputs.w, self.sizes["N"], self.sizes["T"], self.options.kanai
+        carry = torch.zeros_like(self.inputs.h0)
+        of_candidate = torch.empty_like(carry)
+        adjoints = carry.new_zeros(len(carry), 3 * N)  # zeros for sequences that have ended
+        parts = self._parts(args, carry=(carry, adjoints), reset=(of_candidate, adjoints))
+        grad_x = args["grad_x"]
+        assert grad_x is not None
+        parts["carry"](part=_CARRY, step=T - 1)
+        for t in reversed(range(T)):
+            if kanai:
+                torch.mm(grad_x[t][:, 2 * N :], w[2 * N :], out=of_candidate)
+                parts["reset"](part=_RESET, step=t)
+                torch.mm(grad_x[t][:, : 2 * N], w[: 2 * N], out=carry)
+            else:
+                torch.mm(adjoints, w, out=carry)
+            parts["carry"](part=_CARRY, step=t - 1)
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``."""
     inputs, options = args.parts()
-    models = Models(inputs.w)
-    inputs, options = models.gru_rows(*_ready(inputs, options))
+    inputs, options = _ready(inputs, options)
     assert inputs.x is not None
     T, (B, N), new = inputs.x.shape[0], inputs.h0.shape, inputs.h0.new_empty
     states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if options.kanai else new(T, B, N))
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
     _Scan(inputs, options, T, backward=False).run(**of_backward, **states._asdict())
-    return GruStates(*(models.apart(tensor) for tensor in states))
+    return states
 
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     inputs, options = args.parts()
-    models = Models(inputs.w)
-    inputs, options = models.gru_rows(*_ready(inputs._replace(x=None), options))
+    inputs, options = _ready(inputs._replace(x=None), options)
     h0 = inputs.h0
     saved = {
-        name: models.joined(native.ready(tensor, torch.float32, h0.device, name))
+        name: native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in {"grad_hs": grad_hs, **states._asdict()}.items()
     }
     hs = saved["hs"]
@@ -68,18 +127,8 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
     grad_w = grad_bias = None
     if need_params:
-        grad_w, grad_bias = gru_parameter_gradients(models, inputs, options, hs, grad_x, factor, add_product)
-    norm = models.apart(norms).sum(-1).sqrt()  # [T], [T, models]
-    return GruGradients(
-        models.apart(grad_x), grad_w, models.apart(grad_h0, 0), grad_bias, models.apart(grad_state, 0),
-        norm.mT if models.several else norm,
-    )  # fmt: skip
-
-
-def serves_replicas(inputs: GruInputs) -> bool:
-    """Whether a call for R models can be one launch: if the matrices fit into registers."""
-    one = inputs._replace(w=inputs.w[0], h0=inputs.h0[0])
-    return _Scan(one, GruOptions("kanai"), 1, backward=True).plan["path"] == _RESIDENT
+        grad_w, grad_bias = parameter_gradients(inputs, options, hs, grad_x, factor)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
 
 
 def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
@@ -88,4 +137,4 @@ def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOption
     tensors = {name: native.ready(tensor, torch.float32, device, name) for name, tensor in inputs._asdict().items()}
     lengths = native.ready(options.lengths, torch.int64, device, "lengths")
     resets = native.ready(options.resets, torch.bool, device, "resets")
-    return GruInputs(**tensors), GruOptions(options.variant, lengths, resets)  # type: ignore[arg-type]
+    return GruInputs(**tensors), dataclasses.replace(options, lengths=lengths, resets=resets)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda/bindings.h"
-#include "cuda/step_graph.h"
+#include "cuda/launch.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -57,14 +57,5 @@ PYBIND11_MODULE(orthokern_cuda_host, m) {
   m.def("selftest", selftest, "A kernel of selftest.cu.");
   m.def("race_for_shared_memory", race_for_shared_memory, "(launches that would have failed, limits that were set) of many host threads.");
 
-  m.def("hold", [](int how) { cuda_host::hold(static_cast<cuda_host::Holding>(how)); },
-        "0: work is carried out at once; 1: run_held does it; 2: so, and streams say that they are being captured.");
-  m.def("run_held", cuda_host::run_held, "Carry out what was held, the streams in turns of a random order; any number of times.");
-  m.def("fail_call", cuda_host::fail_call, "Let the call number `which` of an API function fail; 0: none.", py::arg("name"), py::arg("which"));
-  m.def("set_capture_elsewhere", cuda_host::set_capture_elsewhere, "Another thread captures a stream. True: it was disturbed since the last question.");
-  m.def("api_calls", cuda_host::api_calls, "Calls of each function of the graph API since the last question.");
-  m.def("last_error", [] { return static_cast<int>(cudaGetLastError()); }, "What the API has to say of an earlier call, 0 if nothing.");
   m.def("kernels_run", cuda_host::kernels_run, "Kernels that ran since the last question.");
-  m.def("graphs_alive", cuda_host::graphs_alive, "Graphs and executable graphs.");
-  m.def("clear_graphs", [] { return orthokern::cuda::StepGraphCache::of_process().clear(); }, "Empty the cache of graphs; how many there were.");
 }

@@ -150,7 +150,6 @@ inline void async_proxy_fence() {}
 
 // ------------------------------------------------------------------------------------------------------------ tensor cores
 
-inline void opaque(float&) {}
 inline uint32_t to_tf32(float x) {  // to nearest, ties away from zero
   const uint32_t bits = __float_as_uint(x);
   return isfinite(x) ? (bits + 0x1000) & 0xffffe000u : bits;

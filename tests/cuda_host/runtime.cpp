@@ -10,6 +10,7 @@
 #include <numeric>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 
 namespace cuda_host {
 namespace {
@@ -355,6 +356,17 @@ void* in_block(const void* own, int rank) {
   }
   fail("an address that is not in the block's own shared memory cannot be mapped to another block");
 }
+
+static int kernels = 0;
+
+void put(void*, const Work& work) {
+  devices_used.insert(work.device);
+  if (!work.kernel) return work.body();
+  kernels++;
+  const std::string failure = run(work.shape, work.body);
+  if (!failure.empty()) throw std::runtime_error("CUDA host harness: " + failure);
+}
+int kernels_run() { return std::exchange(kernels, 0); }
 
 }  // namespace cuda_host
 

@@ -13,9 +13,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 // --------------------------------------------------------------------------------------------------- words of the language
@@ -217,7 +220,20 @@ inline int sync_block(bool vote, Site site) {
 
 }  // namespace cuda_host
 
-#include "graphs.h"
+namespace cuda_host {
+
+// What a stream is given. It is carried out at once. Throws std::runtime_error for what a kernel did wrong.
+struct Work {
+  Shape shape;
+  std::function<void()> body;  // one thread of a kernel
+  int device;
+  bool kernel = true;  // false: the body is all of it
+};
+void put(void* stream, const Work& work);
+// Kernels that ran since the last question.
+int kernels_run();
+
+}  // namespace cuda_host
 
 // ------------------------------------------------------------------------------------------------ functions of the language
 

@@ -125,39 +125,6 @@ __global__ void mma_kernel(const float* in, float* out) {
   }
 }
 
-// Two nodes of a graph: out = in + more, then out *= 2.
-__global__ void add_kernel(const float* in, float* out, float more) { out[threadIdx.x] = in[threadIdx.x] + more; }
-__global__ void double_kernel(float* out) { out[threadIdx.x] *= 2; }
-
-// out = 2 (in + 2): a graph made with + 1, and given + 2 before its launch; + 3 comes after it. kNoBarrier leaves out the dependency.
-void run_graph(const float* in, float* out, unsigned size, int bug) {
-  auto demand = [](cudaError_t status) {
-    if (status != cudaSuccess) throw Error("the graph API failed");
-  };
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  cudaGraphNode_t first = nullptr, second = nullptr;
-  float more = 1;
-  void *adding[] = {&in, &out, &more}, *doubling[] = {&out};
-  const cudaKernelNodeParams add{reinterpret_cast<void*>(add_kernel), dim3(1), dim3(size), 0, adding, nullptr};
-  const cudaKernelNodeParams twice{reinterpret_cast<void*>(double_kernel), dim3(1), dim3(size), 0, doubling, nullptr};
-  announce_kernel(add_kernel);
-  announce_kernel(double_kernel);
-  demand(cudaGraphCreate(&graph, 0));
-  demand(cudaGraphAddKernelNode(&first, graph, nullptr, 0, &add));
-  demand(cudaGraphAddKernelNode(&second, graph, &first, bug == kNoBarrier ? 0 : 1, &twice));
-  more = 100;  // the node has a copy
-  demand(cudaGraphInstantiateWithFlags(&exec, graph, 0));
-  more = 2;
-  demand(cudaGraphExecKernelNodeSetParams(exec, first, &add));
-  if (cudaGraphExecKernelNodeSetParams(exec, first, &twice) == cudaSuccess) throw Error("a node took another kernel");
-  if (cudaGetLastError() == cudaSuccess || cudaGetLastError() != cudaSuccess) throw Error("an error is told once");
-  more = 3;
-  demand(cudaGraphLaunch(exec, nullptr));
-  demand(cudaGraphExecDestroy(exec));
-  demand(cudaGraphDestroy(graph));
-}
-
 }  // namespace
 
 // in and out: addresses of float32 arrays, sizes as the kernels say.
@@ -171,6 +138,5 @@ void selftest(const std::string& name, uintptr_t in_address, uintptr_t out_addre
   else if (name == "pipeline") launch(pipeline_kernel, {dim3(1), dim3(64), nullptr, 384}, in, out, size, variant);
   else if (name == "ring") launch(ring_kernel, {dim3(threads / 32), dim3(32), nullptr, 256, 4}, in, out, size, variant % 10, variant / 10);
   else if (name == "mma") launch(mma_kernel, {dim3(1), dim3(32), nullptr, 1024}, in, out);
-  else if (name == "graph") run_graph(in, out, threads, variant);
   else throw Error("no kernel " + name);
 }

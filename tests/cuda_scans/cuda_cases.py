@@ -13,7 +13,7 @@ from orthokern._scan_contract import Map, ScanOptions
 from orthokern.cuda import _scan
 
 OPS = ("factored_scan", "dense_scan")
-RESIDENT, CLUSTER, STEPS = 0, 1, 2
+RESIDENT, CLUSTER, LIBRARY = 0, 1, 2
 PATHS = {
     "resident": {"path": RESIDENT, "group": 1},
     "resident-pairs": {"path": RESIDENT, "group": 2},
@@ -23,12 +23,10 @@ PATHS = {
     "cluster-4": {"path": CLUSTER, "cluster": 4, "group": 4},
     "cluster-8": {"path": CLUSTER, "cluster": 2, "group": 8},
     "streamed": {"path": CLUSTER, "cluster": 4, "group": 4, "shared_chunks": 0},
-    "steps": {"path": STEPS},
-    "steps-2": {"path": STEPS, "cluster": 2},
-    "steps-4": {"path": STEPS, "cluster": 4},
+    "library": {"path": LIBRARY},
 }
 KINDS = ("dense", "features", "tokens")
-GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "steps": {"path": 1}}
+GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "library": {"path": 1}}
 
 run = functools.partial(run_scan, backend="cuda")
 
@@ -65,17 +63,10 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
 
 
 def plan(
-    op: str,
-    N: int,
-    B: int,
-    *,
-    K: int | None = None,
-    backward: bool = True,
-    tokens: bool = False,
-    models: int = 1,
+    op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
 ) -> dict[str, int]:
     rank = N if K is None else K
     map_ = Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
     if op == "dense_scan":
         map_ = Map(None, None, torch.empty(N, N))
-    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens, models=models).plan
+    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens).plan

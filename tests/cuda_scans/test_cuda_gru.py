@@ -7,41 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import GRU_PATHS, RESIDENT, check_gru
+from cuda_cases import GRU_PATHS, check_gru
 from cuda_host import build
 from helpers import (
     GruProblem,
     assert_same_bits,
-    models_of,
     some_lengths,
 )
 from torch import Tensor
 
-from orthokern.cuda import _call, gru_scan
+from orthokern.cuda import gru_scan
 from orthokern.ops.gru_scan import VARIANTS
-
-
-@pytest.mark.parametrize("group", [0, 1, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_several_grus_in_one_launch(variant: str, group: int, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of a call for each model, with lengths and resets too, whatever blocks their sequences share. Sizes
-    that no launch serves: one model after the other."""
-    calls: list[str] = []
-    true_call = _call.call
-    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
-    override({"path": RESIDENT, "group": group} if group else {})
-    for R, T, B, N in ((3, 6, 5, 33), (1, 35, 2, 7), (2, 3, 1, 100)) if group else ((3, 2, 4, 9), (2, 2, 2, 140)):
-        problems = [GruProblem.random(variant, T, B, N, bias=N != 7, seed=seed).map(Tensor.float) for seed in range(R)]
-        problems = [p.with_resets(state=N != 9, seed=seed) for seed, p in enumerate(problems)]
-        lengths = [some_lengths(B, T, "any", seed) for seed in range(R)]
-        calls.clear()
-        found = models_of(problems).run("cuda", lengths=torch.stack(lengths))
-        assert calls.count("gru_scan") == (2 if N <= 128 else 2 * R)
-        for r, (problem, own) in enumerate(zip(problems, lengths, strict=True)):
-            for name, tensor in problem.run("cuda", lengths=own).items():
-                if tensor.numel():
-                    of_all = found[name].select(int(name in ("hs", "gates", "pre", "grad_x")), r)
-                    assert torch.equal(of_all, tensor) if name != "grad_norm" else torch.allclose(of_all, tensor), name
 
 
 @pytest.mark.parametrize("path", GRU_PATHS)
@@ -112,12 +88,11 @@ def test_gru_with_the_reference_and_without_parameters() -> None:
 
 
 def test_gru_plan(harness: Any) -> None:
-    def made(N: int, B: int, backward: bool = True, models: int = 1, **overrides: int) -> dict[str, Any]:
+    def made(N: int, B: int, backward: bool = True, **overrides: int) -> dict[str, Any]:
         asked: dict[str, Any] = {
             "T": 1,
             "B": B,
             "N": N,
-            "of_model": B // models,
             "kanai": 1,
             "backward": int(backward),
             "device": 0,
@@ -126,11 +101,6 @@ def test_gru_plan(harness: Any) -> None:
         plan: dict[str, int] = harness.gru_scan_plan(asked)
         return plan
 
-    # 5 models of 50: two sequences a block, 25 blocks a model; 200 models of one sequence: none beside it
-    assert [(made(9, *size)["group"], made(9, *size)["blocks"]) for size in ((250, True, 5), (200, True, 200))] == [
-        (2, 125),
-        (1, 200),
-    ]
     assert [made(N, 50)["path"] for N in (1, 128, 129, 650)] == [0, 0, 1, 1]
     assert [made(128, B)["group"] for B in (1, 132, 133, 265)] == [1, 1, 2, 3]
     # shared memory holds 12 sequences of a backward and 23 of a forward: two full waves rather than 132 and 2 blocks
@@ -146,5 +116,3 @@ def test_gru_plan(harness: Any) -> None:
             assert plan["blocks"] * plan["group"] >= B
     with pytest.raises(RuntimeError, match="does not serve this size"):
         made(129, 5, path=0)
-    with pytest.raises(RuntimeError, match="so many models of this size"):
-        made(129, 6, models=2)

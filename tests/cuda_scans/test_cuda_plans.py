@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, OPS, PATHS, RESIDENT, STEPS, check, plan, run
+from cuda_cases import CLUSTER, LIBRARY, OPS, PATHS, RESIDENT, check, plan, run
 from cuda_host import build
 from helpers import (
     GruProblem,
@@ -24,7 +24,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
     for op in OPS:
         run(scan_problem(op, B=3, T=5, N=9, activation="identity").to(torch.float32), algorithm="chunked")
         ragged = torch.tensor([1, 2, 5])
-        for path in ("resident", "cluster-1", "steps"):
+        for path in ("resident", "cluster-1", "library"):
             monkeypatch.setattr(_call, "overrides", PATHS[path])
             run(scan_problem(op, B=3, T=5, N=9).to(torch.float32), lengths=ragged)
         monkeypatch.setattr(_call, "overrides", {})
@@ -45,7 +45,6 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         "N": 3000,
         "K": 3000,
         "sequences": 5,
-        "of_model": 5,
         "chunk": 1,
         "backward": 0,
         "overrides": {"path": RESIDENT},
@@ -62,33 +61,28 @@ def test_path_by_size(op: str, harness: Any) -> None:
     assert plan(op, largest, 50)["path"] == RESIDENT
     assert plan(op, largest + 1, 50)["path"] == CLUSTER
     assert plan(op, 1024, 50)["path"] == CLUSTER
-    assert plan(op, 1025, 50)["path"] == STEPS
-    # 35 tiles for each 32 sequences, on 132 multiprocessors
-    assert [plan(op, 1100, B)["cluster"] for B in (1, 32, 50, 64, 100)] == [4, 4, 2, 2, 1]
+    assert plan(op, 1025, 50)["path"] == LIBRARY
     harness.set_chip(major=8, minor=0, multiprocessors=108, shared_per_block=163 << 10)
     assert plan(op, largest, 50)["path"] == RESIDENT
-    assert plan(op, largest + 1, 50)["path"] == STEPS and plan(op, 1100, 1)["cluster"] == 1
+    assert plan(op, largest + 1, 50)["path"] == LIBRARY
     harness.set_chip(major=8, minor=9, multiprocessors=142, shared_per_block=99 << 10)
     assert plan(op, largest, 50)["path"] == RESIDENT
     harness.set_chip(largest_cluster=8)
     assert plan(op, 512, 50)["path"] == CLUSTER
-    assert plan(op, 513, 50)["path"] == STEPS
+    assert plan(op, 513, 50)["path"] == LIBRARY
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_code_for_older_gpus_has_no_clusters(op: str, harness: Any, override: Any) -> None:
     """A build for sm_80 alone on an H200: the driver compiles its PTX, whose code traps where it needs clusters."""
-    for code, path, split in ((80, STEPS, 1), (90, CLUSTER, 4)):
+    for code, path in ((80, LIBRARY), (90, CLUSTER)):
         harness.set_chip(code=code)
         assert plan(op, 100, 50)["path"] == RESIDENT
-        assert (plan(op, 500, 50)["path"], plan(op, 1100, 1)["cluster"]) == (path, split)
+        assert plan(op, 500, 50)["path"] == path
     harness.set_chip(code=80)
     check(scan_problem(op, B=3, T=3, N=257))
     override({"path": CLUSTER})
     with pytest.raises(RuntimeError, match="does not serve this size"):
-        plan(op, 500, 50)
-    override({"path": STEPS, "cluster": 2})
-    with pytest.raises(RuntimeError, match="no clusters of 2 blocks on this device with this build"):
         plan(op, 500, 50)
 
 
@@ -107,9 +101,6 @@ def test_sequences_are_spread_over_the_gpu(op: str) -> None:
     assert (few["cluster"], few["group"], few["blocks"]) == (8, 1, 8)
     assert many["cluster"] == 8 and many["blocks"] <= 132  # all of them run at one time
     assert plan(op, 1000, 50)["cluster"] == 16
-    # 5 models of 50: two sequences a block, 25 blocks a model; models of one or two sequences: no empty slots
-    of_models = [plan(op, 64, B, models=models) for B, models in ((250, 5), (200, 200), (1000, 1000), (2000, 1000))]
-    assert [(made["group"], made["blocks"]) for made in of_models] == [(2, 125), (1, 200), (1, 1000), (2, 1000)]
 
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])

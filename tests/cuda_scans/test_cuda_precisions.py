@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, KINDS, OPS, RESIDENT, STEPS, run
+from cuda_cases import CLUSTER, KINDS, OPS, RESIDENT, run
 from cuda_host import build
 from helpers import (
     assert_same_bits,
@@ -15,37 +15,11 @@ from helpers import (
 )
 
 from orthokern import dispatch
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _scan
 
 # The largest relative error of a state or gradient: the unit roundoff of the factors, with room for a few steps.
-PRECISION_ERRORS = {"3xtf32": 2e-6, "tf32": 3e-3, "bf16": 3e-2}
-
-
-@pytest.mark.parametrize(("activation", "inputs"), [("tanh", "tokens"), ("oplu", "dense"), ("identity", "features")])
-@pytest.mark.parametrize("op", OPS)
-def test_precisions_of_single_steps(op: str, activation: str, inputs: str, override: Any, harness: Any) -> None:
-    """On tensor cores: tiles with edges; as precise as asked, and no more; the same bits in any order of threads."""
-    override("steps-2" if inputs == "tokens" else "steps")
-    rank = {"K": 37} if op == "factored_scan" else {}
-    problem = scan_problem(op, B=35, T=3, N=70, activation=activation, inputs=inputs, gap=-1.0, **rank)
-    exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
-    ieee = run(inexact)
-    for precision, bound in PRECISION_ERRORS.items():
-        harness.set_schedule(*build.ORDERS["forward"])
-        actual = run(inexact, precision=precision)
-        for name, expected in exact.items():
-            if name == "hs" or (activation != "oplu" and name.startswith("grad_") and expected.numel()):  # it has kinks
-                error = (actual[name] - expected).abs().max() / expected.abs().max()
-                assert error < bound, f"{precision}: {name}"
-        error = (actual["hs"] - exact["hs"]).abs().max()
-        assert precision == "3xtf32" or error > 20 * (ieee["hs"] - exact["hs"]).abs().max()
-        harness.set_schedule(*build.ORDERS["reverse"])
-        assert_same_bits(actual, run(inexact, precision=precision))
-        again = run(inexact, precision=precision, checkpoint_every=2)
-        assert_same_bits(actual, again, skip=("ckpt", "pre"))
-    if activation == "identity":
-        assert (run(inexact, precision="tf32", algorithm="chunked")["hs"] - exact["hs"]).abs().max() < 1e-2
+PRECISION_ERRORS = {"tf32": 3e-3, "bf16": 3e-2}
 
 
 # Clusters whose products are on tensor cores: chunks of the map in registers, in shared memory, and read from L2.
@@ -73,7 +47,7 @@ def test_precisions_of_clusters(op: str, size: str, precision: str, override: An
             error = (actual[name] - expected).abs().max() / expected.abs().max()
             assert error < PRECISION_ERRORS[precision], name
     error = (actual["hs"] - exact["hs"]).abs().max()
-    assert precision == "3xtf32" or error > 20 * (run(inexact)["hs"] - exact["hs"]).abs().max()
+    assert error > 20 * (run(inexact)["hs"] - exact["hs"]).abs().max()
     if size != "small":
         return
     for order in ("reverse", "random"):
@@ -88,12 +62,12 @@ def test_precisions_of_clusters_with_lengths_and_pairs(override: Any) -> None:
     problem = scan_problem("factored_scan", B=11, T=6, N=34, activation="prelu", inputs="tokens", gap=-1.0)
     options = {"lengths": torch.tensor([6, 1, 3, 1, 6, 2, 5, 4, 6, 6, 1]), "message_clip": 0.05}
     exact = run_scan(problem, "reference", **options)
-    actual = run(problem.to(torch.float32), precision="3xtf32", **options)
+    actual = run(problem.to(torch.float32), precision="tf32", **options)
     for name in ("hs", "grad_h0", "grad_act_param", "grad_norm"):
-        assert (actual[name] - exact[name]).abs().max() < 1e-5 * exact[name].abs().max(), name
+        assert (actual[name] - exact[name]).abs().max() < 1e-2 * exact[name].abs().max(), name
     pairs = scan_problem("dense_scan", B=9, T=4, N=38, activation="oplu", gap=-1.0)
-    exact, actual = run_scan(pairs, "reference"), run(pairs.to(torch.float32), precision="3xtf32")
-    assert (actual["hs"] - exact["hs"]).abs().max() < 2e-6 * exact["hs"].abs().max()
+    exact, actual = run_scan(pairs, "reference"), run(pairs.to(torch.float32), precision="tf32")
+    assert (actual["hs"] - exact["hs"]).abs().max() < 3e-3 * exact["hs"].abs().max()
 
 
 @pytest.mark.parametrize("precision", PRECISION_ERRORS)
@@ -105,7 +79,7 @@ def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harnes
     def planned(N: int, sequences: int, asked: str, **overrides: int) -> dict[str, int]:
         sizes = {
             "B": sequences, "N": N, "K": N if op == "factored_scan" else 0, "sequences": sequences,
-            "of_model": sequences, "precision": numbers[asked], "activation": 1, "act_param_stride": 0, "backward": 0,
+            "precision": numbers[asked], "activation": 1, "act_param_stride": 0, "backward": 0,
             "T": 1, "chunk": 1, "tokens": 0, "device": 0, "cut": 0,
         }  # fmt: skip
         return dict(getattr(harness, f"{op}_plan")({**sizes, "overrides": overrides}))
@@ -117,48 +91,30 @@ def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harnes
             assert planned(N, sequences, "ieee")["precision"] == numbers["ieee"]
             assert planned(N, sequences, precision, path=CLUSTER, tensor=0)["precision"] == 0 if N == 500 else True
             assert plan["path"] != RESIDENT or plan["precision"] == numbers["ieee"]
-            assert plan["path"] != STEPS or plan["precision"] == numbers[precision]
     found = planned(1000, 50, precision)
-    taken = "ieee" if precision == "3xtf32" else precision  # three products take longer than the FMA units
-    assert (found["path"], found["group"], found["precision"]) == (CLUSTER, 8, numbers[taken])
+    assert (found["path"], found["group"], found["precision"]) == (CLUSTER, 8, numbers[precision])
     assert planned(250, 1, precision)["precision"] == numbers["ieee"]  # one sequence leaves 7 columns of 8 empty
 
 
-@pytest.mark.parametrize("path", ["resident", "cluster-2"])
+@pytest.mark.parametrize("path", ["resident", "cluster-2", "library"])
 def test_other_forms_are_never_less_than_ieee(path: str, override: Any) -> None:
     override(path)
     problem = scan_problem("factored_scan", B=5, T=4, N=33).to(torch.float32)
     assert_same_bits(run(problem), run(problem, precision="bf16"))
+    assert_same_bits(run(problem), run(problem, precision="3xtf32"))
 
 
-@pytest.mark.parametrize("path", [{"path": STEPS}, {"path": CLUSTER, "cluster": 16, "tensor": 1}])
-@pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
-def test_long_sums_on_tensor_cores_do_not_drift(precision: str, path: dict[str, int], override: Any) -> None:
+@pytest.mark.parametrize("precision", PRECISION_ERRORS)
+def test_long_sums_on_tensor_cores_do_not_drift(precision: str, override: Any) -> None:
     """Tensor cores cut their sums. In one accumulator, positive terms would come out too small, and ever more so."""
-    override(path)
+    override({"path": CLUSTER, "cluster": 16, "tensor": 1})
     generator = torch.Generator().manual_seed(0)
     n = 1000
     w = torch.rand(n, n, generator=generator).bfloat16().float()  # exact in every precision
     h0, x = torch.rand(1, n, generator=generator).bfloat16().float(), torch.zeros(1, 1, n)
     forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
-    options = ScanOptions("identity", precision=precision, algorithm="sequential")
-    found = forward(Map(None, None, w), ScanInputs(x, h0), options).hs
+    args = ScanArgs(x, None, None, w, h0, None, None, None, "identity", precision=precision, algorithm="sequential")
+    found = forward(args).hs
     exact = w.double() @ h0[0].double()
     bias = float(((found[0, 0].double() - exact) / exact).mean())
     assert abs(bias) < 1.5e-7
-
-
-@pytest.mark.parametrize("path", [{"path": STEPS}, {"path": CLUSTER, "cluster": 2, "tensor": 1}])
-def test_infinity_in_three_products(path: dict[str, int], override: Any) -> None:
-    """inf as a sum of two TF32 numbers is inf + 0, not inf + NaN."""
-    override(path)
-    generator = torch.Generator().manual_seed(0)
-    w, h0 = torch.randn(40, 40, generator=generator), torch.randn(3, 40, generator=generator)
-    w[5, 7], h0[1, 30] = float("inf"), -float("inf")
-    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
-    found, expected = (
-        forward(Map(None, None, w), ScanInputs(torch.zeros(1, 3, 40), h0), ScanOptions("identity", precision=p)).hs
-        for p in ("3xtf32", "ieee")
-    )
-    assert torch.equal(found.isnan(), expected.isnan()) and bool(expected.isinf().any())
-    assert torch.equal(found[expected.isinf()], expected[expected.isinf()])

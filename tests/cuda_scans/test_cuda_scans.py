@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OPS, PATHS, RESIDENT, check, check_gru, plan, run
+from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OPS, PATHS, RESIDENT, check, check_gru, run
 from cuda_host import build
 from helpers import (
     FloatProducts,
     GruProblem,
     assert_matches_reference,
     assert_same_bits,
-    models_of,
     run_scan,
     scan_problem,
     some_lengths,
@@ -30,10 +29,9 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import cpu, dispatch, nn
+from orthokern import cpu, dispatch
 from orthokern._scan_contract import ScanOptions
-from orthokern.cuda import _call, _scan, _sums, gru_scan
-from orthokern.nn import _recurrent
+from orthokern.cuda import _call, _scan, _streams, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -76,86 +74,6 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         # features are multiplied by W_in in a product of torch over the steps of a segment
         rounded = tuple(name for name in found if name.startswith("grad_")) if kind == "features" else ()
         assert_same_bits(found, again, skip=("ckpt", "pre"), rounded=rounded)
-
-
-@pytest.mark.parametrize(("activation", "N", "every"), [("tanh", 100, 0), ("prelu", 33, 4), ("modrelu", 9, 0)])
-@pytest.mark.parametrize("inputs", KINDS)
-@pytest.mark.parametrize("op", OPS)
-def test_several_models_in_one_launch(
-    op: str, inputs: str, activation: str, N: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The states of a call for each model, bit by bit, with lengths and resets too; sequences of several blocks."""
-    calls: list[str] = []
-    true_call = _call.call
-    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
-    lengths = [some_lengths(5, 9, "any", seed) for seed in range(3)] if N == 33 else None
-    problems = [
-        scan_problem(op, B=5, T=9, N=N, D=6, activation=activation, inputs=inputs, param_size="N", seed=seed)
-        for seed in range(3)
-    ]
-    if N < 100:
-        problems = [with_resets(problem) for problem in problems]
-    problems = [problem.to(torch.float32) for problem in problems]
-    for overrides in ({}, {"path": RESIDENT, "group": 2}):
-        monkeypatch.setattr(_call, "overrides", overrides)
-        calls.clear()
-        given = {} if lengths is None else {"lengths": torch.stack(lengths)}
-        found = run(models_of(problems), checkpoint_every=every, **given)
-        assert calls.count(op) == (2 if not every else 1 + 2 * 3)
-        for r, problem in enumerate(problems):
-            alone = run(problem, checkpoint_every=every, **({} if lengths is None else {"lengths": lengths[r]}))
-            for name, expected in alone.items():
-                behind_time = name in ("hs", "ckpt", "pre", "grad_x")
-                actual = found[name]
-                actual = actual if not actual.numel() else actual[:, r] if behind_time else actual[r]
-                if behind_time:
-                    assert torch.equal(actual, expected), name
-                elif expected.numel():  # torch's products of batches, and partial sums of other blocks
-                    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
-
-
-def test_both_directions_of_a_layer_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits of two calls, in half as many launches."""
-    calls: list[str] = []
-    true_call = _call.call
-    monkeypatch.setattr(_call, "call", lambda name, *rest: (calls.append(name), true_call(name, *rest)))
-    options: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "backend": "cuda"}
-    ids = torch.randint(0, 5, (6, 3))
-    true_both = _recurrent.both_directions
-    for module, x, launches in (
-        (nn.FactorizedRNN(5, 12, nonlinearity="modrelu", learned_h0=True, **options), torch.randn(6, 3, 5), (4, 8)),
-        (nn.FactorizedRNN(5, 12, rank=4, checkpoint_every=4, **options), ids, (10, 20)),
-        (nn.FactorizedRNN(5, 12, apply="composed", gain=0.5, **options), ids, (4, 8)),
-        (nn.RNN(5, 9, bias=False, **options), torch.randn(6, 3, 5), (4, 8)),
-        (nn.RNN(5, 200, **options), torch.randn(6, 3, 5), (8, 8)),  # beyond the registers of a block
-        (nn.ExpRNN(5, 9, **options), torch.randn(6, 3, 5), (4, 8)),
-        (nn.GRU(5, 9, bias=True, learned_h0=True, **options), torch.randn(6, 3, 5), (4, 8)),
-        (nn.GRU(5, 9, variant="torch", **options), ids, (4, 8)),
-        (nn.GRU(5, 140, **options), ids, (8, 8)),
-    ):
-        results = []
-        for both in (true_both, lambda *_: None):
-            monkeypatch.setattr(_recurrent, "both_directions", both)
-            calls.clear()
-            output, last = module(x)
-            cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-            grads = torch.autograd.grad([(output * cotangent).sum() + last.square().sum()], list(module.parameters()))
-            results.append((len([name for name in calls if name in (*OPS, "gru_scan")]), output, last, *grads))
-        (once, *found), (twice, *expected) = results
-        assert (once, twice) == launches
-        for actual, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-
-
-def test_models_that_one_launch_does_not_serve(override: Any) -> None:
-    """Chunks of time, and maps beyond the registers of a block: one model after the other."""
-    for N, T, activation in ((200, 2, "tanh"), (9, 300, "identity")):
-        problems = [scan_problem("dense_scan", B=3, T=T, N=N, activation=activation, seed=seed) for seed in range(2)]
-        problems = [problem.to(torch.float32) for problem in problems]
-        found = run(models_of(problems))
-        for r, problem in enumerate(problems):
-            assert torch.equal(found["hs"][:, r], run(problem)["hs"])
 
 
 def test_resets_are_for_sequential_scans() -> None:
@@ -245,7 +163,7 @@ def test_a_plan_is_made_once_for_a_size(harness: Any, monkeypatch: pytest.Monkey
     assert len(asked) == 6
 
 
-@pytest.mark.parametrize("path", ["resident", "cluster-4", "steps"])
+@pytest.mark.parametrize("path", ["resident", "cluster-4", "library"])
 @pytest.mark.parametrize("op", OPS)
 def test_products_beside_the_scan_change_no_bit(
     op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch
@@ -253,8 +171,8 @@ def test_products_beside_the_scan_change_no_bit(
     """The scan stops after each window, whose products then have a stream of their own while it goes on."""
     override(path)
     monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
-    joined, true_join = [], _scan._Beside.join
-    monkeypatch.setattr(_scan._Beside, "join", lambda self: (joined.append(self), true_join(self))[1])
+    joined, true_join = [], _streams.SideStream.join
+    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (joined.append(self), true_join(self))[1])
     problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
     for options in ({}, {"lengths": torch.tensor([20, 7, 13]), "message_clip": 0.3}):
         monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
@@ -262,8 +180,40 @@ def test_products_beside_the_scan_change_no_bit(
         assert not joined
         monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
         assert_same_bits(plain, run(problem, **options))
-        assert len(joined) == (path != "steps")
+        assert len(joined) == (path != "library")
         joined.clear()
+
+
+def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the second stream still uses is freed to the main stream, which has to wait for it."""
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)
+    monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
+    log: list[str] = []
+    true_add, true_join = _scan._Products.add, _streams.SideStream.join
+
+    def add(self: Any, *args: Any) -> None:
+        log.append("products")
+        if log.count("products") == 2:
+            raise torch.OutOfMemoryError("planted")
+        true_add(self, *args)
+
+    monkeypatch.setattr(_scan._Products, "add", add)
+    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (log.append("join"), true_join(self))[1])
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        run(scan_problem("dense_scan", B=3, T=20, N=20).to(torch.float32))
+    assert log == ["products", "products", "join"]
+
+
+def test_maps_are_packed_once_for_a_call(override: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    override("cluster-1")
+    problem = scan_problem("dense_scan", B=2, T=20, N=20).to(torch.float32)
+    harness.kernels_run()
+    run(problem)
+    once = harness.kernels_run()
+    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 2 * 20 * 5)  # four windows
+    monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 5)
+    run(problem)
+    assert harness.kernels_run() == once + 3  # three more scans
 
 
 def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +230,14 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
             self.awaited.append(other)
 
     captured, eager = Stream(), Stream()
-    monkeypatch.setattr(_scan, "_side_stream", functools.lru_cache(_scan._side_stream.__wrapped__))
+    monkeypatch.setattr(_streams, "_side_stream", functools.lru_cache(_streams._side_stream.__wrapped__))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: None)
     beside = {}
     for main in (captured, eager, captured, eager):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
-        beside[main] = _scan._Beside(torch.device("cuda", 0))
+        beside[main] = _streams.SideStream(torch.device("cuda", 0))
         with beside[main]:
             pass
     assert Stream.made == 4  # two each, for all calls
@@ -295,20 +246,7 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert eager.awaited == [beside[eager].stream] and not captured.awaited
 
 
-def test_products_of_the_gradients_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In many partial sums whatever the number of rows; the first window of B = 50, N = 128 has 64 750 = 2 * 32 375."""
-    seen, true_bmm = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append(a.shape[0]), true_bmm(a, b))[1])
-    generator = torch.Generator().manual_seed(0)
-    for rows, N, parts in ((64_750, 128, 64), (64_751, 128, 64), (1024, 8, 4), (511, 8, 1), (0, 8, 1)):
-        left, right = (torch.randn(rows, N, generator=generator) for _ in range(2))
-        total = torch.ones(N, N)
-        _sums.add_product(total, left, right)
-        torch.testing.assert_close(total.double(), 1 + left.double().mT @ right.double(), rtol=1e-4, atol=1e-2)
-        assert (seen.pop() if parts > 1 else 1) == parts and not seen
-
-
-@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "cluster-8", "streamed", "steps"])
+@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "streamed", "library"])
 @pytest.mark.parametrize("op", OPS)
 def test_no_schedule_changes_a_bit(op: str, path: str, override: Any, harness: Any) -> None:
     """What depends on the order in which threads run is a race."""
@@ -383,7 +321,7 @@ def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatc
 
 @pytest.mark.parametrize("T", [2, 5, 16, 17, 50])
 @pytest.mark.parametrize("inputs", KINDS)
-@pytest.mark.parametrize("path", ["resident", "resident-4", "steps"])
+@pytest.mark.parametrize("path", ["resident", "resident-4", "library"])
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_of_time(op: str, path: str, inputs: str, T: int, override: Any) -> None:
     override(path)
@@ -478,7 +416,7 @@ def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: p
     assert_same_bits(full, run(problem, message_clip=0.5))
 
 
-@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "steps"])
+@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "library"])
 @pytest.mark.parametrize("op", OPS)
 def test_lengths_in_chunks_of_time(op: str, path: str, override: Any) -> None:
     override(path)
@@ -521,7 +459,7 @@ def test_a_clip_leaves_a_nan() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_schedule_changes_a_bit_with_lengths(op: str, override: Any, harness: Any) -> None:
-    for path in ("resident-4", "cluster-4", "steps"):
+    for path in ("resident-4", "cluster-4", "library"):
         override(path)
         problem = scan_problem(op, B=9, T=5, N=34, activation="prelu", inputs="tokens").to(torch.float32)
         options: dict[str, Any] = {"lengths": torch.tensor([1, 2, 3, 4, 4, 3, 2, 1, 1]), "message_clip": 0.3}
@@ -559,18 +497,15 @@ def test_many_sequences(harness: Any, override: Any) -> None:
     In earnest that is 2 097 120 sequences, which chunks of time reach.
     """
     harness.set_chip(largest_grid_yz=2)
-    for path in ("resident-4", "cluster-8", "steps"):
+    for path in ("resident-4", "cluster-8", "library"):
         override(path)
         for op in OPS:
-            check(scan_problem(op, B=100, T=2, N=40 if path == "steps" else 9))
-    override("steps")
+            check(scan_problem(op, B=100, T=2, N=40 if path == "library" else 9))
+    override("library")
     check(scan_problem("factored_scan", B=5, T=40, N=9, activation="identity"), algorithm="chunked")
     for variant in VARIANTS:
-        override(GRU_PATHS["steps"])
+        override(GRU_PATHS["library"])
         check_gru(GruProblem.random(variant, 2, 100, 40))
-    override("steps")
-    with pytest.raises(RuntimeError, match="more than one launch holds: use a smaller batch"):
-        plan("dense_scan", 3000, 1 << 31)
 
 
 def test_products_are_ieee_whatever_the_process_allows() -> None:

@@ -24,7 +24,6 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_same_bits,
-    models_of,
     run_scan,
     scan_problem,
     some_lengths,
@@ -32,7 +31,7 @@ from helpers import (
 )
 
 from orthokern import dispatch, functional, nn, optim
-from orthokern.cuda import _call, _scan, cayley, dense_scan
+from orthokern.cuda import _call, _scan, cayley
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -141,95 +140,18 @@ def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("op", OPS)
 def test_scan_parity_at_1100_units(op: str) -> None:
-    """More than a cluster holds: the path of single steps, without being asked."""
+    """More than a cluster holds: library products, without being asked; a capture contains their kernels."""
     need(op, "cuda", N=1100, K=1100)
     check(scan_problem(op, B=5, T=3, N=1100), torch.float32, "cuda")
-
-
-def in_graphs(monkeypatch: pytest.MonkeyPatch, path: int, wanted: bool) -> None:
-    """Single steps, which are the path of that number, in CUDA graphs or kernel by kernel."""
-    monkeypatch.setattr(_call, "overrides", {"path": path} if wanted else {"path": path, "graph_steps": 0})
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_steps_in_graphs_change_no_bit(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """csrc/cuda/step_graph.h: one cached graph for calls of other sizes, on two streams at once, in a capture."""
-    need(op, "cuda", N=34, K=34)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for T, B, N, activation in (
-        (150, 5, 34, "prelu"),
-        (500, 70, 34, "tanh"),
-        (133, 5, 1100, "tanh"),
-        (150, 3, 130, "oplu"),
-    ):
-        problem = on(scan_problem(op, B=B, T=T, N=N, activation=activation, gap=-1.0).to(torch.float32), "cuda")
-        for options in ({}, {"lengths": some_lengths(B, T, "any").cuda(), "message_clip": 0.3}):
-            in_graphs(monkeypatch, 2, wanted=False)
-            plain = run_scan(problem, "cuda", **options)
-            in_graphs(monkeypatch, 2, wanted=True)
-            torch.cuda.synchronize()
-            results = []
-            for stream in streams * 3:
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    results.append(run_scan(problem, "cuda", **options))
-            torch.cuda.synchronize()
-            for found in (run_scan(problem, "cuda", **options), *results):
-                assert_same_bits(plain, found)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run_scan(problem, "cuda")
-        problem.x.copy_(torch.randn_like(problem.x))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(run_scan(problem, "cuda"), captured)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gru_steps_in_graphs_change_no_bit(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    need("gru_scan", "cuda", N=34)
-    for T, B, N in ((150, 5, 34), (300, 40, 66), (133, 5, 650)):
-        problem = GruProblem.random(variant, T, B, N).map(lambda t: t.float().cuda())
-        for lengths in (None, some_lengths(B, T, "any").cuda()):
-            in_graphs(monkeypatch, 1, wanted=False)
-            plain = problem.run("cuda", lengths=lengths)
-            in_graphs(monkeypatch, 1, wanted=True)
-            for _ in range(2):
-                assert_same_bits(plain, problem.run("cuda", lengths=lengths))
-
-
-def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making a graph takes memory, which must not spoil a capture that goes on elsewhere."""
-    need("dense_scan", "cuda", N=34)
-    problem = on(scan_problem("dense_scan", B=5, T=150, N=34).to(torch.float32), "cuda")
-
-    def states() -> torch.Tensor:  # kernels of ours alone
-        return dense_scan.dense_scan_fwd(problem.args()).hs
-
-    stream, x, results = torch.cuda.Stream(), torch.ones(5, device="cuda"), []
-
-    def work() -> None:
-        with torch.cuda.stream(stream):
-            results.append(states())
-
-    # First without graphs: torch then has the memory that this stream needs. An allocation during the capture would
-    # spoil it, whatever our kernels do. The stream has no graph of its own until then.
-    in_graphs(monkeypatch, 2, wanted=False)
-    plain = states()
-    work()
-    torch.cuda.synchronize()
-    results.clear()
-    in_graphs(monkeypatch, 2, wanted=True)
+    problem = on(scan_problem(op, B=5, T=30, N=1100, activation="prelu").to(torch.float32), "cuda")
+    run_scan(problem, "cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="global"):
-        y = x * 2
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+    with torch.cuda.graph(graph):
+        captured = run_scan(problem, "cuda")
+    problem.x.copy_(torch.randn_like(problem.x))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(y, 2 * x) and len(results) == 1
-    assert all(torch.equal(plain, found) for found in results)
+    assert_same_bits(run_scan(problem, "cuda"), captured)
 
 
 def test_products_beside_a_scan_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,28 +456,6 @@ def test_gru_parity(variant: str, size: tuple[int, int, int], dtype: torch.dtype
     check_gru(problem.with_resets(state=B != 50), dtype, backend, some_lengths(B, T, "any"))
 
 
-@pytest.mark.parametrize("N", [64, 128, 200])
-@pytest.mark.parametrize("op", [*OPS, "gru_scan"])
-def test_several_models_are_a_loop(op: str, N: int, backend: str) -> None:
-    """States to the bit, gradients to rounding; more sequences than multiprocessors."""
-    need(op, backend, N=N)
-    run: Callable[..., dict[str, torch.Tensor]]
-    if op == "gru_scan":
-        grus = [GruProblem.random("kanai", 30, 50, N, seed=seed).map(torch.Tensor.float) for seed in range(5)]
-        problems: list[Any] = [p.map(torch.Tensor.cuda) for p in grus]
-        run = GruProblem.run
-    else:
-        scans = [scan_problem(op, B=50, T=30, N=N, inputs="features", activation="tanh", seed=s) for s in range(5)]
-        problems = [on(p.to(torch.float32), "cuda") for p in scans]
-        run = run_scan
-    found = run(models_of(problems), backend)
-    for r, problem in enumerate(problems):
-        for name, tensor in run(problem, backend).items():
-            if tensor.numel():
-                own = found[name].select(int(name in ("hs", "gates", "pre", "grad_x")), r)
-                assert (own - tensor).norm() <= (0 if name == "hs" else 1e-5) * tensor.norm(), name
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gru_long_and_padded_in_a_graph(variant: str, backend: str) -> None:
     """Long sequences; padding plays no part; a replay reads the lengths that are there then, and breaks nothing."""
@@ -646,9 +546,7 @@ def test_another_device_than_the_current_for_the_other_ops(backend: str) -> None
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("precision", ["3xtf32", "tf32", "bf16"])
-def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
-    op: str, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: str, backend: str) -> None:
     need(op, backend, N=64, K=64)
     problem = scan_problem(op, B=20, T=20, N=64)
     expected = run_scan(problem, "reference")["hs"]
@@ -660,10 +558,6 @@ def test_lower_precision_is_as_bad_as_it_says_and_no_worse(
         return float((hs - expected).norm() / expected.norm())
 
     assert error() < bound
-    if backend == "cuda":  # single steps are what has tensor cores there
-        monkeypatch.setattr(_call, "overrides", {"path": 2})
-        assert error() < bound
-        assert precision == "3xtf32" or error() > bound / 1000
 
 
 # Clusters of every group of sequences, with chunks of the map in registers, in shared memory, and read from L2.
@@ -703,10 +597,10 @@ def test_precisions_of_clusters(op: str, N: int, shared_chunks: int, monkeypatch
         return {name: float((found[name].cpu() - exact[name]).abs().max() / exact[name].abs().max()) for name in names}
 
     ieee = errors("ieee", 0)["hs"]
-    for precision, bound in {"3xtf32": 1e-5, "tf32": 1e-2, "bf16": 1e-1}.items():
+    for precision, bound in {"tf32": 1e-2, "bf16": 1e-1}.items():
         found = errors(precision, 1)
         assert max(found.values()) < bound, (precision, found)
-        assert precision == "3xtf32" or found["hs"] > 20 * ieee
+        assert found["hs"] > 20 * ieee
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -853,14 +747,16 @@ def test_a_wrong_class_is_nan_in_its_own_row(C: int, name: str) -> None:
 
 
 def test_a_compiled_module() -> None:
-    """Forward and backward through the compiler: the states bit for bit, the gradients to rounding."""
+    """Forward and backward through the compiler, whose contractions round other singular values."""
     module = nn.FactorizedRNN(9, 33).cuda()
+    with torch.no_grad():
+        module.spectrum_l0.normal_()
     ids, cotangent = torch.randint(0, 9, (20, 5), device="cuda"), torch.randn(20, 5, 33, device="cuda")
     parameters = list(module.parameters())
     expected = module(ids)[0]
     grads = torch.autograd.grad(expected, parameters, cotangent)
     actual = torch.compile(module, fullgraph=True)(ids)[0]
-    assert torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     for one, other in zip(torch.autograd.grad(actual, parameters, cotangent), grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -1013,15 +909,7 @@ for n in (33, 66):
     for lengths in (None, torch.tensor([6, -1, 2**40], device="cuda")):
         f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend, lengths=lengths).sum().backward()
         f.dense_scan(ids, u, weight=table, backend=backend, lengths=lengths, message_clip=0.1).sum().backward()
-""",
-    "graphs": """
-_call.overrides = {"path": 2, "graph_steps": 2}
-for n in (33, 66):
-    u, x = basis(n, n), torch.randn(11, 3, n, device="cuda", requires_grad=True)
-    for lengths in (None, torch.tensor([11, -1, 2**40], device="cuda")):
-        f.factored_scan(x, u, ones(n), u, backend=backend, lengths=lengths).sum().backward()
-        f.dense_scan(x, u, backend=backend, lengths=lengths).sum().backward()
-_call.overrides = {"path": 1, "graph_steps": 2}
+_call.overrides = {"path": 1}
 x, w = torch.randn(11, 3, 99, device="cuda", requires_grad=True), torch.randn(99, 33, device="cuda") / 6
 for variant in ("kanai", "torch"):
     f.gru_scan(x, w.requires_grad_(), variant=variant, backend=backend).sum().backward()

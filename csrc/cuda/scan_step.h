@@ -1,0 +1,77 @@
+// The end of one step of a scan whose products are a library's (ScanPath::kLibrary): the caller multiplies all states by
+// the map, and this kernel adds the input, applies the activation and stores the results. A thread has two neighbouring
+// units of one sequence, which are a pair of oplu.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/scan_units.h"
+
+namespace orthokern::cuda {
+
+constexpr int kStepThreads = 256;
+
+// Blocks for `count` elements with one thread each.
+inline int step_blocks(int64_t count) { return static_cast<int>((count + kStepThreads - 1) / kStepThreads); }
+
+inline int scan_step_blocks(const ScanArgs& a) { return step_blocks(a.sequences * ((a.N + 1) / 2)); }
+
+// The sum of a value over the block, in its first thread.
+__device__ __forceinline__ float block_sum(float value, float (&of_warps)[kStepThreads / 32]) {
+  value = warp_sum(value);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0;
+  for (int w = 0; w < kStepThreads / 32; w++) sum += of_warps[w];
+  return sum;
+}
+
+// product [Q, N]: the map applied to the states that enter step i. state [Q, N]: those that the next step multiplies.
+template <bool kBackward>
+__global__ void __launch_bounds__(kStepThreads)
+    scan_step_kernel(const ScanArgs a, const float* product, float* state, const int i) {
+  ORTHOKERN_SHARED(float, squares, [kStepThreads / 32]);
+  const int64_t pairs = (a.N + 1) / 2, number = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x;
+  const int64_t q = number / pairs, row = 2 * (number - q * pairs), at = q * a.N + row;
+  const Sequence where = sequence<kBackward>(a, q);
+  const bool live = i >= where.begin && i < where.end;
+  const int64_t offset = where.first + i * step_stride<kBackward>(a);
+  const int64_t id = live && a.tokens ? *token_of(a, offset) : 0;
+  float before[2] = {0, 0}, gate[2] = {0, 0}, square = 0;
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    if (!live || row + m >= a.N) continue;
+    const float input = !a.tokens ? a.x[offset + row + m] : id >= 0 && id < a.D ? a.table[id * a.N + row + m] : NAN;
+    before[m] = product[at + m] + input;
+    if (kBackward && a.gate) gate[m] = a.gate[offset + row + m];
+  }
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    if (q >= a.sequences || row + m >= a.N) continue;
+    float after = 0;
+    if (live) {
+      const float parameter = parameter_of(a, row + m);
+      if constexpr (kBackward) {
+        after = clip_message(
+            activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter), a.clip);
+        square = fmaf(before[m], before[m], square);
+        if (a.sums) {  // launches follow one another, so that no other thread has this element
+          const int64_t size = a.sequences * a.N;
+          RunningSum total{a.sums[at + m], a.sums[size + at + m]};
+          total.add(parameter_grad(a.activation, before[m], gate[m], parameter));
+          a.sums[at + m] = total.sum, a.sums[size + at + m] = total.error;
+        }
+      } else {
+        after = activate(a.activation, before[m], before[1 - m], m == 1, parameter);
+        if (a.pre) a.pre[offset + row + m] = before[m];
+      }
+      if (a.out) a.out[offset + row + m] = after;
+    }
+    state[at + m] = live ? state_to_pass<kBackward>(a, q, row + m, i, after) : 0.f;
+    if (a.end && i + 1 == a.chunk) a.end[at + m] = after;
+  }
+  if (!kBackward || !a.norms) return;
+  const float sum = block_sum(square, squares);
+  if (threadIdx.x == 0) a.norms[(a.T - 1 - i) * gridDim.x + blockIdx.x] = sum;
+}
+
+}  // namespace orthokern::cuda
