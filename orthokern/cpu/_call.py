@@ -96,16 +96,49 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, Any], tensors: Mappi
     The kernel reads and writes as many elements as the sizes imply, so every tensor must have that many, on the CPU and
     of this dtype. An input that is not contiguous is copied; results must be contiguous.
     """
-    arguments: dict[str, Any] = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
-    elements = ELEMENTS[name](sizes)
     copies: list[Tensor] = []  # until the kernel has read them
+    arguments = _addresses(name, dtype, ELEMENTS[name](sizes), tensors, copies)
+    getattr(_C, name)({**sizes, **arguments, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()})
+
+
+class Prepared:
+    """A kernel call whose fixed arguments are checked once, as in `call`.
+
+    Args:
+        fixed: tensors whose values may change, but not their memory; this object keeps references to them.
+    """
+
+    def __init__(
+        self, name: str, dtype: torch.dtype, sizes: Mapping[str, Any], fixed: Mapping[str, Tensor | None]
+    ) -> None:
+        self._name, self._dtype, self._elements = name, dtype, ELEMENTS[name](sizes)
+        self._held: list[Tensor] = [tensor for tensor in fixed.values() if tensor is not None]
+        addresses = _addresses(name, dtype, self._elements, fixed, self._held)
+        self._fixed = {**sizes, **addresses, "dtype": _DTYPES[dtype]}
+
+    def __call__(self, tensors: Mapping[str, Tensor | None]) -> None:
+        """Run the kernel with the other tensors."""
+        copies: list[Tensor] = []
+        addresses = _addresses(self._name, self._dtype, self._elements, tensors, copies)
+        getattr(_C, self._name)({**self._fixed, **addresses, "threads": torch.get_num_threads()})
+
+
+def _addresses(
+    name: str,
+    dtype: torch.dtype,
+    elements: Mapping[str, int],
+    tensors: Mapping[str, Tensor | None],
+    copies: list[Tensor],
+) -> dict[str, Any]:
+    """The addresses of tensors, whose sizes are checked. Copies of inputs are appended to `copies`."""
+    addresses: dict[str, Any] = {}
     for key, tensor in tensors.items():
         if tensor is None:
-            arguments[key] = None
+            addresses[key] = None
             continue
         check(name, key, tensor, _OWN_DTYPE.get(key, dtype), "cpu", elements[key])
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
             copies.append(tensor)
-        arguments[key] = tensor.data_ptr()
-    getattr(_C, name)(arguments)
+        addresses[key] = tensor.data_ptr()
+    return addresses

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
-from orthokern.cpu._call import call, has_amx, has_bf16, new
+from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
 
 # T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
@@ -66,6 +66,13 @@ def scan_fwd(args: ScanArgs) -> ScanStates:
     pre = tensors["pre"] = new(T, B, N, dtype=dtype) if args.keeps_pre else None
     call(f"{args.op}_fwd", dtype, sizes, tensors)
     return ScanStates(hs, ckpt, pre)
+
+
+def prepared_step(args: ScanArgs) -> Prepared:
+    """One step without gradients, for tensors like those of args. The call takes x, h0, hs, resets and reset_state."""
+    sizes, tensors = _arguments(args, 1)
+    fixed = {name: t for name, t in tensors.items() if name not in ("x", "h0", "resets", "reset_state")}
+    return Prepared(f"{args.op}_fwd", args.h0.dtype, sizes, {**fixed, "ckpt": None, "pre": None})
 
 
 def scan_bwd(

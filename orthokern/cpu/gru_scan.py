@@ -7,7 +7,7 @@ from torch import Tensor
 
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
-from orthokern.cpu._call import call, new
+from orthokern.cpu._call import Prepared, call, new
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
@@ -21,6 +21,14 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     pre = tensors["pre"] = None if args.kanai else new(T, B, N, dtype=dtype)
     call("gru_scan_fwd", dtype, sizes, tensors)
     return GruStates(hs, gates, pre)
+
+
+def prepared_step(args: GruArgs) -> Prepared:
+    """One step without gradients, for tensors like those of args. The call takes x, h0, hs, gates, pre, resets and
+    reset_state."""
+    sizes, tensors = _arguments(args, 1)
+    fixed = {name: t for name, t in tensors.items() if name not in ("h0", "resets", "reset_state")}
+    return Prepared("gru_scan_fwd", args.h0.dtype, sizes, {**fixed, "bias": args.bias})
 
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:

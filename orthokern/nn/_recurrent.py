@@ -204,31 +204,35 @@ class Recurrent(nn.Module):
         self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         """The states [T,B,N] of one recurrence; factors: the result of `_factors`."""
+        return scan(self._args(suffix, factors, cuts, x, h0, lengths))
+
+    def _args(
+        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+    ) -> Any:
+        """The arguments of the scan of one recurrence."""
         matrix, bias = factors
         u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
         if not x.is_floating_point():
             x = x.to(torch.int64)
-        return scan(
-            ScanArgs(
-                x,
-                v,
-                s,
-                u,
-                u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0,
-                self._gained(self._tensor(f"weight_ih_{suffix}")),
-                bias,
-                self._act_param(suffix),
-                self.nonlinearity,
-                # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
-                0 if self.checkpoint_every and _is_exporting() else self.checkpoint_every,
-                self.backend,
-                self.precision,
-                "auto",
-                lengths,
-                self.message_clip,
-                None if cuts is None else cuts.resets,
-                None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
-            )
+        return ScanArgs(
+            x,
+            v,
+            s,
+            u,
+            u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0,
+            self._gained(self._tensor(f"weight_ih_{suffix}")),
+            bias,
+            self._act_param(suffix),
+            self.nonlinearity,
+            # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
+            0 if self.checkpoint_every and _is_exporting() else self.checkpoint_every,
+            self.backend,
+            self.precision,
+            "auto",
+            lengths,
+            self.message_clip,
+            None if cuts is None else cuts.resets,
+            None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
         )
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern import _autocast
+from orthokern import _autocast, dispatch
 from orthokern._activations import ACTIVATIONS
+from orthokern.cpu._scan import prepared_step
+from orthokern.cpu.gru_scan import prepared_step as prepared_gru_step
 from orthokern.errors import InputError
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
+from orthokern.ops import _taps
+from orthokern.ops._alone import quiet
 
 __all__ = ["FrozenGRU", "FrozenRNN", "frozen"]
 
 
+# of one layer in one step, see ``_Frozen._prepared``
+Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
 class _Frozen(Recurrent):
     """The common base class: buffers instead of parameters, no gradients, and `step`."""
+
+    # By batch size and ids of the buffers, which _held keeps alive. A change of a buffer's values needs no new call.
+    _calls: dict[tuple[int, ...], list[Call]]
+    _held: list[Tensor | None]
 
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
         """As the forward of the module that this one was made from, without gradients."""
@@ -27,7 +40,9 @@ class _Frozen(Recurrent):
         with torch.no_grad():
             return super().forward(input, hx, **options)
 
-    def step(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, x: Tensor, h: Tensor | None = None, *, resets: Tensor | None = None, reset_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One time step, for streams::
 
             h = None
@@ -38,6 +53,8 @@ class _Frozen(Recurrent):
             x: float [B, D], float [D] for one sequence without a batch, or token ids, int64 or int32, [B] or [].
             h: [num_layers, B, N] states before the step, without B for one sequence; None: the learned initial states
                 if there are any, else zeros.
+            resets: bool [B], or [] for one sequence: sequences that start the step from `reset_state` instead of h.
+            reset_state: of the shape of h; None: the learned initial states if there are any, else zeros.
 
         Returns:
             (output, h): output [B, N], the state of the last layer, and h [num_layers, B, N], those of all layers; both
@@ -54,9 +71,79 @@ class _Frozen(Recurrent):
         if x.dim() not in (most - 1, most):
             accepted = "[B, D], or [D] for one sequence" if most == 2 else "token ids [B], or [] for one sequence"
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
-        time = 1 if self.batch_first and x.dim() == most else 0
-        output, h = self.forward(x.unsqueeze(time), h)
+        batched = x.dim() == most
+        if resets is not None and reset_state is None:
+            reset_state = self._first_state(x.shape[0]) if batched else self._first_state(1).squeeze(1)
+        if batched and (result := self._prepared_step(x, h, resets, reset_state)) is not None:
+            return result
+        time = 1 if self.batch_first and batched else 0
+        more = {} if resets is None else {"resets": resets.unsqueeze(time), "reset_state": reset_state}
+        output, h = self.forward(x.unsqueeze(time), h, **more)
         return output.squeeze(time), h
+
+    def _first_state(self, B: int) -> Tensor:
+        """The initial states [num_layers, B, N]."""
+        if self.learned_h0:
+            states = [self._tensor(f"h0_{suffix}").expand(B, self.hidden_size) for suffix in self._suffixes()]
+            return torch.stack(states)
+        return self._tensor("weight_ih_l0").new_zeros(self.num_layers, B, self.hidden_size)
+
+    def _prepared_step(
+        self, x: Tensor, h: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """`step` by kernel calls that are prepared at the first call of a batch size. None if a tensor is not a plain
+        float tensor of the right shape on the CPU, or torch observes the call: then `forward` runs."""
+        weight = self._buffers["weight_ih_l0"]
+        if weight is None or _taps.SINKS or not quiet():
+            return None
+        B, N, layers, dtype = x.shape[0], self.hidden_size, self.num_layers, weight.dtype
+        key = (B, *map(id, self._buffers.values()))
+        calls = self._calls.get(key)
+        if calls is None and (calls := self._prepare(x, key)) is None:
+            return None
+        if h is None:
+            h = self._first_state(B)
+        states, flags = (h,) if reset_state is None else (h, reset_state), (B,)
+        for tensor, shape in ((x, (B, self.input_size)), *((state, (layers, B, N)) for state in states)):
+            if type(tensor) is not Tensor or tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
+                return None
+        if resets is not None and (type(resets) is not Tensor or resets.shape != flags or not resets.is_cpu):
+            return None
+        if resets is not None and resets.dtype is not torch.bool:
+            return None
+        output = torch.empty(layers, B, N, dtype=dtype, device="cpu")
+        for index, call in enumerate(calls):
+            x = call(x, h[index], output[index], resets, None if reset_state is None else reset_state[index])
+        return x.clone(), output
+
+    def _prepare(self, x: Tensor, key: tuple[int, ...]) -> list[Call] | None:
+        """The prepared calls of all layers for the batch size of x, if the cpu backend serves them."""
+        weight = self._tensor("weight_ih_l0")
+        op, sizes = self._op()
+        if not x.is_floating_point() or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
+            return None
+        if dispatch.cpu_leaf(op, self.backend, weight.dtype, **sizes) is None:
+            return None
+        if len(self._calls) >= 16:
+            self._calls.clear()
+        self._calls[key] = [self._prepared(suffix, x.shape[0]) for suffix in self._suffixes()]
+        self._held = list(self._buffers.values())  # while the keys contain their ids
+        return self._calls[key]
+
+    def _prepared(self, suffix: str, B: int) -> Call:
+        """A call (x [B, D], h [B, N], result [B, N], resets [B] or None, reset_state [B, N] or None) -> result."""
+        weight = self._tensor(f"weight_ih_{suffix}")
+        x, h = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, self.hidden_size)
+        run = prepared_step(self._args(suffix, self._factors(suffix), None, x, h, None))
+
+        def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
+            run({"x": x, "h0": h, "hs": result, "resets": resets, "reset_state": state})
+            return result
+
+        return call
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_calls": {}, "_held": []}
 
     def frozen(self) -> Recurrent:
         """The module itself."""
@@ -97,6 +184,7 @@ class FrozenRNN(_Frozen):
             learned_h0=source.learned_h0, backend=source.backend, precision=source.precision,
         )  # fmt: skip
         self._half_ok = source._half_ok
+        self._calls, self._held = {}, []
         self.rank: int | None = None  # of the factors; None for a dense W
         learned = ACTIVATIONS[self.nonlinearity].learned
         for suffix in self._suffixes():
@@ -149,9 +237,25 @@ class FrozenGRU(_Frozen, GRU):
             if name not in vars(self) and name not in source._shapes:
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
+        self._calls, self._held = {}, []
         for name in self._shapes:
             self.register_buffer(name, source._tensor(name).detach().clone(memory_format=torch.contiguous_format))
         self.eval()
+
+    def _prepared(self, suffix: str, B: int) -> Call:
+        N, weight = self.hidden_size, self._tensor(f"weight_ih_{suffix}")
+        x, h, dtype = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, N), weight.dtype
+        run = prepared_gru_step(self._args(suffix, self._factors(suffix), None, x, h, None))
+        kanai = self.variant == "kanai"
+
+        def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
+            gates = torch.empty(B, 3 * N, dtype=dtype, device="cpu")
+            pre = None if kanai else torch.empty(B, N, dtype=dtype, device="cpu")
+            tensors = {"x": self._input_term(x, suffix), "h0": h, "hs": result, "gates": gates, "pre": pre}
+            run({**tensors, "resets": resets, "reset_state": state})
+            return result
+
+        return call
 
 
 @torch.no_grad()

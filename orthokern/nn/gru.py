@@ -179,22 +179,23 @@ class GRU(TorchRecurrent):
         check_ids(x, self.input_size)
         return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
 
-    def _scan(
+    def _scan(self, suffix: str, factors: Factors, *args: Any) -> Tensor:
+        return scan(self._args(suffix, factors, *args))
+
+    def _args(
         self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
+    ) -> GruArgs:
         (w,), bias = factors
-        return scan(
-            GruArgs(
-                self._input_term(x, suffix),
-                w,
-                w.new_zeros(x.shape[1], self.hidden_size) if h0 is None else h0,
-                bias,
-                self.variant,
-                self.backend,
-                lengths,
-                None if cuts is None else cuts.resets,
-                None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
-            )
+        return GruArgs(
+            self._input_term(x, suffix),
+            w,
+            w.new_zeros(x.shape[1], self.hidden_size) if h0 is None else h0,
+            bias,
+            self.variant,
+            self.backend,
+            lengths,
+            None if cuts is None else cuts.resets,
+            None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
         )
 
     def loss(self, *args: Any, **options: Any) -> NoReturn:
