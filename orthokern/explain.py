@@ -199,7 +199,7 @@ def _parser() -> Parser:
     parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
     parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
-    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,replicas,resets")
+    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,resets")
     return parser
 
 

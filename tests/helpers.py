@@ -39,7 +39,7 @@ def assert_matches_reference(
     gradient: bool = False,
     scale: float | None = None,
 ) -> None:
-    """The error must be earned: at most twice that of plain torch in the same dtype, plus a floor.
+    """Error may be at most twice that of plain torch in the same dtype, plus a floor.
 
     Three measures: the largest error of an element, the RMS of the error, and for gradients the angle to the reference.
 

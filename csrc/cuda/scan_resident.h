@@ -20,7 +20,7 @@
 // of four. 8 warps have 255 for the same maps, 200 weights a thread (5 rows of 20 columns). Where they fit, two
 // sequences are multiplied at a time: their sums fill the lanes that one sequence leaves idle at the end.
 //
-// docs/gpu.md has the instructions and the estimated clocks of a step.
+// docs/gpu.md has the instructions of a step.
 #pragma once
 
 #include "cuda/scan_units.h"

@@ -121,7 +121,7 @@ def test_scan_parity_at_1000_units(op: str, backend: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """csrc/cuda/scan_steps.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 160 or 192."""
+    """csrc/cuda/scan_step.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 160 or 192."""
     need(op, "cuda", N=34, K=34)
     monkeypatch.setattr(_call, "overrides", {"path": 2})
     for inputs, B, T, N in (("dense", 5, 7, 34), ("tokens", 70, 9, 130), ("features", 33, 4, 66)):
