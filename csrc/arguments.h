@@ -37,9 +37,8 @@ inline PyObject* next_name(const char*& names) {
 class Arguments {
  public:
   enum Missing { kRefused, kKeepsItsValue };
-  using Places = std::vector<std::pair<PyObject*, uintptr_t*>>;  // names and addresses of fields that are pointers
-  Arguments(const char* function, const pybind11::dict& given, Missing missing = kRefused, Places* places = nullptr)
-      : function_(function), given_(given), missing_(missing), places_(places) {
+  Arguments(const char* function, const pybind11::dict& given, Missing missing = kRefused)
+      : function_(function), given_(given), missing_(missing) {
     names_.reserve(given.size());
   }
 
@@ -81,7 +80,6 @@ class Arguments {
     const pybind11::object value = take(name);
     if (!value) return;
     if constexpr (std::is_pointer_v<T>) {
-      if (places_) places_->emplace_back(name, reinterpret_cast<uintptr_t*>(&field));
       field = value.is_none() ? nullptr : reinterpret_cast<T>(value.cast<uintptr_t>());
     } else {
       field = value.cast<T>();
@@ -96,7 +94,6 @@ class Arguments {
   const char* function_;
   const pybind11::dict given_;
   Missing missing_;
-  Places* places_;
   std::vector<PyObject*> names_;
 };
 

@@ -7,12 +7,8 @@
 #include <pybind11/stl.h>
 #include <string.h>
 
-#include <array>
-#include <memory>
 #include <new>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "arguments.h"
 #include "buffer.h"
@@ -39,62 +35,6 @@ void bind(py::module_& m, const char* name, bool (*CpuKernels::*kernel)(const Ar
       ok = (cpu_kernels().*kernel)(args);
     }
     if (!ok) throw std::bad_alloc();
-  });
-}
-
-// A kernel's call whose arguments are read once, but for some addresses. It runs only while the bytes that other
-// arguments were made of are what they were.
-template <class Args>
-class Prepared {
- public:
-  using Kernel = bool (*CpuKernels::*)(const Args&);
-  Prepared(const char* name, Kernel kernel, void (Args::*fields)(Arguments&), const py::dict& given,
-           const std::vector<std::string>& varying, std::vector<std::array<uintptr_t, 3>> sources)
-      : kernel_(kernel), sources_(std::move(sources)) {
-    Arguments::Places places;
-    Arguments arguments(name, given, Arguments::kRefused, &places);
-    (args_.*fields)(arguments);
-    arguments.done();
-    for (const std::string& wanted : varying) {
-      size_t i = 0;
-      while (i < places.size() && PyUnicode_CompareWithASCIIString(places[i].first, wanted.c_str())) i++;
-      if (i == places.size()) throw py::type_error(std::string(name) + ": unknown address '" + wanted + "'");
-      varying_.push_back(places[i].second);
-    }
-  }
-  Prepared(const Prepared&) = delete;  // varying_ points into args_
-
-  // Whether it ran.
-  bool run(int threads, const py::args& addresses) {
-    if (addresses.size() != varying_.size()) throw py::type_error("a prepared call is given other addresses");
-    for (size_t i = 0; i < varying_.size(); i++) *varying_[i] = addresses[i].cast<uintptr_t>();
-    args_.threads = threads;
-    const Args args = args_;  // another thread may come in as soon as the GIL is released
-    bool ok, same = true;
-    {
-      py::gil_scoped_release release;
-      for (const auto& [now, before, bytes] : sources_)
-        same = same && memcmp(reinterpret_cast<const void*>(now), reinterpret_cast<const void*>(before), bytes) == 0;
-      ok = !same || (cpu_kernels().*kernel_)(args);
-    }
-    if (!ok) throw std::bad_alloc();
-    return same;
-  }
-
- private:
-  Args args_{};
-  Kernel kernel_;
-  std::vector<uintptr_t*> varying_;
-  std::vector<std::array<uintptr_t, 3>> sources_;  // where the bytes are, where a copy is, how many
-};
-
-// The function `prepare_<name>` makes such a call of the kernel `name`.
-template <class Args>
-void bind_prepared(py::module_& m, const char* name, typename Prepared<Args>::Kernel kernel,
-                   void (Args::*fields)(Arguments&)) {
-  m.def((std::string("prepare_") + name).c_str(), [=](const py::dict& given, const std::vector<std::string>& varying,
-                                                      std::vector<std::array<uintptr_t, 3>> sources) {
-    return std::make_unique<Prepared<Args>>(name, kernel, fields, given, varying, std::move(sources));
   });
 }
 
@@ -152,25 +92,8 @@ PYBIND11_MODULE(_C, m) {
       [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
       "Bytes of results in use and waiting.");
 
-  m.def(
-      "same_bytes",
-      [](uintptr_t a, uintptr_t b, size_t bytes) {
-        return memcmp(reinterpret_cast<const void*>(a), reinterpret_cast<const void*>(b), bytes) == 0;
-      },
-      "Whether the bytes at two addresses are the same.");
-
-  py::class_<Prepared<ScanArgs>>(m, "PreparedScan").def("run", &Prepared<ScanArgs>::run);
-  py::class_<Prepared<GruArgs>>(m, "PreparedGru").def("run", &Prepared<GruArgs>::run);
-  py::class_<Prepared<ExponentialArgs>>(m, "PreparedExponential").def("run", &Prepared<ExponentialArgs>::run);
-  bind_prepared(m, "factored_scan_fwd", &CpuKernels::factored_scan_fwd, &ScanArgs::forward<Arguments>);
-  bind_prepared(m, "dense_scan_fwd", &CpuKernels::dense_scan_fwd, &ScanArgs::forward<Arguments>);
-  bind_prepared(m, "gru_scan_fwd", &CpuKernels::gru_scan_fwd, &GruArgs::forward<Arguments>);
-  bind_prepared(m, "scan_steps_bwd", &CpuKernels::scan_steps_bwd, &ScanArgs::steps<Arguments>);
-  bind_prepared(m, "gru_steps_bwd", &CpuKernels::gru_steps_bwd, &GruArgs::steps<Arguments>);
-  bind_prepared(m, "exponential_steps_bwd", &CpuKernels::exponential_steps_bwd, &ExponentialArgs::fields<Arguments>);
-
-#define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>);
-  ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND)
+#define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>)
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND);
 #undef ORTHOKERN_BIND
 #ifdef ORTHOKERN_HAVE_CUDA
   py::module_ cuda = m.def_submodule("cuda", "The CUDA kernels. Called through orthokern.cuda._call only.");

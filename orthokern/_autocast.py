@@ -87,6 +87,19 @@ def _turn_off(grads: Any) -> None:
             torch.set_autocast_enabled(kind, False)
 
 
+def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a backward of an autograd Function with autocast off."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if any(map(torch.is_autocast_enabled, _KINDS)):
+            with off():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Disables autocast for all devices, for functions of several tensors. The cost is negligible if it is disabled

@@ -115,21 +115,42 @@ def onednn_serves(left: Tensor, columns: int) -> bool:
     )
 
 
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.mT, bias, "none", [], "")
+    return result
+
+
+# oneDNN keeps a kernel with its memory for every shape, up to a thousand of them. In training on sequences of different
+# lengths every call has another number of rows, so products are computed for a few numbers of rows only.
+_ADDED_ROWS = (4096, 2048, 1024, 512, 256)
+
+
+def _padded_rows(rows: int) -> int:
+    """The smallest number, not below `rows`, that has at most four significant bits."""
+    unit = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // unit) * unit
+
+
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [R, K] @ right [K, C] + bias [C], by the fastest library for it. To be called in `ieee_products`; autograd
     does not record it."""
-    if onednn_serves(left, right.shape[1]):
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.mT, bias, "none", [], "")
-        return found
-    return left @ right if bias is None else torch.addmm(bias, left, right)
+    if not onednn_serves(left, right.shape[1]):
+        return left @ right if bias is None else torch.addmm(bias, left, right)
+    rows = len(left)
+    padding = _padded_rows(rows) - rows
+    return _onednn(torch.nn.functional.pad(left, (0, 0, 0, padding)) if padding else left, right, bias)[:rows]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [N, D] += left [R, N]^T right [R, D], as `product`."""
+    start, rows = 0, len(left)
     if onednn_serves(left, right.shape[1]):
-        total += product(left.mT, right)
-    else:
-        total.addmm_(left.mT, right)
+        for count in _ADDED_ROWS:
+            while rows - start >= count:
+                total += _onednn(left[start : start + count].mT, right[start : start + count])
+                start += count
+    if start < rows:
+        total.addmm_(left[start:].mT, right[start:])
 
 
 @torch.no_grad()

@@ -2,13 +2,13 @@
 
 A leaf of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
 
-    <op>_fwd(map_, inputs, options) -> ScanStates
-    <op>_bwd(map_, inputs, options, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
+    <op>_fwd(args) -> ScanStates
+    <op>_bwd(args, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
 
 The leaves of the other ops have the functions:
 
-    gru_scan_fwd(inputs, options) -> GruStates
-    gru_scan_bwd(inputs, options, grad_hs, states, *, need_params=True) -> GruGradients
+    gru_scan_fwd(args) -> GruStates
+    gru_scan_bwd(args, grad_hs, states, *, need_params=True) -> GruGradients
     peephole_scan_fwd(inputs) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
     modal_scan_fwd(inputs) -> z
@@ -24,7 +24,8 @@ names.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -73,6 +74,85 @@ class ScanOptions:
         return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
 
 
+def without_tensors(args: Any) -> Any:
+    """The arguments of an op, a named tuple, with None in place of tensors."""
+    return args._make(None if isinstance(value, Tensor) else value for value in args)
+
+
+def with_tensors(args: Any, values: Sequence[Tensor | None]) -> Any:
+    """The arguments with those of the values, one for each, that are not None."""
+    return args._make(given if value is None else value for given, value in zip(args, values, strict=True))
+
+
+def only_tensors(args: Any) -> tuple[Tensor | None, ...]:
+    """The tensors among the arguments, None for the others."""
+    return tuple(value if isinstance(value, Tensor) else None for value in args)
+
+
+class ScanArgs(NamedTuple):
+    """The arguments of a scan, in the order of the ops' schemas; see ``orthokern.ops.factored_scan``.
+
+    The recurrent map is W = second diag(scale) first^T, or W = second if first and scale are None.
+    """
+
+    x: Tensor | None  # [T, B, N] without weight, else [T, B, D] or int64 [T, B]; None in a backward without x
+    first: Tensor | None  # V [N, K], the factor that a forward step applies first
+    scale: Tensor | None  # s [K]
+    second: Tensor  # U [N, K], or W [N, N]
+    h0: Tensor  # [B, N]
+    weight: Tensor | None  # [N, D]
+    bias: Tensor | None  # [N]
+    act_param: Tensor | None  # [1] or [N]
+    activation: str
+    checkpoint_every: int = 0
+    backend: str | None = None
+    precision: str = "ieee"
+    algorithm: str = "auto"
+    lengths: Tensor | None = None  # int64 [B]
+    message_clip: float = 0.0
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
+    reset_state: Tensor | None = None  # [B, N]; None: zeros
+
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        return "dense_scan" if self.first is None else "factored_scan"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a backend may limit."""
+        N, K = self.second.shape
+        return {"N": N} if self.first is None else {"N": N, "K": K}
+
+    @property
+    def time_steps(self) -> int:
+        """T, of a call with x."""
+        assert self.x is not None
+        return self.x.shape[0]
+
+    @property
+    def keeps_pre(self) -> bool:
+        """Whether the forward saves the pre-activations for the backward."""
+        return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
+
+    def contiguous(self) -> ScanArgs:
+        """The arguments with contiguous tensors."""
+        if all(value.is_contiguous() for value in self if isinstance(value, Tensor)):
+            return self
+        return ScanArgs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)
+
+    def parts(self) -> tuple[Map, ScanInputs, ScanOptions]:
+        """The map, the other tensors and the options."""
+        return (
+            Map(self.first, self.scale, self.second),
+            ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state),
+            ScanOptions(
+                self.activation, self.checkpoint_every, self.precision, self.algorithm, self.lengths,
+                self.message_clip, self.resets,
+            ),
+        )  # fmt: skip
+
+
 class ScanStates(NamedTuple):
     """Results of a forward."""
 
@@ -92,6 +172,37 @@ class ScanGradients(NamedTuple):
     act_param: Tensor | None
     reset_state: Tensor | None  # [B, N]
     norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+
+
+GRU_VARIANTS = ("kanai", "torch")
+
+
+class GruArgs(NamedTuple):
+    """The arguments of a GRU scan, in the order of the op's schema; see ``orthokern.ops.gru_scan``."""
+
+    x: Tensor | None  # [T, B, 3N]; None in a backward
+    w: Tensor  # [3N, N]
+    h0: Tensor  # [B, N]
+    bias: Tensor | None  # [3N]
+    variant: str
+    backend: str | None = None
+    lengths: Tensor | None = None  # int64 [B]
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
+    reset_state: Tensor | None = None  # [B, N]; None: zeros
+
+    @property
+    def kanai(self) -> bool:
+        """Whether the variant is "kanai", which saves no ``pre``."""
+        return self.variant == "kanai"
+
+    def contiguous(self) -> GruArgs:
+        """The arguments with contiguous tensors."""
+        return GruArgs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)
+
+    def parts(self) -> tuple[GruInputs, GruOptions]:
+        """The tensors and the options."""
+        inputs = GruInputs(self.x, self.w, self.h0, self.bias, self.reset_state)
+        return inputs, GruOptions(self.variant, self.lengths, self.resets)
 
 
 class GruInputs(NamedTuple):

@@ -23,7 +23,7 @@ from orthokern.commandline import Parser, command, integer, say
 from orthokern.dispatch import Call
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
-from orthokern.ops._common import SCAN_FEATURES
+from orthokern.ops._scan import FEATURES as SCAN_FEATURES
 
 LOSS = "scan_cross_entropy"  # a function that selects one of several ops
 # Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from orthokern import dispatch, ops
-from orthokern._scan_contract import Readout, ScanInputs
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
@@ -28,6 +28,9 @@ from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
 from orthokern.ops._scan_loss import ScanCall, ScanLoss
 from orthokern.ops.activations import NAMES as ACTIVATIONS
+from orthokern.ops.dense_scan import dense_scan
+from orthokern.ops.factored_scan import factored_scan
+from orthokern.ops.gru_scan import gru_scan
 
 __all__ = [
     "ACTIVATIONS",
@@ -49,224 +52,6 @@ __all__ = [
 ]
 
 SPECTRUM_MAPS = ("sigmoid", "tanh")
-
-
-def factored_scan(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str = "tanh",
-    act_param: Tensor | None = None,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-) -> Tensor:
-    """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
-
-    Vorontsov et al. 2017, eq. 7 to 10. Mathematics, cost and numerics: ``orthokern.ops.factored_scan.factored_scan``.
-
-    Args:
-        x: the input term e [T, B, N]; or with weight, features [T, B, D] or int64/int32 token ids [T, B] in [0, D).
-        u, v: [N, K], K <= N; s: [K]. All floating tensors have the dtype of u.
-        h0: [B, N], zeros if None.
-        weight: [N, D], input matrix or table of token vectors; bias: [N], only with weight.
-        activation: one of ACTIVATIONS.
-        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
-        checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
-        backend: see the module's docstring.
-        precision: the lowest precision of float32 products that a kernel may use, one of PRECISIONS; "ieee" (exact
-            products) is the default. States and sums stay float32. The cpu backend has exact products and, on a CPU
-            with AVX512_BF16 and in calls of more than 16 rows (steps times sequences), "bf16": both factors of the
-            products with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of
-            W and, for features, of weight and bias. The reference backend computes exact products.
-        algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
-            message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
-            calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".
-        lengths: int64 [B] in [1, T], on the device of x, the number of steps of each sequence; None: T. The cpu backend
-            skips padding if the batch is sorted by decreasing length (in another order, some of it); the GPU kernels
-            stop after the longest of the few sequences that they process together. Padding in x and in the cotangent
-            has no effect, even if it is NaN or not a token id; gradients there are zeros.
-        message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
-            of the backward, before it is propagated to the previous step and to the parameters: the gradient clipping
-            of the code released with Vorontsov et al. 2017. 0 does not clip.
-        resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state instead of the
-            previous state. A sequence of the batch may thus consist of several episodes or documents, and no state or
-            gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.
-        reset_state: [B, N], the state that a reset sets; None: h0 if it is given, else zeros. Its gradient is the sum
-            over the resets (added to that of h0, if it is h0). Pass zeros if h0 is carried over from an earlier part of
-            the sequences.
-
-    Returns:
-        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state.
-
-    Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
-        BackendUnavailable: the backend asked for cannot serve.
-
-    Example::
-
-        >>> u, v = (torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(2))
-        >>> factored_scan(torch.randn(100, 4, 8), u, torch.ones(8), v).shape
-        torch.Size([100, 4, 8])
-    """
-    _check_factors(u, s, v)
-    scan = ScanCall(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
-    return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "u", u), (u, s, v))
-
-
-def _checked(
-    x: Tensor, h0: Tensor | None, weight: Tensor | None, bias: Tensor | None, act_param: Tensor | None,
-    reset_state: Tensor | None, scan: ScanCall, name: str, like: Tensor, small_ids: bool = False,
-) -> ScanInputs:  # fmt: skip
-    """The inputs of a scan, checked. Its matrix is already checked; ``like`` [N, ...] is one of its tensors."""
-    N, given, every = like.shape[0], h0, scan.checkpoint_every
-    x, h0 = check.scan_inputs(
-        x, N, h0, weight, bias, scan.activation, act_param, every, name, like, small_ids=small_ids
-    )
-    check.scan_lengths(scan.lengths, x)
-    reset_state = check.scan_resets(scan.resets, reset_state, x, given, N, name, like)
-    check.scan_clip(scan.message_clip)
-    check.scan_choices(scan.precision, scan.algorithm, scan.activation, scan.message_clip, scan.resets)
-    return ScanInputs(x, h0, weight, bias, act_param, reset_state)
-
-
-def _check_factors(u: Tensor, s: Tensor, v: Tensor) -> None:
-    """The checks of u [N, K], s [K], v [N, K]."""
-    check.is_tensor("u", u)
-    if u.ndim != 2 or u.shape[0] < 1 or u.shape[1] < 1:
-        raise InputError(f"u has shape {list(u.shape)}: accepted is [N, K], both at least 1")
-    N, K = u.shape
-    if K > N:
-        raise InputError(f"u has shape {list(u.shape)}: the rank K = {K} is above N = {N}, accepted is K up to N")
-    check.is_float("u", u)
-    check.fits("v", v, (N, K), "[N, K], the shape of u,", "u", u)
-    check.fits("s", s, (K,), "[K]", "u", u)
-
-
-def dense_scan(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str = "tanh",
-    act_param: Tensor | None = None,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-) -> Tensor:
-    """h_t = phi(W h_{t-1} + e_t) over a sequence.
-
-    Mathematics, cost and numerics: ``orthokern.ops.dense_scan.dense_scan``.
-
-    Args:
-        w: [N, N], applied to column vectors as torch's weight_hh. All floating tensors have its dtype.
-        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
-            message_clip, resets, reset_state: as in ``factored_scan``.
-
-    Returns:
-        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, w, h0, weight, bias, act_param, reset_state.
-
-    Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
-        BackendUnavailable: the backend asked for cannot serve.
-
-    Example::
-
-        >>> w = torch.linalg.qr(torch.randn(8, 8))[0]
-        >>> dense_scan(torch.randn(100, 4, 8), w, activation="relu").shape
-        torch.Size([100, 4, 8])
-    """
-    check.is_tensor("w", w)
-    if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
-        raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
-    check.is_float("w", w)
-    scan = ScanCall(activation, checkpoint_every, precision, algorithm, lengths, message_clip, resets, backend)
-    return scan(_checked(x, h0, weight, bias, act_param, reset_state, scan, "w", w), (w,))
-
-
-def gru_scan(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    variant: str = "kanai",
-    backend: str | None = None,
-    lengths: Tensor | None = None,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-) -> Tensor:
-    """A gated recurrent unit over a sequence; z = 1 keeps the state: h_t = z_t h_{t-1} + (1 - z_t) n_t.
-
-    Mathematics, cost and numerics: ``orthokern.ops.gru_scan.gru_scan``.
-
-    Args:
-        x: [T, B, 3N], the input terms of the reset gate, the update gate and the candidate, in this order.
-        w: [3N, N], their recurrent weights, as torch's weight_hh. All floating tensors have its dtype.
-        h0: [B, N], zeros if None.
-        bias: [3N], recurrent biases, or None.
-        variant: "kanai": the reset gate multiplies the state before W_n (Kanai et al. 2017, eq. 4); "torch": it
-            multiplies W_n h + b_n, as in torch.nn.GRU and cuDNN.
-        backend: see the module's docstring.
-        lengths: int64 [B] or None, the number of steps of each sequence, as in ``factored_scan``.
-        resets, reset_state: bool [T, B] and [B, N], or None, as in ``factored_scan``.
-
-    Returns:
-        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0, bias and
-        reset_state.
-
-    Raises:
-        InputError: wrong shapes, dtypes, devices, variant, lengths or resets.
-        BackendUnavailable: the backend asked for cannot serve.
-
-    Example::
-
-        >>> gru_scan(torch.randn(100, 4, 24), torch.randn(24, 8) / 8).shape
-        torch.Size([100, 4, 8])
-    """
-    check.is_tensor("w", w)
-    if w.ndim != 2 or w.shape[0] != 3 * w.shape[1] or w.shape[1] < 1:
-        raise InputError(f"w has shape {list(w.shape)}: accepted is [3N, N], N at least 1")
-    check.is_float("w", w)
-    N = w.shape[1]
-    check.is_tensor("x", x)
-    if x.ndim != 3 or x.shape[2] != 3 * N:
-        raise InputError(f"x has shape {list(x.shape)}: accepted is [T, B, 3N] with 3N = {3 * N}")
-    check.same_kind("x", x, "w", w)
-    check.at_least_one("x", x, "[T, B, 3N]")
-    given = h0
-    if h0 is None:
-        h0 = w.new_zeros(x.shape[1], N)
-    else:
-        check.fits("h0", h0, (x.shape[1], N), "[B, N]", "w", w)
-    if bias is not None:
-        check.fits("bias", bias, (3 * N,), "[3N]", "w", w)
-    if variant not in ops.gru_scan.VARIANTS:
-        raise unknown_name("variant", variant, ops.gru_scan.VARIANTS)
-    check.scan_lengths(lengths, x)
-    reset_state = check.scan_resets(resets, reset_state, x, given, N, "w", w)
-    return ops.gru_scan.gru_scan(
-        x, w, h0, bias, variant=variant, backend=backend, lengths=lengths, resets=resets, reset_state=reset_state
-    )
 
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
@@ -541,7 +326,7 @@ def scan_cross_entropy(
     """
     factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
     if len(factors) == 3:
-        _check_factors(*factors)
+        check.factors(*factors)
         name, like = "u", factors[0]
     else:
         if len(factors) != 1:
@@ -551,8 +336,28 @@ def scan_cross_entropy(
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
     N = like.shape[0]
-    scan = ScanCall(activation, 0, precision, algorithm, lengths, message_clip, resets, backend)
-    inputs = _checked(x, h0, weight, bias, act_param, reset_state, scan, name, like, small_ids=True)
+    u, s, v = factors if len(factors) == 3 else (like, None, None)
+    args = ScanArgs(
+        x,
+        v,
+        s,
+        u,
+        h0,  # type: ignore[arg-type]  # None before the check
+        weight,
+        bias,
+        act_param,
+        activation,
+        0,
+        backend,
+        precision,
+        algorithm,
+        lengths,
+        message_clip,
+        resets,
+        reset_state,
+    )
+    _, inputs, options = check.scan_args(args, name, small_ids=True).parts()
+    scan = ScanCall(**{name: getattr(options, name) for name in options.__slots__}, backend=backend)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import GruInputs, GruOptions, Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import GruArgs, ScanArgs
+from orthokern.ops._scan import map_gradients
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term, started
 from orthokern.reference.activations import activation_fwd
@@ -103,11 +104,10 @@ class ScanProblem:
         """The positional arguments of the forward."""
         return (self.x, *self.matrices, self.h0, self.weight, self.bias, self.act_param)
 
-    def leaf_arguments(self, **options: Any) -> tuple[Map, ScanInputs, ScanOptions]:
-        """What a leaf takes; options: fields of ScanOptions."""
-        map_ = Map(*reversed(self.matrices)) if self.op == "factored_scan" else Map(None, None, *self.matrices)
-        inputs = ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state)
-        return map_, inputs, ScanOptions(self.activation, resets=self.resets, **options)
+    def args(self, **options: Any) -> ScanArgs:
+        """The arguments of the op and of a backend's functions; options: fields of ScanArgs."""
+        options = {"resets": self.resets, "reset_state": self.reset_state, **options}
+        return scan_args(self.op, self.inputs(), self.activation, **options)
 
     def input_names(self) -> tuple[str, ...]:
         """Their names."""
@@ -147,6 +147,14 @@ class ScanProblem:
         copy = self.map(strided)
         copy.x = strided(self.x)
         return copy
+
+
+def scan_args(op: str, inputs: Sequence[Tensor | None], activation: str, **options: Any) -> ScanArgs:
+    """From inputs as `ScanProblem.inputs` returns them; options: fields of ScanArgs."""
+    x, *matrices, h0, weight, bias, act_param = inputs
+    second, scale, first = matrices if op == "factored_scan" else (matrices[0], None, None)
+    assert second is not None and h0 is not None
+    return ScanArgs(x, first, scale, second, h0, weight, bias, act_param, activation, **options)
 
 
 def strided(t: Tensor) -> Tensor:
@@ -286,17 +294,28 @@ def run_scan(
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
-    options = (problem.activation, checkpoint_every)
-    more = (precision, algorithm, lengths, message_clip, problem.resets, problem.reset_state)
-    hs, ckpt, pre = fwd(*problem.inputs(), *options, backend, *more)
-    x, *others = problem.inputs()
+    args = problem.args(
+        checkpoint_every=checkpoint_every,
+        backend=backend,
+        precision=precision,
+        algorithm=algorithm,
+        lengths=lengths,
+        message_clip=message_clip,
+    )
+    hs, ckpt, pre = fwd(*args)
     x_needed = problem.weight is not None or checkpoint_every > 0
-    states = ckpt if checkpoint_every else hs
-    grads = bwd(
-        problem.grad_hs, states, pre, x if x_needed else None, *others, *options, need_x, need_params,
-        bwd_backend or backend, *more,
-    )  # fmt: skip
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **dict(zip(problem.grad_names(), grads, strict=True))}
+    args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
+    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, need_x, need_params, *args)
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, args, grads)}
+
+
+def named_gradients(problem: ScanProblem, args: ScanArgs, grads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The results of a backward op by the names of `grad_names`; those of the map from M, empty without it."""
+    x, m, *others = grads
+    nothing = m.new_empty(0)
+    first, scale, second = map_gradients(args, m) if m.numel() else (nothing, nothing, nothing)
+    matrices = (second, scale, first) if problem.op == "factored_scan" else (second,)
+    return dict(zip(problem.grad_names(), (x, *matrices, *others), strict=True))
 
 
 def with_resets(problem: ScanProblem, share: float = 0.3, *, state: bool = True, gap: float = 1e-5) -> ScanProblem:
@@ -375,27 +394,25 @@ class GruProblem:
         """The positional arguments of the forward."""
         return (self.x, self.w, self.h0, self.bias)
 
-    def leaf_arguments(self, **options: Any) -> tuple[GruInputs, GruOptions]:
-        """What a leaf takes; options: fields of GruOptions."""
-        inputs = GruInputs(self.x, self.w, self.h0, self.bias, self.reset_state)
-        return inputs, GruOptions(self.variant, resets=self.resets, **options)
+    def args(self, **options: Any) -> GruArgs:
+        """The arguments of the op and of a backend's functions; options: fields of GruArgs."""
+        options = {"resets": self.resets, "reset_state": self.reset_state, **options}
+        return GruArgs(self.x, self.w, self.h0, self.bias, self.variant, **options)
 
     def run_leaves(self, fwd: Any, bwd: Any | None = None, *, need_params: bool = True, **options: Any) -> Any:
         """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
-        inputs, options_ = self.leaf_arguments(**options)
-        states = fwd.gru_scan_fwd(inputs, options_)
-        inputs = inputs._replace(x=None)
-        grads = (bwd or fwd).gru_scan_bwd(inputs, options_, self.grad_hs, states, need_params=need_params)
+        args = self.args(**options)
+        states = fwd.gru_scan_fwd(args)
+        grads = (bwd or fwd).gru_scan_bwd(args._replace(x=None), self.grad_hs, states, need_params=need_params)
         return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
 
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
         """Forward and backward op, everything that comes out, by the names of NAMES."""
         namespace = torch.ops.orthokern
-        cuts = (lengths, self.resets, self.reset_state)
-        saved = namespace.gru_scan_fwd(*self.inputs(), self.variant, backend, *cuts)
-        grads = namespace.gru_scan_bwd(
-            self.grad_hs, *saved, self.w, self.h0, self.bias, self.variant, True, bwd_backend or backend, *cuts
-        )
+        args = self.args(backend=backend, lengths=lengths)
+        saved = namespace.gru_scan_fwd(*args)
+        args = args._replace(x=None, backend=bwd_backend or backend)
+        grads = namespace.gru_scan_bwd(self.grad_hs, *saved, True, *args)
         return dict(zip(self.NAMES, (*saved, *grads), strict=True))
 
     def with_poisoned_padding(self, lengths: Tensor) -> GruProblem:

@@ -55,12 +55,12 @@ def rounded(t: Tensor) -> Tensor:
 
 def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """What each step gives with rounded factors, in float64, from the states and adjoints that the kernels found."""
-    map_, _, choices = problem.leaf_arguments(**options)
-    (u, s, v), activation = ((map_.second, map_.scale, map_.first), problem.activation)
+    args = problem.args(**options)
+    (u, s, v), activation = ((args.second, args.scale, args.first), problem.activation)
     wide = problem.to(torch.float64)
     hs, delta, bias, x, weight = found["hs"].double(), found["delta"].double(), wide.bias, wide.x, wide.weight
     T, features = hs.shape[0], weight is not None and x.is_floating_point()
-    alive = reference.running(T, choices.lengths)
+    alive = reference.running(T, args.lengths)
     if s is None or v is None:
         w = rounded(u)
         forward, backward = (lambda rows: rounded(rows) @ w.mT), (lambda rows: rounded(rows) @ w)
@@ -82,8 +82,8 @@ def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> 
     ghat = reference.without_padding(wide.grad_hs, alive) + torch.cat([kept[1:], torch.zeros_like(kept[:1])])
     pre = found["pre"].double() if found["pre"].numel() else None
     deltas, to_param = chain(ghat, hs, pre, wide.act_param, activation=activation)
-    if choices.message_clip:
-        deltas = deltas.clamp(-choices.message_clip, choices.message_clip)
+    if args.message_clip:
+        deltas = deltas.clamp(-args.message_clip, args.message_clip)
     factor = rounded(delta) if features else delta
     results = {
         "hs": activation_fwd(a, wide.act_param, activation=activation),
@@ -111,12 +111,15 @@ def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> 
 
 def leaf_results(problem: ScanProblem, precision: str = "bf16", **options: Any) -> dict[str, Tensor]:
     """States, pre-activations, their gradients and the others by the CPU kernels; grad_m is that of the map."""
-    map_, inputs, choices = problem.leaf_arguments(precision=precision, **options)
-    hs, ckpt, pre = _scan.scan_fwd(map_, inputs, choices)
-    states = hs if ckpt is None else ckpt
-    grads, delta = _scan.scan_bwd_kept(
-        map_, inputs, choices, problem.grad_hs, states, pre, need_x=True, need_params=True
-    )
+    args = problem.args(precision=precision, **options)
+    hs, ckpt, pre = _scan.scan_fwd(args)
+    grads = _scan.scan_bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre)
+    # delta is the gradient of x without a weight; a backward that has all states reads no x
+    whole = args._replace(checkpoint_every=0)
+    states = _scan.scan_fwd(whole)
+    dense = whole._replace(x=states.hs, weight=None, bias=None)
+    delta = _scan.scan_bwd(dense, problem.grad_hs, states.hs, states.pre).x
+    assert delta is not None
     kept = {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
     return {"hs": hs, "delta": delta, "pre": hs.new_empty(0) if pre is None else pre, **kept}
 

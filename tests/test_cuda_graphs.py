@@ -304,10 +304,10 @@ def test_graphs_can_be_turned_off(harness: Any, monkeypatch: pytest.MonkeyPatch)
     for setting, used in (("0", False), ("1", True)):
         monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", setting)
         _call.overrides = {"path": 2}
-        dense_scan.dense_scan_fwd(*scan.leaf_arguments())
+        dense_scan.dense_scan_fwd(scan.args())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
         _call.overrides = {"path": 1}
-        gru_scan.gru_scan_fwd(*gru.leaf_arguments())
+        gru_scan.gru_scan_fwd(gru.args())
         assert ("cudaGraphLaunch" in harness.api_calls()) == used
     monkeypatch.setenv("ORTHOKERN_CUDA_GRAPHS", "off")
     with pytest.raises(InputError, match="ORTHOKERN_CUDA_GRAPHS is 'off'; accepted: 1 .* or 0"):

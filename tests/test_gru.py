@@ -12,9 +12,8 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn import GRU
+from orthokern.nn import GRU, gru
 from orthokern.optim import SpectralNormProjection
 
 F64 = torch.float64
@@ -52,12 +51,8 @@ def test_packed_sequences_are_each_on_its_own(variant: str, monkeypatch: pytest.
     module = GRU(3, 5, bidirectional=True, bias=True, dtype=F64, variant=variant)
     sequences = [torch.randn(n, 3, dtype=F64) for n in (2, 6, 1, 4)]
     given: list[Any] = []
-    true_scan = functional.gru_scan
-    monkeypatch.setattr(
-        functional,
-        "gru_scan",
-        lambda *a, lengths=None, **k: given.append(lengths) or true_scan(*a, lengths=lengths, **k),
-    )
+    scan = gru.scan
+    monkeypatch.setattr(gru, "scan", lambda args: given.append(args.lengths) or scan(args))
     output, h_n = module(pack_sequence(sequences, enforce_sorted=False))
     assert [lengths.tolist() for lengths in given] == [[6, 4, 2, 1]] * 2
     padded, _ = pad_packed_sequence(output)

@@ -17,7 +17,7 @@ from helpers import ClipGradient
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from orthokern import dispatch, functional
+from orthokern import dispatch
 from orthokern.errors import InputError
 from orthokern.nn import (
     GRU,
@@ -29,6 +29,7 @@ from orthokern.nn import (
     ModReLU,
     NonNormalRNN,
     PeepholeLSTM,
+    _recurrent,
 )
 from orthokern.nn.rnn import NONLINEARITIES
 
@@ -171,15 +172,13 @@ def test_overflow_on_padding_reaches_nothing(bidirectional: bool, packed_path: s
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
 def test_packed_scans_get_their_lengths(make: Any, packed_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor | None] = []
-    for name in ("factored_scan", "dense_scan"):
-        scan = getattr(functional, name)
+    scan = _recurrent.scan
 
-        def watched(*args: Any, scan: Any = scan, **kwargs: Any) -> Tensor:
-            seen.append(kwargs["lengths"])
-            result: Tensor = scan(*args, **kwargs)
-            return result
+    def watched(args: Any) -> Tensor:
+        seen.append(args.lengths)
+        return scan(args)
 
-        monkeypatch.setattr(functional, name, watched)
+    monkeypatch.setattr(_recurrent, "scan", watched)
     module = make(2, 4, bidirectional=True)
     module(pack_sequence([torch.randn(n, 2) for n in (2, 5, 1)], enforce_sorted=False))
     for lengths in seen:

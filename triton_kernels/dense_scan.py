@@ -5,8 +5,25 @@ N = 128 in float32. Limits: N up to 512; from N = 129 on (float64: from 65 on) W
 docs/triton-kernels.md.
 """
 
-from orthokern.triton_kernels._gradients import run_backward as dense_scan_bwd
-from orthokern.triton_kernels._gradients import run_forward as dense_scan_fwd
-from orthokern.triton_kernels._gradients import serves_replicas
+from torch import Tensor
 
-__all__ = ["dense_scan_bwd", "dense_scan_fwd", "serves_replicas"]
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern.triton_kernels._gradients import run_backward, run_forward
+
+__all__ = ["dense_scan_bwd", "dense_scan_fwd"]
+
+
+def dense_scan_fwd(args: ScanArgs) -> ScanStates:
+    return run_forward(*args.parts())
+
+
+def dense_scan_bwd(
+    args: ScanArgs,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor | None,
+    *,
+    need_x: bool = True,
+    need_params: bool = True,
+) -> ScanGradients:
+    return run_backward(*args.parts(), grad_hs, states, pre, need_x=need_x, need_params=need_params)

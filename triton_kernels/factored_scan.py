@@ -5,8 +5,25 @@ N = K = 128 in float32, and two products after one another in every step. Limits
 from 65 on) they are read in every step, see docs/triton-kernels.md. Chunks of time form W, and run the dense scan.
 """
 
-from orthokern.triton_kernels._gradients import run_backward as factored_scan_bwd
-from orthokern.triton_kernels._gradients import run_forward as factored_scan_fwd
-from orthokern.triton_kernels._gradients import serves_replicas
+from torch import Tensor
 
-__all__ = ["factored_scan_bwd", "factored_scan_fwd", "serves_replicas"]
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern.triton_kernels._gradients import run_backward, run_forward
+
+__all__ = ["factored_scan_bwd", "factored_scan_fwd"]
+
+
+def factored_scan_fwd(args: ScanArgs) -> ScanStates:
+    return run_forward(*args.parts())
+
+
+def factored_scan_bwd(
+    args: ScanArgs,
+    grad_hs: Tensor,
+    states: Tensor,
+    pre: Tensor | None,
+    *,
+    need_x: bool = True,
+    need_params: bool = True,
+) -> ScanGradients:
+    return run_backward(*args.parts(), grad_hs, states, pre, need_x=need_x, need_params=need_params)

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._gpu_scans import Models, gru_parameter_gradients
-from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
 from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
@@ -358,8 +358,9 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
     return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 16)
 
 
-def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
+def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 512."""
+    inputs, options = args.parts()
     models = Models(inputs.w)
     inputs, options = models.gru_rows(inputs, options)
     x, w, h0, bias, state = inputs
@@ -378,10 +379,9 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     return GruStates(*(models.apart(tensor) for tensor in states))
 
 
-def gru_scan_bwd(
-    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
-) -> GruGradients:
+def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
+    inputs, options = args.parts()
     models = Models(inputs.w)
     inputs, options = models.gru_rows(inputs, options)
     grad_hs, states = models.joined(grad_hs), GruStates(*(models.joined(tensor) for tensor in states))

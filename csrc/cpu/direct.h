@@ -5,12 +5,11 @@
 // result is the same chain of multiply-adds in ascending depth as in the packed product: the bits are equal.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
-constexpr int64_t kStepRows = 16;                 // largest T B of a backward that writes its gradients at once
 constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
 
 // Exchanges bit S of the row's index with that of the lane's.
@@ -69,7 +68,7 @@ inline V<T> direct_rows(const T* w, ptrdiff_t stride, int count, int depth, cons
 constexpr int kDirectPanel =
     4;  // vectors of columns that direct_panel computes at a time: chains that hide the latency
 
-// MR rows of `a` times PV vectors of columns of w * diag(scale) (scale null: of w); the last vector has `count` columns.
+// MR rows of `a` times PV vectors of columns of w * diag(scale) (scale null: of w); the last has `count` columns.
 // Rows are a_row, stride and to_row elements apart; `to` has room for whole vectors.
 template <class T, int MR, int PV, bool SCALED>
 inline void direct_tile(const T* w, ptrdiff_t stride, int count, int depth, const T* a, ptrdiff_t a_row, const T* scale,
@@ -131,8 +130,8 @@ inline bool direct_features(const T* weight, int D, int depth, const T* a, ptrdi
 // to[n][m] = sum_r left_r[n] right_r[m] for n in [first, last) and m in [0, cols), rows of `to` cols elements apart.
 template <class T>
 struct DirectOuter {
-  const T* left[kStepRows];
-  const T* right[kStepRows];
+  const T* left[kDirectRows];
+  const T* right[kDirectRows];
   T* to;
   int rows, cols;
 
@@ -161,36 +160,17 @@ struct DirectOuter {
   }
 };
 
-// fn(context, first block, last block) for blocks of L columns, on the threads that a product of these bytes pays for.
-struct DirectShare {
-  void (*fn)(void* context, int first, int last);
-  void* context;
-  int blocks, tasks;
-};
-inline void direct_task(void* context, int task) {
-  const DirectShare& share = *static_cast<DirectShare*>(context);
-  const FlushDenormals flush;
-  share.fn(share.context, share.blocks * task / share.tasks, share.blocks * (task + 1) / share.tasks);
-}
-inline void direct_run(int threads, size_t bytes, int blocks, void (*fn)(void*, int, int), void* context) {
-  DirectShare share = {fn, context, blocks, bytes < kDirectThreadBytes ? 1 : threads};
-  if (share.tasks > blocks) share.tasks = blocks;
-  parallel_run(share.tasks, direct_task, &share);
-}
 // fn(first, last) for elements [0, size), in blocks of `unit`, on the threads that a product of these bytes pays for.
 template <class F>
 inline void direct_share(int threads, size_t bytes, int size, int unit, const F& fn) {
-  struct Context {
-    const F& fn;
-    int size, unit;
-  } context = {fn, size, unit};
-  direct_run(
-      threads, bytes, (size + unit - 1) / unit,
-      [](void* data, int first, int last) {
-        const Context& c = *static_cast<Context*>(data);
-        c.fn(first * c.unit, last * c.unit < c.size ? last * c.unit : c.size);
-      },
-      &context);
+  const int blocks = (size + unit - 1) / unit;
+  int tasks = bytes < kDirectThreadBytes ? 1 : threads;
+  if (tasks > blocks) tasks = blocks;
+  share(tasks, tasks, [&](int task) {
+    const FlushDenormals flush;
+    const int first = blocks * task / tasks * unit, last = blocks * (task + 1) / tasks * unit;
+    fn(first, last < size ? last : size);
+  });
 }
 
 // to [size, cols] = sum_r left(r) right(r)^T of `rows` rows; nothing without `to`.

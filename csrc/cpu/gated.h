@@ -1,12 +1,23 @@
-// What the scans with gates share: sizes, and vectors of row-major matrices whose rows need not fill whole vectors.
+// What the scans with gates, gru_scan and peephole_scan, share: the plan of a call with its packed weights, a group of
+// rows, and vectors of row-major matrices whose rows need not fill whole vectors.
+//
+// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows whose
+// state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases are sums over
+// sequences: products over all steps that the caller computes afterwards. The epilogue of a gate runs per panel of 2 L
+// columns, while the product's result is in the nearest cache, and skips rows that have ended between others that run.
+// Padding in the results is zero. Rows that a step starts anew are overwritten in the blocked state before it.
 #pragma once
 
 #include "cpu/gemm.h"
+#include "cpu/ops.h"
+#include "cpu/rows.h"
+#include "cpu/tasks.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
+constexpr int kMostGates = 4;
 constexpr int kGatedGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
 constexpr int64_t kGatedStreamBytes = 8 << 20;  // gates larger than this are written with streaming stores
 
@@ -21,22 +32,133 @@ ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream) {
   else store_part(to, v, count);
 }
 
-// Rows [R] of a row-major matrix, blocked.
-template <class T, class Plan>
-void block_rows(const Plan& plan, const T* from, int R, T* to) {
-  constexpr int L = kLanes<T>;
-  for (int b = 0; b < plan.blocks(); b++)
-    for (int r = 0; r < R; r++)
-      store(to + (static_cast<ptrdiff_t>(b) * R + r) * L,
-            read(from + static_cast<ptrdiff_t>(r) * plan.N + b * L, plan.lanes(b)));
-}
+template <class T>
+struct GatedPlan {
+  int64_t steps;
+  int B, N, gates, threads;
+  bool backward;
+  bool stream;                 // write gates, or their gradients, with streaming stores
+  bool apart;                  // backward: the weights of the last gate are a matrix of their own
+  Packed<T> gate[kMostGates];  // forward [N, N]: the transposes of the gates' weights
+  Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is apart
+  size_t sum_size;
+  Scratch<double> sums;  // [threads][sum_size]: what tasks add up
+  Scratch<int> begin;    // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
 
-// Blocked matrices [N/L][R][L], which products write by whole panels.
-template <class T, class Plan, class... More>
-bool allocate_rows(const Plan& plan, int R, Scratch<T>& first, More&... more) {
-  const size_t size = static_cast<size_t>(round_up(plan.N, 2 * kLanes<T>)) * R;
-  return first.allocate(size) && (more.allocate(size) && ...);
-}
+  int padded() const { return round_up(N, kLanes<T>); }
+  int blocks() const { return padded() / kLanes<T>; }
+  int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
+
+  template <class Args>
+  bool start(const Args& args, int gates_, bool backward_, bool apart_, size_t sum_size_) {
+    steps = args.T, B = static_cast<int>(args.B), N = static_cast<int>(args.N), gates = gates_;
+    threads = args.threads < B ? args.threads : B;
+    backward = backward_, apart = apart_, sum_size = sum_size_;
+    const int64_t bytes = args.T * args.B * args.N * gates * static_cast<int64_t>(sizeof(T));
+    stream = N % kLanes<T> == 0 && bytes > kGatedStreamBytes &&
+             reinterpret_cast<uintptr_t>(backward ? args.grad_x : args.gates) % kVectorBytes == 0;
+    if (!share_rows(threads, B, args.lengths, args.T, &begin) || !sums.allocate(threads * sum_size)) return false;
+    if (backward) {
+      if (!back.allocate((gates - apart) * N, N) || (apart && !back_last.allocate(N, N))) return false;
+    } else {
+      for (int g = 0; g < gates; g++)
+        if (!gate[g].allocate(N, N)) return false;
+    }
+    pack(static_cast<const T*>(args.w), args.threads);
+    return true;
+  }
+  // Each of `parts` tasks packs its share of every matrix's panels.
+  void pack(const T* w, int parts) {
+    share(parts, parts, [&](int task) {
+      for (int g = 0; g < gates; g++) {
+        const bool last = apart && g == gates - 1;
+        Packed<T>& to = !backward ? gate[g] : last ? back_last : back;
+        const int count = to.panel_count(), row0 = backward && !last ? g * N : 0;
+        to.fill(count * task / parts, count * (task + 1) / parts, row0, N, w + static_cast<ptrdiff_t>(g) * N * N,
+                backward ? N : 1, backward ? 1 : N, nullptr);
+      }
+    });
+  }
+  // run(row0, R, sums of the task) for every group of rows; false if one of them ran out of memory.
+  template <class F>
+  bool each(const F& run) const {
+    bool failed = false;
+    share(threads, threads, [&](int task) {
+      const FlushDenormals flush;
+      each_group(begin, task, kGatedGroupRows, [&](int row0, int R) {
+        if (!run(row0, R, sums + task * sum_size)) failed = true;
+      });
+    });
+    return !failed;
+  }
+};
+
+// A group of rows. Blocked matrices of it are [N/L][R][L].
+template <class T>
+struct GatedRows : RowSteps {
+  static constexpr int L = kLanes<T>;
+  const GatedPlan<T>& plan;
+  const T* reset_state;  // [B, N], or null: zeros
+  const ptrdiff_t N, block;
+  Scratch<T> zeros;  // a row of them, in place of a reset_state
+
+  template <class Args>
+  GatedRows(const GatedPlan<T>& plan_, const Args& args, int row0_, int R_)
+      : RowSteps(args, row0_, R_),
+        plan(plan_),
+        reset_state(static_cast<const T*>(args.reset_state)),
+        N(plan_.N),
+        block(static_cast<ptrdiff_t>(R_) * L) {}
+
+  // With blocked matrices, which products write by whole panels.
+  template <class... Matrix>
+  bool allocate(Matrix&... matrix) {
+    return count_steps() && zeros.allocate(plan.padded()) && allocate_matrices(matrix...);
+  }
+  template <class... Matrix>
+  bool allocate_matrices(Matrix&... matrix) const {
+    return (matrix.allocate(static_cast<size_t>(round_up(plan.N, 2 * L)) * R) && ...);
+  }
+  // The first row of the group at step t of a matrix [T, B, width N].
+  const T* at(const void* matrix, int64_t t, int width) const {
+    return static_cast<const T*>(matrix) + (t * batch + row0) * width * N;
+  }
+  T* at(void* matrix, int64_t t, int width) const { return static_cast<T*>(matrix) + (t * batch + row0) * width * N; }
+  // Blocked <- row-major [B, N].
+  void read_state(const void* from, T* to) const {
+    const T* rows = at(from, 0, 1);
+    for (int b = 0; b < plan.blocks(); b++)
+      for (int r = 0; r < R; r++) store(to + b * block + r * L, read(rows + r * N + b * L, plan.lanes(b)));
+  }
+  const T* start(int r) const { return reset_state ? reset_state + (row0 + r) * N : zeros.get(); }
+  // fn(block, count of lanes, row, element of blocked matrices) for all rows that run at step t, of some blocks.
+  template <class F>
+  ORTHOKERN_INLINE void each(int64_t t, int first, int last, const F& fn) const {
+    const int R_t = active[t];
+    const bool gaps = !gapless(t);
+    for (int b = first; b < last && b < plan.blocks(); b++) {
+      const int count = plan.lanes(b);
+      ptrdiff_t to = b * block;
+      if (gaps) {
+        for (int r = 0; r < R_t; r++, to += L)
+          if (!ended(r, t)) fn(b, count, r, to);
+      } else if (count == L) {
+        for (int r = 0; r < R_t; r++, to += L) fn(b, L, r, to);
+      } else {
+        for (int r = 0; r < R_t; r++, to += L) fn(b, count, r, to);
+      }
+    }
+  }
+  void prefetch(Transfers<T>* transfers, const T* from, ptrdiff_t row, int64_t t) const {
+    transfers->prefetch(from, row, L, active[t], plan.blocks());
+  }
+  // Zeros for the padding of a result [T, B, width N], or of none.
+  void clear_padding(void* result, int width) const {
+    for (int64_t t = shortest; result && t < steps; t++)
+      for (int r = 0; r < R; r++)
+        if (ended(r, t)) memset(at(result, t, width) + r * width * N, 0, static_cast<size_t>(width) * N * sizeof(T));
+  }
+};
 
 }  // namespace
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -11,7 +11,7 @@
 // for 26. A core that runs one thread gains nothing from that. With two hardware threads per core the gain is some 8 %.
 //
 // On aarch64 a multiply-add takes its element of `a` from a lane (add_lane_products): L steps of depth load a vector of
-// each row once. A tile of 10 x 2 needs 92 instructions for 80 multiply-adds, against 47 for 24 in a tile of 12 x 2 with
+// each row once. A tile of 10 x 2 needs 92 instructions for 80 multiply-adds, against 47 for 24 in one of 12 x 2 with
 // broadcasts, which did not fit into the registers.
 //
 // Each output element is one chain of multiply-adds in ascending depth, in every tile: results do not depend on how
@@ -140,24 +140,22 @@ __attribute__((noinline)) TileKernel<T> find_tile(bool pairs, int rows, int pane
   return tile_kernel_for<T, false>(rows, panels, narrow, fetch);
 }
 
-// out = a . w for blocked a (given by its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels
-// are computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in
-// the nearest cache. out overlaps neither a nor what the transfers read. Panels [begin, end) of w alone; all without
-// them.
+// out = a . w for blocked a (its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels are
+// computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in
+// the nearest cache. out overlaps neither a nor what the transfers read.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
-                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after, int begin = 0,
-                               int end = -1) {
+                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
-  const int limit = end < 0 ? w.panel_count() : end, panels = limit - begin;
+  const int panels = w.panel_count();
   if constexpr (kTiles<T>) {
     if (w.tiles) {
-      multiply_tiles(segments, segment_count, w, rows, out, out_block, transfers, after, begin, limit);
+      multiply_tiles(segments, segment_count, w, rows, out, out_block, transfers, after);
       return;
     }
   }
-  const int wide = panels - (w.narrow(limit - 1) ? 1 : 0);
+  const int wide = panels - (w.narrow(panels - 1) ? 1 : 0);
   const bool far = static_cast<size_t>(w.depth) * w.cols * sizeof(T) > kNearWeights;
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
   const int half_tiles = (rows + kHalfRows - 1) / kHalfRows, full_tiles = (rows + kMaxRows - 1) / kMaxRows;
@@ -185,12 +183,12 @@ ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, co
       }
     }
     const bool last = s == segment_count;
-    for (int p = begin, take; p < limit; p += take) {
+    for (int p = 0, take; p < panels; p += take) {
       const bool narrow = w.narrow(p);
-      take = p - begin < 4 * quads ? 4 : p - begin < 4 * quads + 2 * pairs ? 2 : 1;
+      take = p < 4 * quads ? 4 : p < 4 * quads + 2 * pairs ? 2 : 1;
       const int tiles = take == 4 ? 1 : take == 2 ? half_tiles : full_tiles;
       const T* panel = w.row(p, k);
-      const T* next = p + take < limit ? w.row(p + take, k) : w.row(begin, last ? 0 : k_end);
+      const T* next = p + take < panels ? w.row(p + take, k) : w.row(0, last ? 0 : k_end);
       for (int i = 0, row = 0; i < tiles; i++) {
         const int count = rows / tiles + (i < rows % tiles ? 1 : 0);
         Segment<T> at[kMaxSegments];

@@ -1,150 +1,103 @@
-// Steps of the forward of gru_scan.cpp; and the forward of few sequences, whose threads share the columns (team.h).
+// The forward of gru_scan.cpp for a group of rows.
 #pragma once
 
-#include "cpu/gru.h"
-#include "cpu/team.h"
+#include "cpu/gated.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// Blocked matrices [N/L][R][L] of R rows: h by the parity of the step; results of products; m = r * h (torch: r); z.
-template <class T>
-struct GruStates {
-  Scratch<T> state[2], acc, m, z;
-
-  bool start(const GruPlan<T>& plan, int row0, int R) {
-    if (!allocate_rows(plan, R, state[0], state[1], acc, m, z)) return false;
-    block_rows(plan, static_cast<const T*>(plan.args->h0) + static_cast<ptrdiff_t>(row0) * plan.N, R, state[0].get());
-    return true;
-  }
-};
-
-// One step of some rows: its matrices, and its place in the results.
 template <class T, bool KANAI>
-struct GruStep {
-  const GruPlan<T>& plan;
-  const GruRows<T>& rows;
-  const int64_t t;
-  T *const h, *const next, *const acc, *const m, *const z;
-  const bool stream;                      // of the gates
-  const T* const x;                       // [.., 3 N]
-  T *const gates, *const hs, *const pre;  // [.., 3 N], [.., N]; torch: [.., N]
+struct GruForward {
+  static constexpr int L = kLanes<T>;
+  const GatedPlan<T>& plan;
+  const GruArgs& args;
+  const T* const bias;  // [3][round_up(N)]
+  GatedRows<T> rows;
+  Scratch<T> state[2], acc, m, z;  // h by the parity of the step; results of products; m = r * h (torch: r); z
 
-  GruStep(const GruPlan<T>& plan_, const GruRows<T>& rows_, const GruStates<T>& states, int64_t t_, bool stream_)
-      : plan(plan_),
-        rows(rows_),
-        t(t_),
-        h(states.state[t % 2]),
-        next(states.state[1 - t % 2]),
-        acc(states.acc),
-        m(states.m),
-        z(states.z),
-        stream(stream_),
-        x(static_cast<const T*>(plan.args->x) + row() * 3 * plan.N),
-        gates(static_cast<T*>(plan.args->gates) + row() * 3 * plan.N),
-        hs(static_cast<T*>(plan.args->hs) + row() * plan.N),
-        pre(KANAI ? nullptr : static_cast<T*>(plan.args->pre) + row() * plan.N) {}
-  ptrdiff_t row() const { return t * plan.B + rows.row0; }
+  GruForward(const GatedPlan<T>& plan_, const GruArgs& args_, const T* bias_, int row0, int R)
+      : plan(plan_), args(args_), bias(bias_), rows(plan_, args_, row0, R) {}
 
-  // Panels [from, to) of r and z, and of n and h_t (kanai: which need all of m); and the transfers of each gate.
-  ORTHOKERN_INLINE void compute_gates(int from, int to, Transfers<T>* transfers) const {
-    product(0, h, from, to, transfers, [&](int first, int last) { reset_gate(first, last); });
-    product(1, h, from, to, transfers, [&](int first, int last) { update_gate(first, last); });
-  }
-  ORTHOKERN_INLINE void compute_state(int from, int to, Transfers<T>* transfers) const {
-    product(2, KANAI ? m : h, from, to, transfers, [&](int first, int last) { state(first, last); });
+  bool run() {
+    if (!rows.allocate(state[0], state[1], acc, m, z)) return false;
+    rows.read_state(args.h0, state[0]);
+    rows.clear_padding(args.hs, 1);
+    rows.clear_padding(args.gates, 3);
+    rows.clear_padding(args.pre, 1);
+    for (int64_t t = 0; t < rows.longest; t++) step(t);
+    if (plan.stream) stream_fence();
+    return true;
   }
 
  private:
+  void step(int64_t t) {
+    const ptrdiff_t N = plan.N;
+    T* h = state[t % 2];
+    if (const uint8_t* cut = rows.resets_at(t))
+      rows.each(t, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        if (cut[r]) store(h + at, read(rows.start(r) + b * L, count));
+      });
+    // Prefetches what the next step reads first, a third with each product.
+    Transfers<T> transfers[3];
+    for (int g = 0; g < 3; g++) {
+      if (t + 1 < rows.longest) rows.prefetch(&transfers[g], rows.at(args.x, t + 1, 3) + g * N, 3 * N, t + 1);
+      if (!plan.stream) rows.prefetch(&transfers[g], rows.at(args.gates, t, 3) + g * N, 3 * N, t);
+    }
+    rows.prefetch(&transfers[2], rows.at(args.hs, t, 1), N, t);
+    product(t, 0, h, transfers, [&](int first, int last) { reset_gate(t, first, last); });
+    product(t, 1, h, transfers, [&](int first, int last) { update_gate(t, first, last); });
+    product(t, 2, KANAI ? m.get() : h, transfers, [&](int first, int last) { new_state(t, first, last); });
+  }
   template <class After>
-  ORTHOKERN_INLINE void product(int g, const T* a, int from, int to, Transfers<T>* transfers,
-                                const After& after) const {
-    const ptrdiff_t block = static_cast<ptrdiff_t>(rows.R) * kLanes<T>;
-    const Segment<T> segment = {a, block, plan.N};
-    multiply<T>(&segment, 1, plan.gate[g], rows.at(t), acc, block, &transfers[g], after, from, to);
+  ORTHOKERN_INLINE void product(int64_t t, int g, const T* a, Transfers<T>* transfers, const After& after) const {
+    const Segment<T> segment = {a, rows.block, plan.N};
+    multiply<T>(&segment, 1, plan.gate[g], rows.active[t], acc, rows.block, &transfers[g], after);
   }
   // The epilogues of the three products, for blocks [first, last).
-  ORTHOKERN_INLINE void reset_gate(int first, int last) const {
-    constexpr int L = kLanes<T>;
+  ORTHOKERN_INLINE void reset_gate(int64_t t, int first, int last) const {
+    const ptrdiff_t N = plan.N;
+    const bool stream = plan.stream;
+    const T *x = rows.at(args.x, t, 3), *h = state[t % 2], *sums = acc, *b_r = bias;
+    T *gates = rows.at(args.gates, t, 3), *to_m = m;
     rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      const ptrdiff_t to = r * 3 * static_cast<ptrdiff_t>(plan.N) + b * L;
-      const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + b * L));
+      const ptrdiff_t to = r * 3 * N + b * L;
+      const V<T> gate = sigmoid<T>(load(sums + at) + read(x + to, count) + load(b_r + b * L));
       write(gates + to, gate, count, stream);
-      store(m + at, KANAI ? gate * load(h + at) : gate);
+      store(to_m + at, KANAI ? gate * load(h + at) : gate);
     });
   }
-  ORTHOKERN_INLINE void update_gate(int first, int last) const {
-    constexpr int L = kLanes<T>;
+  ORTHOKERN_INLINE void update_gate(int64_t t, int first, int last) const {
     const ptrdiff_t N = plan.N;
+    const bool stream = plan.stream;
+    const T *x = rows.at(args.x, t, 3) + N, *sums = acc, *b_z = bias + plan.padded();
+    T *gates = rows.at(args.gates, t, 3) + N, *to_z = z;
     rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      const ptrdiff_t to = r * 3 * N + N + b * L;
-      const V<T> gate = sigmoid<T>(load(acc + at) + read(x + to, count) + load(plan.bias + plan.padded() + b * L));
+      const ptrdiff_t to = r * 3 * N + b * L;
+      const V<T> gate = sigmoid<T>(load(sums + at) + read(x + to, count) + load(b_z + b * L));
       write(gates + to, gate, count, stream);
-      store(z + at, gate);
+      store(to_z + at, gate);
     });
   }
-  ORTHOKERN_INLINE void state(int first, int last) const {
-    constexpr int L = kLanes<T>;
+  ORTHOKERN_INLINE void new_state(int64_t t, int first, int last) const {
     const ptrdiff_t N = plan.N;
+    const bool stream = plan.stream;
+    const T *x = rows.at(args.x, t, 3) + 2 * N, *h = state[t % 2], *sums = acc, *b_n = bias + 2 * plan.padded();
+    const T *of_m = m, *of_z = z;
+    T *gates = rows.at(args.gates, t, 3) + 2 * N, *hs = rows.at(args.hs, t, 1), *next = state[1 - t % 2];
+    T* pre = KANAI ? nullptr : rows.at(args.pre, t, 1);
     rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      const ptrdiff_t to = r * 3 * N + 2 * N + b * L;
-      const V<T> q = load(acc + at) + load(plan.bias + 2 * plan.padded() + b * L);
-      if (!KANAI) write(pre + r * N + b * L, q, count, false);
-      const V<T> n = vtanh<T>(read(x + to, count) + (KANAI ? q : load(m + at) * q));
+      const ptrdiff_t of_h = r * N + b * L, to = r * 3 * N + b * L;
+      const V<T> q = load(sums + at) + load(b_n + b * L);
+      if (!KANAI) write(pre + of_h, q, count, false);
+      const V<T> n = vtanh<T>(read(x + to, count) + (KANAI ? q : load(of_m + at) * q));
       write(gates + to, n, count, stream);
       // h = n + z (h' - n), in the form of the definition: exact at z = 0 and z = 1
-      const V<T> gate = load(z + at), now = gate * load(h + at) + (splat<T>(1) - gate) * n;
+      const V<T> gate = load(of_z + at), now = gate * load(h + at) + (splat<T>(1) - gate) * n;
       store(next + at, now);
-      write(hs + r * N + b * L, now, count, false);
+      write(hs + of_h, now, count, false);
     });
   }
 };
-
-template <class T>
-struct GruTeam {
-  Team team;
-  const GruPlan<T>* plan;
-  GruStates<T> states;
-};
-
-inline bool team_serves(const GruArgs& args) {
-  return !args.lengths && !args.resets &&
-         share_columns(args.B, args.threads, args.N * args.N * (args.dtype == kFloat64 ? 8 : 4));
-}
-
-// kanai: r and z are one phase and n another, which needs all of r * h. torch: all are one.
-template <class T, bool KANAI>
-void gru_team_run(GruTeam<T>& call, int task) {
-  constexpr int phases = KANAI ? 2 : 1;
-  const GruPlan<T>& plan = *call.plan;
-  const GruRows<T> rows(plan, 0, plan.B);
-  call.team.run(task, phases * plan.args->T, [&](int64_t phase, int part) {
-    const GruStep<T, KANAI> step(plan, rows, call.states, phase / phases, false);
-    call.team.each_panel(plan.gate[0].panel_count(), part, [&](int from, int to) {
-      Transfers<T> none[3];
-      if (phase % phases == 0) step.compute_gates(from, to, none);
-      if (phase % phases == phases - 1) step.compute_state(from, to, none);
-    });
-  });
-}
-
-template <class T>
-void gru_team_task(void* context, int task) {
-  GruTeam<T>& call = *static_cast<GruTeam<T>*>(context);
-  const FlushDenormals flush;
-  if (call.plan->args->kanai) gru_team_run<T, true>(call, task);
-  else gru_team_run<T, false>(call, task);
-}
-
-template <class T>
-bool team_forward(const GruPlan<T>& plan) {
-  GruTeam<T> call = {};
-  call.plan = &plan;
-  call.team.start(plan.args->threads);
-  if (!call.states.start(plan, 0, plan.B)) return false;
-  parallel_run(call.team.threads, gru_team_task<T>, &call);
-  return true;
-}
 
 }  // namespace
 }  // namespace orthokern::ORTHOKERN_ISA

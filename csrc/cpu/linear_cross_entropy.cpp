@@ -11,7 +11,7 @@
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
 #include "cpu/outer.h"
-#include "cpu/parallel.h"
+#include "cpu/tasks.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -51,16 +51,16 @@ struct ReadoutCall {
   Packed<T> weight;      // [depth, C]: W^T, b
   Packed<T> weight_t;    // [C, N]: W
   Scratch<double> loss;  // [tasks]
-  RowSums<T>* sums;      // [tasks]: [round_up(C)][ldc], or null
-  int rows;              // of a group: fewer where they are long, so that states and their gradients stay in L2
+  bool need_grad;
+  TaskSums<RowSums<T>> sums;  // with need_grad: [round_up(C)][ldc]
+  int rows;                   // of a group: fewer where they are long, so that states and their gradients stay in L2
   bool stream;
   bool failed;
 };
 
 template <class T>
-void readout_task(void* context, int task) {
+void readout_task(ReadoutCall<T>& call, int task) {
   constexpr int L = kLanes<T>;
-  ReadoutCall<T>& call = *static_cast<ReadoutCall<T>*>(context);
   const LinearCrossEntropyArgs& args = *call.args;
   const FlushDenormals flush;
   const int N = call.N, C = call.C, rows = call.rows;
@@ -121,12 +121,12 @@ void readout_task(void* context, int task) {
       const T sum = add_lanes(total);
       loss += static_cast<double>(greatest - hit) +
               static_cast<double>(sizeof(T) == 4 ? logf(static_cast<float>(sum)) : log(sum));
-      if (!call.sums) continue;
+      if (!call.need_grad) continue;
       const T share = scale / sum;
       for (int b = 0; b < c_blocks; b++) store(at + b * block, load(at + b * block) * share);
       at[(target / L) * block + target % L] -= scale;
     }
-    if (!call.sums) continue;
+    if (!call.need_grad) continue;
     const Segment<T> errors = {d, block, C};
     multiply<T>(&errors, 1, call.weight_t, R, out, block);
     // Row by row: by column blocks, every store would access another page.
@@ -157,7 +157,7 @@ bool run(const LinearCrossEntropyArgs& args) {
   call.rows = call.N <= 256 ? kRows : call.N <= 512 ? kRows / 2 : kRows / 4;
   const int64_t useful = args.rows / call.rows + 1;
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
-  call.sums = nullptr;
+  call.need_grad = args.grad_hidden != nullptr;
   call.failed = false;
   call.stream = args.grad_hidden && call.N % L == 0 &&
                 reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
@@ -173,31 +173,23 @@ bool run(const LinearCrossEntropyArgs& args) {
 
   const ptrdiff_t ldc = round_up(call.depth, L);
   const size_t size = static_cast<size_t>(round_up(call.C, L)) * ldc;
-  Scratch<char> memory;
-  bool ok = true;
-  if (args.grad_hidden) {
-    if (!memory.allocate(sizeof(RowSums<T>) * call.tasks)) return false;
-    call.sums = reinterpret_cast<RowSums<T>*>(memory.get());  // all zero bytes: empty scratch buffers
-    for (int i = 0; i < call.tasks && ok; i++) ok = call.sums[i].allocate(size, args.rows);
-  }
-  if (ok) parallel_run(call.tasks, readout_task<T>, &call);
-  ok = ok && !call.failed;
-  if (ok) {
-    double loss = 0;
-    for (int i = 0; i < call.tasks; i++) loss += call.loss[i];
-    *static_cast<T*>(args.loss) = static_cast<T>(args.mean ? loss / static_cast<double>(args.rows) : loss);
-    T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
-    for (int c = 0; call.sums && c < call.C; c++) {
-      for (int n = 0; n < call.depth; n++) {
-        double total = 0;
-        for (int i = 0; i < call.tasks; i++) total += call.sums[i].at(c * ldc + n);
-        if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = static_cast<T>(total);
-        else grad_bias[c] = static_cast<T>(total);
-      }
+  if (call.need_grad && !call.sums.allocate(call.tasks, [&](RowSums<T>& one) { return one.allocate(size, args.rows); }))
+    return false;
+  share(call.tasks, call.tasks, [&](int task) { readout_task(call, task); });
+  if (call.failed) return false;
+  double loss = 0;
+  for (int i = 0; i < call.tasks; i++) loss += call.loss[i];
+  *static_cast<T*>(args.loss) = static_cast<T>(args.mean ? loss / static_cast<double>(args.rows) : loss);
+  T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
+  for (int c = 0; call.need_grad && c < call.C; c++) {
+    for (int n = 0; n < call.depth; n++) {
+      double total = 0;
+      for (int i = 0; i < call.tasks; i++) total += call.sums[i].at(c * ldc + n);
+      if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = static_cast<T>(total);
+      else grad_bias[c] = static_cast<T>(total);
     }
   }
-  for (int i = 0; call.sums && i < call.tasks; i++) call.sums[i].~RowSums<T>();
-  return ok;
+  return true;
 }
 
 }  // namespace

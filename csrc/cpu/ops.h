@@ -25,14 +25,8 @@ namespace orthokern {
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
 
 // factored_scan, W = second diag(scale) first^T, and dense_scan, W = second alone and K == 0; forward and backward.
-//
-// Replicas are R models of equal sizes in one call. Every tensor then has R in front of the dimensions below: second
-// [R, N, K], lengths [R, B], hs [R, T, B, N]. With shared_x alone x and tokens have no R, and all models read the same
-// ones; grad_x still has it.
 struct ScanArgs {
   int64_t B, T, N, K, D;
-  int64_t R;     // 1 or more
-  int shared_x;  // 1: x and tokens have no R
   int dtype;
   int activation;  // a number of common/activations.h
   int threads;
@@ -61,8 +55,7 @@ struct ScanArgs {
   void* pre;   // [T, B, N] or null
 
   // backward: inputs
-  int64_t grad_steps;     // T, or 1 if only the last state has a gradient
-  const void* grad_hs;    // [grad_steps, B, N]
+  const void* grad_hs;    // [T, B, N]
   const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
   // and the results
@@ -75,17 +68,8 @@ struct ScanArgs {
   void* grad_act_param;    // [act_param_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
-  // [T, B, N] or null: delta. Of the backward with a weight, since grad_x is that without one, and of scan_steps_bwd.
-  void* grad_delta;
-  // scan_steps_bwd, of at most kStepRows rows: further results, or null. Of those above all may be null there.
-  void* grad_first;   // [N, K]
-  void* grad_scale;   // [K], times the slope
-  const void* slope;  // [K], or null: ones
-  void* grad_second;  // [N, K]
-
-  ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, R, shared_x, dtype, activation, threads, bf16, checkpoint_every, lengths,
-                      resets, x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param,
-                      act_param_size);
+  ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, dtype, activation, threads, bf16, checkpoint_every, lengths, resets, x,
+                      tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
   template <class Visit>
   void forward(Visit& visit) {
     common(visit);
@@ -94,49 +78,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, message_clip, grad_steps, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0,
-                     grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_norm, grad_delta);
-  }
-  // No tokens, lengths, resets, checkpoints, message clip or replicas.
-  template <class Visit>
-  void steps(Visit& visit) {
-    R = 1;
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, x, first, scale, second, h0, weight, act_param,
-                     act_param_size, grad_hs, states, saved_pre, grad_x, grad_h0, grad_map, grad_weight, grad_bias,
-                     grad_act_param, grad_norm, grad_delta, grad_first, grad_scale, slope, grad_second);
-  }
-};
-
-// scan_second: the derivative of the backward, see Note [Second derivative of a scan] in
-// orthokern/ops/_second_native.py. No resets, checkpoints, message clip or replicas. A cotangent that is null is zero.
-struct ScanSecondArgs {
-  ScanArgs base;          // what forward and backward share, and the results grad_map and grad_weight
-  const void* states;     // [T, B, N]
-  const void* saved_pre;  // [T, B, N] or null
-  const void* delta;      // [T, B, N], of the backward
-  const void* of_x;       // [T, B, D]: the cotangent of grad_x, with a weight; null: grad_weight is null, too
-  const void* e;          // [T, B, N]: that of delta, in so far as the others do not make it
-  const void* of_map;     // [N, N]: that of M
-  const void* of_h0;      // [B, N]
-  const void* of_weight;  // [N, D]: that of features, with x
-  const void* of_bias;    // [N]
-  // results, or null
-  void* grad_hs;      // [T, B, N]: of the backward's grad_hs
-  void* grad_before;  // [T + 1, B, N]: of h0 and the states
-  void* grad_x;       // [T, B, D]; null without of_weight
-
-  template <class Visit>
-  void fields(Visit& visit) {
-    int64_t &B = base.B, &T = base.T, &N = base.N, &K = base.K, &D = base.D, &act_param_size = base.act_param_size;
-    int &dtype = base.dtype, &activation = base.activation, &threads = base.threads;
-    const int64_t*& lengths = base.lengths;
-    const void *&first = base.first, *&scale = base.scale, *&second = base.second, *&h0 = base.h0,
-               *&weight = base.weight, *&x = base.x, *&act_param = base.act_param;
-    void *&grad_map = base.grad_map, *&grad_weight = base.grad_weight;
-    base.R = 1;
-    ORTHOKERN_FIELDS(visit, B, T, N, K, D, dtype, activation, threads, lengths, first, scale, second, h0, weight, x,
-                     act_param, act_param_size, states, saved_pre, delta, of_x, e, of_map, of_h0, of_weight, of_bias,
-                     grad_hs, grad_before, grad_x, grad_map, grad_weight);
+    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
+                     grad_weight, grad_bias, grad_act_param, grad_norm);
   }
 };
 
@@ -159,39 +102,21 @@ struct GruArgs {
   void* pre;    // [T, B, N]: W_n h_{t-1} + b_n; null for kanai
 
   // backward: inputs
-  int64_t grad_steps;       // T, or 1 if only the last state has a gradient
-  const void* grad_hs;      // [grad_steps, B, N]
+  const void* grad_hs;      // [T, B, N]
   const void* saved_hs;     // [T, B, N]
   const void* saved_gates;  // [T, B, 3N]
   const void* saved_pre;    // [T, B, N] or null
-  const void* grad_gates;   // [T, B, 3N]: of the gates, beside what the states send them; null: zeros
-  const void* grad_pre;     // [T, B, N]; null: zeros
   // and the results
-  void* ghat;              // [T, B, N]: dL/dh_t through all that follows, or null
   void* grad_x;            // [T, B, 3N]
   void* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
   void* grad_h0;           // [B, N]
   void* grad_reset_state;  // [B, N] or null; zeros before the call
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
-  // gru_steps_bwd, of at most kStepRows rows, with x = features weight^T + a bias
-  int64_t D;
-  const void* features;   // [T, B, D]
-  const void* weight;     // [3N, D]
-  void* grad_features;    // [T, B, D] or null
-  void* grad_weight;      // [3N, D] or null
-  void* grad_input_bias;  // [3N] or null
-  void* grad_w;           // [3N, N] or null
-  void* grad_bias;        // [3N] or null
-
   ORTHOKERN_FIELDS_OF(forward, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, x, bias, hs, gates,
                       pre);
-  ORTHOKERN_FIELDS_OF(backward, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_steps,
-                      grad_hs, saved_hs, saved_gates, saved_pre, grad_gates, grad_pre, ghat, grad_x, factor, grad_h0,
-                      grad_reset_state, grad_norm);
-  // No lengths or resets; grad_h0 and grad_norm may be null, too.
-  ORTHOKERN_FIELDS_OF(steps, B, T, N, D, dtype, threads, kanai, w, h0, features, weight, grad_hs, saved_hs, saved_gates,
-                      saved_pre, grad_h0, grad_norm, grad_features, grad_weight, grad_input_bias, grad_w, grad_bias);
+  ORTHOKERN_FIELDS_OF(backward, B, T, N, dtype, threads, kanai, w, h0, lengths, resets, reset_state, grad_hs, saved_hs,
+                      saved_gates, saved_pre, grad_x, factor, grad_h0, grad_reset_state, grad_norm);
 };
 
 // peephole_scan, forward and backward. Blocks of 4N in the order input gate i, forget gate f, cell candidate g, output
@@ -204,6 +129,10 @@ struct PeepholeArgs {
   const void* h0;        // [B, N]
   const void* c0;        // [B, N]
   const void* x;         // [T, B, 4N]  (forward)
+  // always null: every sequence has T steps, and none resets
+  const int64_t* lengths;
+  const uint8_t* resets;
+  const void* reset_state;
 
   // forward results
   void* hs;     // [T, B, N]
@@ -224,36 +153,6 @@ struct PeepholeArgs {
   ORTHOKERN_FIELDS_OF(forward, B, T, N, dtype, threads, w, peephole, h0, c0, x, hs, cs, gates);
   ORTHOKERN_FIELDS_OF(backward, B, T, N, dtype, threads, w, peephole, c0, grad_hs, grad_cs, saved_cs, saved_gates,
                       grad_x, grad_peephole, grad_h0, grad_c0);
-};
-
-// gru_second: the derivative of the backward, see Note [Second derivative of the GRU] in orthokern/ops/_second_gru.py.
-// No resets.
-struct GruSecondArgs {
-  GruArgs base;             // what forward and backward share
-  const void* saved_hs;     // [T, B, N]
-  const void* saved_gates;  // [T, B, 3N]
-  const void* saved_pre;    // [T, B, N]; null for kanai
-  const void* ghat;         // [T, B, N], of the backward
-  const void* d_m;          // [T, B, N]: W_n^T d_n; null if not kanai
-  const void* x;            // [T, B, 3N]: the cotangent of grad_x
-  const void* added;        // [T, B, 3N]: what the cotangents of the gradients of w and bias add to W v; null: zeros
-  const void* sent;         // [T, B, N]: kanai: D_n^T d_n with D_n that of W_n; null: zeros
-  const void* v0;           // [B, N]: the cotangent of grad_h0
-  // results
-  void* v;       // [T, B, N]
-  void* gates;   // [T, B, 3N]: gradients of the gates
-  void* pre;     // [T, B, N]: that of pre; kanai: the tangent of r h', a factor of the gradient of W_n
-  void* before;  // [T, B, N]: that of h'
-
-  template <class Visit>
-  void fields(Visit& visit) {
-    int64_t &B = base.B, &T = base.T, &N = base.N;
-    int &dtype = base.dtype, &threads = base.threads, &kanai = base.kanai;
-    const void *&w = base.w, *&h0 = base.h0;
-    const int64_t*& lengths = base.lengths;
-    ORTHOKERN_FIELDS(visit, B, T, N, dtype, threads, kanai, w, h0, lengths, saved_hs, saved_gates, saved_pre, ghat, d_m,
-                     x, added, sent, v0, v, gates, pre, before);
-  }
 };
 
 struct ActivationArgs {

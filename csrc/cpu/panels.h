@@ -19,8 +19,7 @@
 // do not depend on how rows and panels are divided.
 #pragma once
 
-#include "cpu/parallel.h"
-#include "cpu/simd.h"
+#include "cpu/tasks.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -51,28 +50,6 @@ class Carver {
   char* base_;
   size_t used_;
 };
-
-// fn(0) ... fn(items - 1), divided among threads: items t, t + threads, ... go to thread t.
-template <class Fn>
-void share(int threads, int items, const Fn& fn) {
-  if (threads > items) threads = items;
-  if (threads <= 1) {
-    for (int i = 0; i < items; i++) fn(i);
-    return;
-  }
-  struct Context {
-    const Fn* fn;
-    int threads, items;
-  } context = {&fn, threads, items};
-  parallel_run(
-      threads,
-      [](void* p, int task) {
-        const Context& c = *static_cast<const Context*>(p);
-        FlushDenormals flush;
-        for (int i = task; i < c.items; i += c.threads) (*c.fn)(i);
-      },
-      &context);
-}
 
 template <class T>
 struct Panels {

@@ -29,19 +29,10 @@
 
 #include "cpu/scan_backward.h"
 #include "cpu/scan_direct_backward.h"
-#include "cpu/scan_team.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
-
-template <class T>
-struct ScanCall {
-  ScanPlan<T> plan;
-  ScanSums<T>* sums;  // [threads], backward only
-  bool backward;
-  bool failed;
-};
 
 template <class T, class A>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
@@ -71,127 +62,43 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-// Task i of a call: its rows of the batch, in groups.
-template <class T>
-void scan_task(void* context, int task) {
-  ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
-  const ScanPlan<T>& plan = call.plan;
-  const FlushDenormals flush;
-  const TileRelease release(plan.tiles);
-  each_group(plan, task, kGroupRows, [&](int row0, int R) {
-    bool ok = true;
-    visit_activation(plan.args->activation, [&](auto a) {
-      using A = decltype(a);
-      ok = call.backward ? backward_rows<T, A>(plan, &call.sums[task], row0, R) : forward_rows<T, A>(plan, row0, R);
+// run(row0, R, task, activation) for every group of rows; false if one of them ran out of memory.
+template <class T, class F>
+bool each_group_of(const ScanPlan<T>& plan, const F& run) {
+  bool failed = false;
+  share(plan.threads, plan.threads, [&](int task) {
+    const FlushDenormals flush;
+    const TileRelease release(plan.tiles);
+    each_group(plan.begin, task, kGroupRows, [&](int row0, int R) {
+      visit_activation(plan.args->activation, [&](auto a) {
+        if (!run(row0, R, task, a)) failed = true;
+      });
     });
-    if (!ok) call.failed = true;
   });
-}
-
-template <class T>
-bool forward_replica(const ScanArgs& args) {
-  if (direct_serves(args)) return scan_direct<T>(args);
-  ScanCall<T> call;
-  call.sums = nullptr;
-  call.backward = call.failed = false;
-  if (!prepare_scan(&call.plan, args, false)) return false;
-  if (team_serves(args)) return team_forward(&call.plan, args);
-  parallel_run(call.plan.threads, scan_task<T>, &call);
-  return !call.failed;
-}
-
-template <class T>
-bool backward_replica(const ScanArgs& args) {
-  if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
-  ScanCall<T> call;
-  call.backward = true;
-  call.failed = false;
-  if (!prepare_scan(&call.plan, args, true)) return false;
-  const ScanPlan<T>& plan = call.plan;
-  Scratch<char> memory(sizeof(ScanSums<T>) * plan.threads);
-  if (!memory.get()) return false;
-  call.sums = reinterpret_cast<ScanSums<T>*>(memory.get());  // all zero bytes: empty scratch buffers
-  bool ok = true;
-  for (int i = 0; i < plan.threads && ok; i++) ok = call.sums[i].allocate(plan);
-  if (ok) {
-    parallel_run(plan.threads, scan_task<T>, &call);
-    if (!call.failed) collect_scan(plan, call.sums);
-  }
-  for (int i = 0; i < plan.threads; i++) call.sums[i].~ScanSums<T>();
-  return ok && !call.failed;
-}
-
-// Moves pointers by this many bytes, except for null pointers.
-template <class... P>
-void advance(int64_t bytes, P*&... pointers) {
-  ((pointers = pointers ? reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(pointers) + bytes) : nullptr), ...);
-}
-
-// The arguments of replica r alone.
-template <class T>
-ScanArgs replica(const ScanArgs& all, int64_t r) {
-  ScanArgs one = all;
-  one.R = 1;
-  const int64_t B = all.B, N = all.N, D = all.D, size = r * static_cast<int64_t>(sizeof(T));
-  const int64_t rows = all.T * B, inputs = all.weight ? D : N, columns = all.K ? all.K : N;
-  const int64_t every = all.checkpoint_every, kept = every ? ((all.T - 1) / every + 1) * B : rows;
-  if (!all.shared_x) {
-    advance(size * rows * inputs, one.x);
-    advance(r * rows * static_cast<int64_t>(sizeof(int64_t)), one.tokens);
-  }
-  advance(r * B * static_cast<int64_t>(sizeof(int64_t)), one.lengths);
-  advance(r * rows, one.resets);
-  advance(size * columns, one.scale);
-  advance(size * N, one.bias, one.grad_bias);
-  advance(size * N * columns, one.first, one.second);
-  advance(size * N * N, one.grad_map);
-  advance(size * N * D, one.weight, one.grad_weight);
-  advance(size * B * N, one.h0, one.reset_state, one.grad_h0, one.grad_reset_state);
-  advance(size * rows * N, one.hs, one.pre, one.saved_pre, one.grad_delta);
-  advance(size * all.grad_steps * B * N, one.grad_hs);
-  advance(size * kept * N, one.ckpt, one.states);
-  advance(size * rows * inputs, one.grad_x);
-  advance(size * all.act_param_size, one.act_param, one.grad_act_param);
-  advance(size * all.T, one.grad_norm);
-  return one;
-}
-
-// Whole replicas, one per thread at a time.
-struct ReplicasCall {
-  const ScanArgs* args;
-  int64_t whole;  // replicas [0, whole), a multiple of the number of threads
-  bool (*run)(const ScanArgs& args);
-  ScanArgs (*select)(const ScanArgs& all, int64_t r);
-  bool failed;
-};
-
-inline void replicas_task(void* context, int task) {
-  ReplicasCall& call = *static_cast<ReplicasCall*>(context);
-  for (int64_t r = task; r < call.whole; r += call.args->threads) {
-    ScanArgs one = call.select(*call.args, r);
-    one.threads = 1;
-    if (!call.run(one)) call.failed = true;
-  }
-}
-
-// As many replicas as the threads can share out evenly run on one thread each: then threads never wait for each other
-// within a replica. The rest, fewer than the threads, run one after the other, each with its rows on all threads.
-template <class T>
-bool run_replicas(const ScanArgs& args, bool (*run)(const ScanArgs& args)) {
-  ReplicasCall call{&args, args.R - args.R % args.threads, run, replica<T>, false};
-  if (call.whole) parallel_run(args.threads, replicas_task, &call);
-  for (int64_t r = call.whole; r < args.R; r++)
-    if (!run(replica<T>(args, r))) call.failed = true;
-  return !call.failed;
+  return !failed;
 }
 
 template <class T>
 bool scan_forward(const ScanArgs& args) {
-  return run_replicas<T>(args, forward_replica<T>);
+  if (direct_serves(args)) return scan_direct<T>(args);
+  ScanPlan<T> plan;
+  if (!prepare_scan(&plan, args, false)) return false;
+  return each_group_of(plan, [&](int row0, int R, int, auto a) { return forward_rows<T, decltype(a)>(plan, row0, R); });
 }
+
 template <class T>
 bool scan_backward(const ScanArgs& args) {
-  return run_replicas<T>(args, backward_replica<T>);
+  if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
+  ScanPlan<T> plan;
+  if (!prepare_scan(&plan, args, true)) return false;
+  TaskSums<ScanSums<T>> sums;
+  if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
+  if (!each_group_of(plan, [&](int row0, int R, int task, auto a) {
+        return backward_rows<T, decltype(a)>(plan, &sums[task], row0, R);
+      }))
+    return false;
+  collect_scan(plan, sums.get());
+  return true;
 }
 
 // Compiled once, in factored_scan.cpp, for both ops.
@@ -200,8 +107,6 @@ extern template bool scan_forward<float>(const ScanArgs&);
 extern template bool scan_forward<double>(const ScanArgs&);
 extern template bool scan_backward<float>(const ScanArgs&);
 extern template bool scan_backward<double>(const ScanArgs&);
-extern template bool scan_direct_backward<float>(const ScanArgs&);
-extern template bool scan_direct_backward<double>(const ScanArgs&);
 #endif
 
 }  // namespace orthokern::ORTHOKERN_ISA

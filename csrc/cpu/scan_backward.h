@@ -58,7 +58,7 @@ struct BackwardRows {
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
   const bool params;           // whether gradients of the parameters are wanted
-  T* const delta_out;          // delta as a result: grad_delta, or grad_x without a weight; or null
+  T* const delta_out;          // grad_x where delta is that, or null
   const bool dx_out;           // grad_x is that of the features
   const int slots;             // steps of R rows that fit into a ring
   const ptrdiff_t ring_block;  // elements from one block of a ring to the next
@@ -70,7 +70,6 @@ struct BackwardRows {
   // step t.
   Scratch<T> delta, inputs, dx, ending;
   Scratch<T> paired_delta, paired_inputs;  // with plan.pairs: pairs of rows of the rings
-  Scratch<T> zeros;                        // [R][N], the gradients of states without one
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
 
   // At least two steps fit: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
@@ -109,7 +108,6 @@ struct BackwardRows {
         (!paired_delta.allocate(static_cast<size_t>(blocks) * paired_block()) ||
          !paired_inputs.allocate(static_cast<size_t>(blocks + x_blocks) * paired_block())))
       return false;
-    if (args.grad_steps < args.T && !zeros.allocate(static_cast<size_t>(R) * N)) return false;
     if (!every) return true;
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
     return segment.allocate(n) && (!A::needs_input || segment_pre.allocate(n));
@@ -132,10 +130,7 @@ struct BackwardRows {
     return k < start ? states + ((k + 1) / every * B + row0) * N : segment + static_cast<ptrdiff_t>(k - start) * R * N;
   }
   // g_t as rows N apart.
-  const T* grad_rows(int64_t t) const {
-    const int64_t step = t - (args.T - args.grad_steps);
-    return step < 0 ? zeros : static_cast<const T*>(args.grad_hs) + (step * B + row0) * N;
-  }
+  const T* grad_rows(int64_t t) const { return static_cast<const T*>(args.grad_hs) + (t * B + row0) * N; }
   // a_t as rows N apart, or null.
   const T* pre_rows(int64_t t) const {
     if (!A::needs_input) return nullptr;
@@ -216,7 +211,7 @@ struct BackwardRows {
     }
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
-    if (!zeros) rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
+    rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
     if (A::needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
     during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
     if (step.delta_out) during_last.prefetch(step.delta_out, N, L, step.rows, blocks);
@@ -419,16 +414,6 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
 // The results that are sums over all threads.
 
 template <class T>
-void collect_norm(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  T* norm = static_cast<T*>(plan.args->grad_norm);
-  for (int64_t t = 0; t < plan.args->T; t++) {
-    double total = 0;
-    for (int i = 0; i < plan.threads; i++) total += sums[i].norm[t];
-    norm[t] = static_cast<T>(__builtin_sqrt(total));
-  }
-}
-
-template <class T>
 void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
   write_param_grad(static_cast<T*>(args.grad_act_param), args.act_param_size, args.N, [&](int64_t n) {
@@ -479,7 +464,8 @@ void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 
 template <class T>
 void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  collect_norm(plan, sums);
+  write_norms(
+      plan.threads, plan.args->T, [=](int i) { return sums[i].norm.get(); }, static_cast<T*>(plan.args->grad_norm));
   if (plan.args->grad_act_param) collect_param(plan, sums);
   if (!plan.args->grad_map) return;
   collect_products(plan, sums);

@@ -20,18 +20,7 @@ struct DirectScan {
   static int lanes(int b, int size) { return size - b * L < L ? size - b * L : L; }
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
 
-  // Blocks of z = diag(s) V^T h.
-  static void first(void* context, int from, int to) {
-    const DirectScan& self = *static_cast<DirectScan*>(context);
-    const int end = to * L < self.K ? to * L : self.K;
-    direct_columns<T, true>(at(self.args.first), self.K, from * L, end, self.N, self.h, 0, 1, at(self.args.scale),
-                            self.z, 0);
-  }
-  // Blocks of h_t.
-  static void second(void* context, int from, int to) {
-    const DirectScan& self = *static_cast<DirectScan*>(context);
-    for (int b = from; b < to; b++) self.state(b);
-  }
+  // Block b of h_t.
   void state(int b) const {
     const int count = lanes(b, N), depth = K ? K : N, n = b * L;
     V<T> a = direct_rows<T>(at(args.second) + static_cast<ptrdiff_t>(n) * depth, depth, count, depth, K ? z.get() : h,
@@ -61,15 +50,20 @@ struct DirectScan {
     const size_t depth = K ? K : N, bytes = depth * N * sizeof(T);
     for (row = 0; row < args.T * args.B; row++) {
       h = row < args.B ? at(args.h0) + row * N : at(args.hs) + (row - args.B) * N;
-      if (K) direct_run(args.threads, bytes, (K + L - 1) / L, first, this);
-      direct_run(args.threads, bytes, (N + L - 1) / L, second, this);
+      if (K)  // z = diag(s) V^T h
+        direct_share(args.threads, bytes, K, L, [this](int first, int last) {
+          direct_columns<T, true>(at(args.first), K, first, last, N, h, 0, 1, at(args.scale), z, 0);
+        });
+      direct_share(args.threads, bytes, (N + L - 1) / L, 1, [this](int first, int last) {
+        for (int b = first; b < last; b++) state(b);
+      });
     }
     return true;
   }
 };
 
 inline bool direct_serves(const ScanArgs& args) {
-  return args.T * args.B <= kDirectRows && args.R == 1 && !args.lengths && !args.resets && !args.checkpoint_every;
+  return args.T * args.B <= kDirectRows && !args.lengths && !args.resets && !args.checkpoint_every;
 }
 
 template <class T>

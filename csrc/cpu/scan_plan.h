@@ -4,7 +4,7 @@
 #include "cpu/activate.h"
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -22,7 +22,7 @@ struct ScanPlan {
   bool stream;  // write results with streaming stores
   int threads;
   T clip;              // of delta, infinite without one
-  Scratch<int> begin;  // [threads + 1], see share_rows
+  Scratch<int> begin;  // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
   Packed<T> first;     // forward, factored: [N, K] V diag(s)
   Packed<T> second;    // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
   Packed<T> first_t;   // backward, factored: [N, K] U diag(s)
@@ -35,7 +35,6 @@ struct ScanPlan {
   int blocks() const { return padded() / kLanes<T>; }
   // Rows of a packed matrix that `n` rows take, such that others can follow.
   int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
-  int length(int b) const { return static_cast<int>(args->lengths ? args->lengths[b] : args->T); }
 };
 
 // Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are shared out among `parts`
@@ -51,28 +50,25 @@ struct PackJob {
 template <class T>
 struct PackJobs {
   PackJob<T> job[8];
-  int count, parts;
+  int count = 0;
 
   void add(Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
            const T* scale = nullptr) {
     job[count++] = {to, row0, rows, source, row_stride, col_stride, scale};
   }
-};
-template <class T>
-void pack_task(void* context, int task) {
-  const PackJobs<T>& jobs = *static_cast<PackJobs<T>*>(context);
-  for (int i = 0; i < jobs.count; i++) {
-    const PackJob<T>& j = jobs.job[i];
-    const int panels = j.to->panel_count();
-    j.to->fill(panels * task / jobs.parts, panels * (task + 1) / jobs.parts, j.row0, j.rows, j.source, j.row_stride,
-               j.col_stride, j.scale);
+  void run(int parts) const {
+    share(parts, parts, [&](int task) {
+      for (int i = 0; i < count; i++) {
+        const PackJob<T>& j = job[i];
+        const int panels = j.to->panel_count();
+        j.to->fill(panels * task / parts, panels * (task + 1) / parts, j.row0, j.rows, j.source, j.row_stride,
+                   j.col_stride, j.scale);
+      }
+    });
   }
-}
-
-// Where delta_t of all steps goes; null if it is no result.
-inline void* delta_result(const ScanArgs& args) {
-  return args.grad_delta || args.weight ? args.grad_delta : args.grad_x;
-}
+};
+// Where delta_t of all steps goes: grad_x, if that is not the gradient of features or tokens; or null.
+inline void* delta_result(const ScanArgs& args) { return args.weight ? nullptr : args.grad_x; }
 
 // The sizes, and how the results are written.
 template <class T>
@@ -151,15 +147,13 @@ bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
 template <class T>
 bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   set_sizes(plan, args, backward);
-  if (!share_rows(plan)) return false;
+  if (!share_rows(plan->threads, plan->B, args.lengths, args.T, &plan->begin)) return false;
   PackJobs<T> jobs;
-  jobs.count = 0;
-  // large weights are packed by all threads, also where the batch has fewer rows
-  jobs.parts = args.N >= 256 ? args.threads : plan->threads;
   const bool runs_forward = !backward || args.checkpoint_every;  // backward recomputes states from checkpoints
   if (runs_forward && !plan_forward_weights(plan, &jobs)) return false;
   if (backward && !plan_backward_weights(plan, &jobs)) return false;
-  parallel_run(jobs.parts, pack_task<T>, &jobs);
+  // large weights are packed by all threads, also where the batch has fewer rows
+  jobs.run(args.N >= 256 ? args.threads : plan->threads);
   return expand_param(&plan->param, static_cast<const T*>(args.act_param), args.act_param_size, plan->N);
 }
 

@@ -1,29 +1,25 @@
 // A group of rows of the batch in scan.h: which of them run at which step, their working memory, and one step forward.
 #pragma once
 
+#include "cpu/rows.h"
 #include "cpu/scan_plan.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
-struct ScanRows {
+struct ScanRows : RowSteps {
   static constexpr int L = kLanes<T>;
   const ScanPlan<T>& plan;
   const ScanArgs& args;
-  int row0, R;                   // rows [row0, row0 + R) of the batch
   ptrdiff_t block;               // elements from one block of a blocked matrix of R rows to the next
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
   Scratch<T> paired, paired_x;   // with plan.pairs: those of the state or of z, [max(N, K)/2L][R][L]; [X/2L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
-  int longest;                   // steps of the longest row
   Scratch<T> streamed;           // [R][N]: h_{t-1} of the rows that reset at step t, where states are streamed
-  Scratch<int> length;           // [R]
-  Scratch<int> active;           // [T + 1] R_t: one more than the last row that runs at step t, 0 after the longest
-  Scratch<int> running;          // [T + 1] how many run; fewer than R_t where a row in between has ended
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
   ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
-      : plan(plan_), args(*plan_.args), row0(row0_), R(R_), block(R_ * L) {}
+      : RowSteps(*plan_.args, row0_, R_), plan(plan_), args(*plan_.args), block(R_ * L) {}
 
   bool allocate() {
     // The product writes whole panels: room for two blocks.
@@ -43,21 +39,6 @@ struct ScanRows {
     }
     return {a, a_block, columns};
   }
-  bool count_steps() {
-    if (!length.allocate(R) || !active.allocate(args.T + 1) || !running.allocate(args.T + 1)) return false;
-    longest = 0;
-    for (int r = 0; r < R; r++) {
-      const int last = (length[r] = plan.length(row0 + r)) - 1;
-      active[last] = r + 1;
-      running[last]++;
-      if (last >= longest) longest = last + 1;
-    }
-    for (int t = longest - 2; t >= 0; t--) {
-      if (active[t] < active[t + 1]) active[t] = active[t + 1];
-      running[t] += running[t + 1];
-    }
-    return true;
-  }
   // Places the steps in a ring of `capacity` rows, at least 2 R. Consecutive steps lie one after the other until the
   // next one would not fit; that one starts at row 0 again. At least two steps fit before each restart, and later steps
   // have no more rows than earlier ones. So the first step after a restart never overlaps the step before it, which is
@@ -72,18 +53,6 @@ struct ScanRows {
     }
     return true;
   }
-  bool ended(int r, int64_t t) const { return length[r] <= t; }
-  bool gapless(int64_t t) const { return running[t] == active[t]; }
-  // The flags of the rows at step t, if any of the first R_t resets there; else null.
-  const uint8_t* resets_at(int64_t t) const {
-    if (!args.resets) return nullptr;
-    const uint8_t* flags = args.resets + t * args.B + row0;
-    // a bool tensor that was viewed from bytes may have other values than 0 and 1
-    for (int r = 0; r < active[t]; r++)
-      if (flags[r]) return flags;
-    return nullptr;
-  }
-  bool resets(const uint8_t* flags, int r, int64_t t) const { return flags[r] && !ended(r, t); }
   // reset_state of the rows that reset at step t, into a blocked matrix.
   void put_reset_state(const uint8_t* flags, int64_t t, T* rows, ptrdiff_t rows_block) const {
     const T* from = static_cast<const T*>(args.reset_state) + row0 * static_cast<ptrdiff_t>(plan.N);

@@ -21,17 +21,20 @@
 
 namespace orthokern {
 
-#define ORTHOKERN_DECLARE_KERNEL(name, Args, fields) bool name(const Args&);
-#define ORTHOKERN_DECLARE(isa)                    \
-  namespace isa {                                 \
-  ORTHOKERN_CPU_KERNELS(ORTHOKERN_DECLARE_KERNEL) \
+#define ORTHOKERN_DECLARE_KERNEL(name, Args, fields) bool name(const Args&)
+#define ORTHOKERN_DECLARE(isa)                     \
+  namespace isa {                                  \
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_DECLARE_KERNEL); \
   }
-#define ORTHOKERN_KERNEL(name, Args, fields) name,
+#define ORTHOKERN_KERNEL(name, Args, fields) table.name = name
 // The names are looked up in the namespace of the instruction set.
-#define ORTHOKERN_TABLE(isa)                                          \
-  [] {                                                                \
-    using namespace isa;                                              \
-    return CpuKernels{#isa, ORTHOKERN_CPU_KERNELS(ORTHOKERN_KERNEL)}; \
+#define ORTHOKERN_TABLE(set)                 \
+  [] {                                       \
+    using namespace set;                     \
+    CpuKernels table{};                      \
+    table.isa = #set;                        \
+    ORTHOKERN_CPU_KERNELS(ORTHOKERN_KERNEL); \
+    return table;                            \
   }()
 
 ORTHOKERN_DECLARE(baseline)

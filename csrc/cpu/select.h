@@ -4,46 +4,38 @@
 #include <vector>
 
 #include "cpu/cayley.h"
-#include "cpu/exponential.h"
 #include "cpu/ops.h"
 
 namespace orthokern {
 
-// All kernels: name, struct of the arguments, its member function that lists those which the kernel is given.
-// clang-format off
-#define ORTHOKERN_CPU_KERNELS(kernel)                              \
-  kernel(factored_scan_fwd, ScanArgs, forward)                     \
-  kernel(factored_scan_bwd, ScanArgs, backward)                    \
-  kernel(dense_scan_fwd, ScanArgs, forward)                        \
-  kernel(dense_scan_bwd, ScanArgs, backward)                       \
-  kernel(scan_steps_bwd, ScanArgs, steps)                          \
-  kernel(scan_second, ScanSecondArgs, fields)                      \
-  kernel(gru_scan_fwd, GruArgs, forward)                           \
-  kernel(gru_scan_bwd, GruArgs, backward)                          \
-  kernel(gru_steps_bwd, GruArgs, steps)                            \
-  kernel(gru_second, GruSecondArgs, fields)                        \
-  kernel(peephole_scan_fwd, PeepholeArgs, forward)                 \
-  kernel(peephole_scan_bwd, PeepholeArgs, backward)                \
-  kernel(activation_fwd, ActivationArgs, forward)                  \
-  kernel(activation_bwd, ActivationArgs, backward)                 \
-  kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields) \
-  kernel(modal_scan_fwd, ModalArgs, scan)                          \
-  kernel(modal_scan_bwd, ModalArgs, scan_backward)                 \
-  kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy)        \
-  kernel(cayley, CayleyArgs, fields)                               \
-  kernel(exponential_steps_bwd, ExponentialArgs, fields)           \
-  kernel(gram, SpectralArgs, gram)                                 \
-  kernel(is_definite, SpectralArgs, is_definite)                   \
-  kernel(distance, SpectralArgs, norm)                             \
-  kernel(wide_product, SpectralArgs, wide_product)                 \
+// All kernels: name, struct of the arguments, its member function that lists those which the kernel reads.
+#define ORTHOKERN_CPU_KERNELS(kernel)                               \
+  kernel(factored_scan_fwd, ScanArgs, forward);                     \
+  kernel(factored_scan_bwd, ScanArgs, backward);                    \
+  kernel(dense_scan_fwd, ScanArgs, forward);                        \
+  kernel(dense_scan_bwd, ScanArgs, backward);                       \
+  kernel(gru_scan_fwd, GruArgs, forward);                           \
+  kernel(gru_scan_bwd, GruArgs, backward);                          \
+  kernel(peephole_scan_fwd, PeepholeArgs, forward);                 \
+  kernel(peephole_scan_bwd, PeepholeArgs, backward);                \
+  kernel(activation_fwd, ActivationArgs, forward);                  \
+  kernel(activation_bwd, ActivationArgs, backward);                 \
+  kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields); \
+  kernel(modal_scan_fwd, ModalArgs, scan);                          \
+  kernel(modal_scan_bwd, ModalArgs, scan_backward);                 \
+  kernel(modal_cross_entropy_fwd, ModalArgs, cross_entropy);        \
+  kernel(cayley, CayleyArgs, fields);                               \
+  kernel(gram, SpectralArgs, gram);                                 \
+  kernel(is_definite, SpectralArgs, is_definite);                   \
+  kernel(distance, SpectralArgs, norm);                             \
+  kernel(wide_product, SpectralArgs, wide_product);                 \
   kernel(subtract_product, SpectralArgs, subtract_product)
-// clang-format on
 
 // Each returns false if memory ran out.
 struct CpuKernels {
   const char* isa;
-#define ORTHOKERN_MEMBER(name, Args, fields) bool (*name)(const Args&);
-  ORTHOKERN_CPU_KERNELS(ORTHOKERN_MEMBER)
+#define ORTHOKERN_MEMBER(name, Args, fields) bool (*name)(const Args&)
+  ORTHOKERN_CPU_KERNELS(ORTHOKERN_MEMBER);
 #undef ORTHOKERN_MEMBER
 };
 

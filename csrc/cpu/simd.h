@@ -24,7 +24,7 @@
 #error "compile the CPU kernels with -DORTHOKERN_ISA=<name>"
 #endif
 
-// A multiply-add can take a factor from a lane, so that products need no broadcasts. A test defines it on other machines.
+// A multiply-add can take a factor from a lane, so that products need no broadcasts. A test defines it elsewhere.
 #if defined(__aarch64__)
 #define ORTHOKERN_LANE_PRODUCTS 1
 #endif
@@ -141,8 +141,8 @@ ORTHOKERN_INLINE void add_product(V<T>& sum, V<T> w, V<T> x, int lane) {
   sum += w * x[lane];
 #endif
 }
-// L steps of the depth of a register tile, acc[r][n] += b[j][n] * a[r][j]. Rows of `a` are a_row elements apart. Vector n
-// of step j is at b + j * b_row + n / 2 * b_panel + n % 2 * L.
+// L steps of the depth of a register tile, acc[r][n] += b[j][n] * a[r][j]. Rows of `a` are a_row elements apart. Vector
+// n of step j is at b + j * b_row + n / 2 * b_panel + n % 2 * L.
 template <class T, int MR, int NV>
 ORTHOKERN_INLINE void add_lane_products(V<T> (&acc)[MR][NV], const T* a, ptrdiff_t a_row, const T* b, ptrdiff_t b_row,
                                         ptrdiff_t b_panel) {

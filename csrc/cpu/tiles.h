@@ -1,8 +1,8 @@
 // Products of bfloat16 pairs (pairs.h) in the tile registers of AMX, on CPUs that have them.
 //
 // A tile register holds up to 16 rows of 64 bytes. One instruction adds the product of a tile of A, 16 rows x 16 pairs,
-// and a tile of B, 16 pairs x 16 columns, to a tile of C: 8192 multiply-adds, as many as 256 vector instructions. Blocked
-// rows and panels of pairs already have the layout of A and B, so tiles are loaded from them in place.
+// and a tile of B, 16 pairs x 16 columns, to a tile of C: 8192 multiply-adds, as many as 256 vector instructions.
+// Blocked rows and panels of pairs already have the layout of A and B, so tiles are loaded from them in place.
 //
 // The depth of a product is a multiple of 16 pairs; the missing ones are zero in both factors. Rows are divided into
 // tiles of equal height, and the last tile overlaps the one before it where they do not fit: the rows in common are
@@ -114,17 +114,16 @@ void tile_product(const Segment<float>* segments, int segment_count, ptrdiff_t s
 // multiply() of gemm.h, in tiles and in one chunk.
 template <class T, class After>
 ORTHOKERN_INLINE void multiply_tiles(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows,
-                                     T* out, ptrdiff_t out_block, Transfers<T>* transfers, const After& after,
-                                     int begin, int end) {
+                                     T* out, ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
   constexpr int L = kLanes<T>;
   const TileRows tiles(rows);
+  const int panels = w.panel_count();
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
-  transfers->set_rate(w.depth / kTilePairs * ((tiles.count + 1) / 2) *
-                      (tiles.count == 1 ? (end - begin + 1) / 2 : end - begin));
+  transfers->set_rate(w.depth / kTilePairs * ((tiles.count + 1) / 2) * (tiles.count == 1 ? (panels + 1) / 2 : panels));
   configure_tiles(tiles.height);
-  for (int p = begin, take; p < end; p += take) {
+  for (int p = 0, take; p < panels; p += take) {
     const bool narrow = w.narrow(p);
-    take = tiles.count == 1 && p + 1 < end && !w.narrow(p + 1) ? 2 : 1;
+    take = tiles.count == 1 && p + 1 < panels && !w.narrow(p + 1) ? 2 : 1;
     for (int i = 0; i < tiles.count; i += 2) {
       const bool both = i + 1 < tiles.count;
       const int row = tiles.row(i);

@@ -1,6 +1,6 @@
 """Calls of the CPU kernels. This is the only module that passes addresses to them.
 
-It checks what the kernels rely on: device, dtype and contiguity of the tensors.
+It checks what the kernels rely on: device, dtype, contiguity and number of elements of the tensors.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from orthokern._native_check import check
+from orthokern.cpu._elements import ELEMENTS
 
 _C: Any
 try:
@@ -55,17 +58,6 @@ def has_amx() -> bool:
     return bool(AVAILABLE and _C.has_amx())
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two CPU tensors have the same dtype, shape and bits. Without the native module, and for tensors that are
-    not contiguous, values are compared instead of bits."""
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    if not AVAILABLE or not a.is_contiguous() or not b.is_contiguous():
-        return torch.equal(a, b)
-    same: bool = _C.same_bytes(a.data_ptr(), b.data_ptr(), a.numel() * a.element_size())
-    return same
-
-
 POOLED_BYTES = 1 << 20
 
 
@@ -98,60 +90,22 @@ _OWN_DTYPE = {
 }
 
 
-class Prepared:
-    """A kernel call whose tensors are checked once. Those of `varying` are passed in every call; the caller guarantees
-    that they are contiguous and of the dtype.
-
-    parts: contiguous tensors from which the other tensors were computed, or which are among them. Those that the kernel
-    does not read are compared with a copy before each call.
-    """
-
-    def __init__(
-        self, name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None],
-        varying: tuple[str, ...], parts: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        # detached, since hooks of a parameter may have a reference to the owner of this call
-        fixed = {key: t.detach().contiguous() for key, t in tensors.items() if t is not None and key not in varying}
-        read = {t.data_ptr() for t in fixed.values()}
-        made_of = [part.detach() for part in parts if part.data_ptr() not in read]
-        copies = [part.clone() for part in made_of]
-        compared = [(a.data_ptr(), b.data_ptr(), a.nbytes) for a, b in zip(made_of, copies, strict=True)]
-        arguments = _checked(dtype, sizes, {**tensors, **fixed}, [])
-        # references to all, so that the addresses stay valid, and are not reused for other tensors
-        self._held = *fixed.values(), *made_of, *copies
-        self._run = getattr(_C, f"prepare_{name}")(arguments, varying, compared).run
-
-    def __call__(self, *varying: Tensor | None) -> bool:
-        """Whether the parts were as before and the kernel ran. None is a null pointer."""
-        ran: bool = self._run(torch.get_num_threads(), *[0 if t is None else t.data_ptr() for t in varying])
-        return ran
-
-
 def call(name: str, dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None]) -> None:
     """Call the kernel `name` with the addresses of tensors by name; None is a null pointer.
 
-    Tensors must be on the CPU and of this dtype. An input that is not contiguous is copied; results must be contiguous.
+    The kernel reads and writes as many elements as the sizes imply, so every tensor must have that many, on the CPU and
+    of this dtype. An input that is not contiguous is copied; results must be contiguous.
     """
-    kept: list[Tensor] = []  # copies, until the kernel has read them
-    getattr(_C, name)(_checked(dtype, sizes, tensors, kept))
-
-
-def _checked(
-    dtype: torch.dtype, sizes: Mapping[str, float], tensors: Mapping[str, Tensor | None], kept: list[Tensor]
-) -> dict[str, Any]:
-    """The arguments of a kernel. Copies of inputs are appended to `kept`."""
     arguments: dict[str, Any] = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
+    elements = ELEMENTS[name](sizes)
+    copies: list[Tensor] = []  # until the kernel has read them
     for key, tensor in tensors.items():
         if tensor is None:
             arguments[key] = None
             continue
-        if not tensor.is_cpu:
-            raise ValueError(f"{key} is on {tensor.device}: the cpu backend takes CPU tensors")
-        expected = _OWN_DTYPE[key] if key in _OWN_DTYPE else dtype
-        if tensor.dtype is not expected:
-            raise ValueError(f"{key} is {tensor.dtype}, expected {expected}")
+        check(name, key, tensor, _OWN_DTYPE.get(key, dtype), "cpu", elements[key])
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-            kept.append(tensor)
+            copies.append(tensor)
         arguments[key] = tensor.data_ptr()
-    return arguments
+    getattr(_C, name)(arguments)

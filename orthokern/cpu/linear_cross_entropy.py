@@ -43,22 +43,19 @@ def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearL
     chunk = max(64, _LOGITS // (classes * weight.element_size()))
     chunk = -(-rows // -(-rows // chunk))  # chunks of nearly equal size
     loss = torch.zeros((), dtype=torch.float64, device="cpu")
-    grad_hidden, grad_weight = torch.empty_like(hidden) if need_grad else None, None
+    grad_hidden, grad_weight = (torch.empty_like(hidden), torch.zeros_like(weight)) if need_grad else (None, None)
     grad_bias = torch.zeros_like(bias) if need_grad and bias is not None else None
     for begin in range(0, rows, chunk):
         h, t = hidden[begin : begin + chunk], target[begin : begin + chunk, None]
         logits = product(h, weight.mT, bias)
         d = torch.log_softmax(logits, 1, out=logits)
         loss -= d.gather(1, t).sum(dtype=torch.float64)
-        if grad_hidden is not None:
+        if grad_hidden is not None and grad_weight is not None:
             d.exp_().scatter_add_(1, t, d.new_full((len(t), 1), -1.0))
             if scale != 1.0:
                 d.mul_(scale)
             grad_hidden[begin : begin + chunk] = product(d, weight)
-            if grad_weight is None:
-                grad_weight = product(d.mT, h)
-            else:
-                add_product(grad_weight, d, h)
+            add_product(grad_weight, d, h)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
     return LinearLoss((loss * scale).to(hidden.dtype), grad_hidden, grad_weight, grad_bias)

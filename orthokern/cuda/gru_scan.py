@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from orthokern._gpu_scans import Models, gru_parameter_gradients
-from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruInputs, GruOptions, GruStates
 from orthokern.cuda import _call as native
 from orthokern.cuda._sums import add_product
 
@@ -34,8 +34,9 @@ class _Scan:
         native.call("gru_scan", h0.device, {**self.sizes, "plan": self.plan}, given)
 
 
-def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
+def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``."""
+    inputs, options = args.parts()
     models = Models(inputs.w)
     inputs, options = models.gru_rows(*_ready(inputs, options))
     assert inputs.x is not None
@@ -46,10 +47,9 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
     return GruStates(*(models.apart(tensor) for tensor in states))
 
 
-def gru_scan_bwd(
-    inputs: GruInputs, options: GruOptions, grad_hs: Tensor, states: GruStates, *, need_params: bool = True
-) -> GruGradients:
+def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
+    inputs, options = args.parts()
     models = Models(inputs.w)
     inputs, options = models.gru_rows(*_ready(inputs._replace(x=None), options))
     h0 = inputs.h0

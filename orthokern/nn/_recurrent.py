@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, dispatch, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
+from orthokern._scan_contract import ScanArgs
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn import _loss
 from orthokern.nn._checks import (
@@ -37,6 +38,7 @@ from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
 from orthokern.nn.activations import draw_start
 from orthokern.ops._checks import strided
+from orthokern.ops._scan import scan
 
 NONLINEARITIES = tuple(ACTIVATIONS)
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
@@ -203,8 +205,31 @@ class Recurrent(nn.Module):
     ) -> Tensor:
         """The states [T,B,N] of one recurrence; factors: the result of `_factors`."""
         matrix, bias = factors
-        scan: Callable[..., Tensor] = functional.dense_scan if len(matrix) == 1 else functional.factored_scan
-        return scan(x, *matrix, h0, bias=bias, **self._scan_options(suffix, lengths, cuts))
+        u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
+        if not x.is_floating_point():
+            x = x.to(torch.int64)
+        return scan(
+            ScanArgs(
+                x,
+                v,
+                s,
+                u,
+                u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0,
+                self._gained(self._tensor(f"weight_ih_{suffix}")),
+                bias,
+                self._act_param(suffix),
+                self.nonlinearity,
+                # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
+                0 if self.checkpoint_every and _is_exporting() else self.checkpoint_every,
+                self.backend,
+                self.precision,
+                "auto",
+                lengths,
+                self.message_clip,
+                None if cuts is None else cuts.resets,
+                None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
+            )
+        )
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """The recurrent matrix with the gain: (w,), or (u, s, v)."""

@@ -247,13 +247,12 @@ class FactorizedRNN(Recurrent):
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
-    @_autocast.keeps_dtype
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
         if torch.is_grad_enabled():
             watch_bases(self, suffix, u, v)
         s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
-        return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
+        return (_composed(u, s, v),) if self.apply_mode == "composed" else (u, s, v)
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":
@@ -269,3 +268,9 @@ class FactorizedRNN(Recurrent):
         if self.apply_mode != "factored":
             text += f", apply={self.apply_mode!r}"
         return text + self._repr_init(self.init == "orthogonal", self.init, self.max_angle)
+
+
+@_autocast.keeps_dtype
+def _composed(u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """W = U diag(s) V^T [N, N]."""
+    return linear(u * s, v)

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional
 from orthokern import init as init_
 from orthokern._gru_parameters import constrained_weights
+from orthokern._scan_contract import GruArgs
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
 from orthokern.nn._draws import draw
@@ -19,7 +19,7 @@ from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops._checks import own_parameter
 from orthokern.ops._linear import linear
-from orthokern.ops.gru_scan import VARIANTS
+from orthokern.ops.gru_scan import VARIANTS, scan
 
 __all__ = ["GRU"]
 
@@ -183,10 +183,19 @@ class GRU(TorchRecurrent):
         self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         (w,), bias = factors
-        return functional.gru_scan(
-            self._input_term(x, suffix), w, h0, bias=bias, variant=self.variant, backend=self.backend, lengths=lengths,
-            resets=None if cuts is None else cuts.resets, reset_state=None if cuts is None else cuts.reset_state,
-        )  # fmt: skip
+        return scan(
+            GruArgs(
+                self._input_term(x, suffix),
+                w,
+                w.new_zeros(x.shape[1], self.hidden_size) if h0 is None else h0,
+                bias,
+                self.variant,
+                self.backend,
+                lengths,
+                None if cuts is None else cuts.resets,
+                None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
+            )
+        )
 
     def loss(self, *args: Any, **options: Any) -> NoReturn:
         """Not for a GRU: raises InputError. Its states can be passed to LinearCrossEntropy.loss."""

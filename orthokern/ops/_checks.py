@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import GRU_VARIANTS as VARIANTS
+from orthokern._scan_contract import GruArgs, ScanArgs
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -156,7 +158,20 @@ def activation_parameter(activation: str, act_param: Tensor | None, N: int, like
     same_kind("act_param", act_param, like_name, like)
 
 
-def scan_lengths(lengths: object, x: Tensor) -> None:
+def factors(u: Tensor, s: Tensor, v: Tensor) -> None:
+    """The checks of u [N, K], s [K], v [N, K]."""
+    is_tensor("u", u)
+    if u.ndim != 2 or u.shape[0] < 1 or u.shape[1] < 1:
+        raise InputError(f"u has shape {list(u.shape)}: accepted is [N, K], both at least 1")
+    N, K = u.shape
+    if K > N:
+        raise InputError(f"u has shape {list(u.shape)}: the rank K = {K} is above N = {N}, accepted is K up to N")
+    is_float("u", u)
+    fits("v", v, (N, K), "[N, K], the shape of u,", "u", u)
+    fits("s", s, (K,), "[K]", "u", u)
+
+
+def _lengths(lengths: object, x: Tensor) -> None:
     """lengths must be int64 [B] on the device of x [T, B, ...], or None. The op checks their values."""
     if lengths is None:
         return
@@ -167,7 +182,7 @@ def scan_lengths(lengths: object, x: Tensor) -> None:
     same_device("lengths", tensor, "x", x)
 
 
-def scan_resets(
+def _resets(
     resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
 ) -> Tensor | None:
     """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets. Returns the
@@ -189,15 +204,6 @@ def scan_resets(
     return state
 
 
-def scan_clip(message_clip: object) -> None:
-    """message_clip must be a finite number, 0 or more."""
-    number = isinstance(message_clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(message_clip, bool)
-    if not number or not 0 <= message_clip < float("inf"):  # type: ignore[operator]
-        raise InputError(
-            f"message_clip is {describe(message_clip)}: accepted is a finite number, 0 (no clipping) or more"
-        )
-
-
 def scan_choices(
     precision: object, algorithm: object, activation: str, message_clip: float, resets: object = None
 ) -> None:
@@ -206,51 +212,44 @@ def scan_choices(
         raise unknown_name("precision", precision, PRECISIONS)
     if algorithm not in ALGORITHMS:
         raise unknown_name("algorithm", algorithm, ALGORITHMS)
-    if algorithm == "chunked" and activation != "identity":
+    if algorithm != "chunked":
+        return
+    if activation != "identity":
         raise InputError(
             f"algorithm is 'chunked' with activation {activation!r}: chunks of time can only be joined for 'identity'"
         )
-    if algorithm == "chunked" and message_clip > 0:
+    reason = f"message_clip {message_clip}" if message_clip > 0 else "resets" if resets is not None else None
+    if reason is not None:
         raise InputError(
-            f"algorithm is 'chunked' with message_clip {message_clip}: gradients of chunks of time can only be joined "
-            "without clipping (accepted is 'sequential' or 'auto')"
-        )
-    if algorithm == "chunked" and resets is not None:
-        raise InputError(
-            "algorithm is 'chunked' with resets: chunks of time can only be joined without them (accepted is "
+            f"algorithm is 'chunked' with {reason}: chunks of time can only be joined without (accepted is "
             "'sequential' or 'auto')"
         )
 
 
-def scan_inputs(
-    x: Tensor,
-    N: int,
-    h0: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    act_param: Tensor | None,
-    checkpoint_every: int,
-    like_name: str,
-    like: Tensor,
-    *,
-    small_ids: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a scan except its matrices, which are already checked (like is one of them).
+def _options(args: ScanArgs) -> None:
+    """message_clip, precision, algorithm and checkpoint_every."""
+    clip, every = args.message_clip, args.checkpoint_every
+    number = isinstance(clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(clip, bool)
+    if not number or not 0 <= clip < float("inf"):
+        raise InputError(f"message_clip is {describe(clip)}: accepted is a finite number, 0 (no clipping) or more")
+    scan_choices(args.precision, args.algorithm, args.activation, clip, args.resets)
+    if isinstance(every, bool) or not isinstance(every, (int, torch.SymInt)):
+        raise InputError(f"checkpoint_every is {describe(every)}: accepted is an integer, 0 or more")
+    if every < 0:
+        raise InputError(f"checkpoint_every is {every}: accepted is 0 (keep all states) or more")
+    if isinstance(every, int) and every >= 1 << 63:
+        raise InputError(f"checkpoint_every is {every}: accepted is a number of steps below 2^63")
 
-    Args:
-        small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
 
-    Returns:
-        x (token ids as int64, unless small_ids) and h0 [B, N] (zeros for None).
-    """
-    is_tensor("x", x)
+def _input(args: ScanArgs, like_name: str, small_ids: bool) -> Tensor:
+    """x, with token ids as int64 unless small_ids."""
+    like, x, weight = args.second, is_tensor("x", args.x), args.weight
+    N = like.shape[0]
     if weight is not None:
         is_tensor("weight", weight)
         if weight.ndim != 2 or weight.shape[0] != N or weight.shape[1] < 1:
             raise InputError(f"weight has shape {list(weight.shape)}: accepted is [N, D] with N = {N}, D at least 1")
         same_kind("weight", weight, like_name, like)
-
     if x.is_floating_point():
         letters = "[T, B, N]" if weight is None else "[T, B, D]"
         size = N if weight is None else weight.shape[1]
@@ -274,23 +273,53 @@ def scan_inputs(
             + ("or uint8, int16, int32 or int64 for token ids" if small_ids else "or int64 or int32 for token ids")
         )
     at_least_one("x", x, letters)
+    return x
 
+
+def scan_args(args: ScanArgs, like_name: str, *, small_ids: bool = False) -> ScanArgs:
+    """Check the arguments of a scan except its matrices, which are already checked.
+
+    Args:
+        like_name: the name of ``args.second``, with whose dtype and device the others have to agree.
+        small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
+
+    Returns:
+        The arguments with token ids as int64 (unless small_ids), h0 zeros for None, and reset_state h0 for None.
+    """
+    like, h0, bias = args.second, args.h0, args.bias
+    N, x = like.shape[0], _input(args, like_name, small_ids)
     if bias is not None:
         is_tensor("bias", bias)
-        if weight is None:
+        if args.weight is None:
             raise InputError("bias is given without weight: accepted with weight only (add it to x)")
         has_shape("bias", bias, (N,), "[N]")
         same_kind("bias", bias, like_name, like)
-    B = x.shape[1]
-    if h0 is None:
-        h0 = like.new_zeros(B, N)
-    else:
-        fits("h0", h0, (B, N), "[B, N]", like_name, like)
-    activation_parameter(activation_name(activation), act_param, N, like_name, like)
-    if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, (int, torch.SymInt)):
-        raise InputError(f"checkpoint_every is {describe(checkpoint_every)}: accepted is an integer, 0 or more")
-    if checkpoint_every < 0:
-        raise InputError(f"checkpoint_every is {checkpoint_every}: accepted is 0 (keep all states) or more")
-    if isinstance(checkpoint_every, int) and checkpoint_every >= 1 << 63:
-        raise InputError(f"checkpoint_every is {checkpoint_every}: accepted is a number of steps below 2^63")
-    return x, h0
+    if h0 is not None:
+        fits("h0", h0, (x.shape[1], N), "[B, N]", like_name, like)
+    activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
+    _lengths(args.lengths, x)
+    reset_state = _resets(args.resets, args.reset_state, x, h0, N, like_name, like)
+    _options(args)
+    return args._replace(x=x, h0=like.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)
+
+
+def gru_args(args: GruArgs) -> GruArgs:
+    """Check the arguments of ``gru_scan``. Returns them with h0 zeros for None, and reset_state h0 for None."""
+    w, h0, bias = is_tensor("w", args.w), args.h0, args.bias
+    if w.ndim != 2 or w.shape[0] != 3 * w.shape[1] or w.shape[1] < 1:
+        raise InputError(f"w has shape {list(w.shape)}: accepted is [3N, N], N at least 1")
+    is_float("w", w)
+    N, x = w.shape[1], is_tensor("x", args.x)
+    if x.ndim != 3 or x.shape[2] != 3 * N:
+        raise InputError(f"x has shape {list(x.shape)}: accepted is [T, B, 3N] with 3N = {3 * N}")
+    same_kind("x", x, "w", w)
+    at_least_one("x", x, "[T, B, 3N]")
+    if h0 is not None:
+        fits("h0", h0, (x.shape[1], N), "[B, N]", "w", w)
+    if bias is not None:
+        fits("bias", bias, (3 * N,), "[3N]", "w", w)
+    if args.variant not in VARIANTS:
+        raise unknown_name("variant", args.variant, VARIANTS)
+    _lengths(args.lengths, x)
+    reset_state = _resets(args.resets, args.reset_state, x, h0, N, "w", w)
+    return args._replace(h0=w.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)

@@ -12,15 +12,6 @@ from torch import Tensor
 from orthokern.errors import InputError
 from orthokern.ops._engine import one_cotangent_at_a_time
 
-# Optional arguments of the scans that a backend may lack, see Support.features.
-SCAN_FEATURES = ("lengths", "message_clip", "resets")
-
-
-def scan_features(lengths: Tensor | None, message_clip: float, resets: Tensor | None = None) -> tuple[str, ...]:
-    """The names of SCAN_FEATURES that a call uses."""
-    used = (lengths is not None, message_clip > 0, resets is not None)
-    return tuple(feature for feature, is_used in zip(SCAN_FEATURES, used, strict=True) if is_used)
-
 
 def values(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of torch.func, whose values can be read: under vmap, those of all models."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
-from orthokern._products import ieee_products, onednn_serves, product
+from orthokern._products import add_product, ieee_products, onednn_serves, product
 from orthokern.ops import _route
 
 
@@ -38,11 +38,17 @@ class _Linear(torch.autograd.Function):
     @ieee_products()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        # torch's products, if the gradients are to be differentiated
-        multiply = torch.matmul if _route.recording() else product
-        rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), ctx.needs_input_grad
-        return (
-            multiply(rows, weight).unflatten(0, x.shape[:-1]) if to_x else None,
-            multiply(rows.mT, x.flatten(0, -2)) if to_weight else None,
-            rows.sum(0) if to_bias else None,
-        )
+        rows, features, (to_x, to_weight, to_bias) = grad.flatten(0, -2), x.flatten(0, -2), ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if _route.recording():  # torch's products, since the gradients are to be differentiated
+            grad_x = rows @ weight if to_x else None
+            grad_weight = rows.mT @ features if to_weight else None
+        else:
+            if to_x:
+                grad_x = product(rows, weight)
+            if to_weight:
+                grad_weight = torch.zeros_like(weight)
+                add_product(grad_weight, rows, features)
+        if grad_x is not None:
+            grad_x = grad_x.unflatten(0, x.shape[:-1])
+        return grad_x, grad_weight, rows.sum(0) if to_bias else None

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from orthokern._autocast import keeps_dtype
+from orthokern._autocast import keeps_dtype, without_autocast
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
 from orthokern.ops._alone import alone, vmapped
@@ -59,10 +60,11 @@ class CustomOp:
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         # the dispatcher leaves out the last arguments of a call where they equal their defaults
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
-        self.kernel = self._guarded(keeps_dtype(kernel))
+        self.kernel = kernel
+        self.guarded = self._guarded(keeps_dtype(kernel))
         self.derivative: Any = None  # the autograd.Function, where there is one
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        _LIBRARY.impl(name, untraced(self.kernel), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         self._vmap_rule = _vmap.one_by_one(self)
 
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
@@ -72,9 +74,13 @@ class CustomOp:
         if not alone(given):
             level = _vmap.only_level()
             return self.packet(*given) if level is None else _vmap.apply(level, self, self._batched, given)
-        if torch.is_grad_enabled() and self.derivative is not None:
-            return self.derivative.apply(*given, *self.defaults[len(given) :], None)
-        return self.kernel(*given)
+        try:
+            if torch.is_grad_enabled() and self.derivative is not None:
+                return self.derivative.apply(*given, *self.defaults[len(given) :], None)
+            return self.kernel(*given)
+        except RuntimeError as error:
+            self._report_memory(error, given)
+            raise
 
     def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
         """The call under vmap, with the arguments that the dispatcher or the caller left out."""
@@ -101,14 +107,20 @@ class CustomOp:
             try:
                 return function(*given)
             except RuntimeError as error:
-                if "can't allocate memory" not in str(error):
-                    raise
-                shapes = ", ".join(f"{n} {list(given[i].shape)}" for i, n in tensors if given[i] is not None)
-                raise InputError(
-                    f"{self.name}: there is no memory for the results of {shapes}: accepted are smaller sizes"
-                ) from None
+                self._report_memory(error, given)
+                raise
 
         return call
+
+    def _report_memory(self, error: RuntimeError, given: tuple[Any, ...]) -> None:
+        """Raise InputError for an error of an allocation on the CPU."""
+        if "can't allocate memory" not in str(error):
+            return
+        names = [argument.name for argument in self.overload._schema.arguments]
+        shapes = [f"{name} {list(v.shape)}" for name, v in zip(names, given, strict=False) if isinstance(v, Tensor)]
+        raise InputError(
+            f"{self.name}: there is no memory for the results of {', '.join(shapes)}: accepted are smaller sizes"
+        ) from None
 
     def indices(self, *names: str) -> tuple[int, ...]:
         """The positions of these arguments in the schema, without those that it does not have."""
@@ -145,6 +157,7 @@ class CustomOp:
             return output
 
         @one_cotangent_at_a_time
+        @without_autocast
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanInputs, ScanOptions
-from orthokern.ops import _modal, _route, _taps, dense_scan, factored_scan
+from orthokern._scan_contract import Readout, ScanArgs, ScanInputs, ScanOptions
+from orthokern.ops import _modal, _route, _taps
 from orthokern.ops._common import differentiable_once, needs_grad
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._modal import Call, Matrix
+from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 
 CHUNK = 2**24  # bytes of a chunk's states
@@ -58,21 +59,16 @@ class ScanCall(ScanOptions):
 
     def __call__(self, inputs: ScanInputs, matrix: Matrix) -> Tensor:
         """hs [T, B, N]."""
-        if self.algorithm == "modal":
-            return modal_states(inputs, matrix, self)
         x, h0, weight, bias, act_param, reset_state = inputs
         assert x is not None
-        if not x.is_floating_point():
-            x = x.to(torch.int64)
-        options: dict[str, Any] = {
-            "activation": self.activation, "checkpoint_every": self.checkpoint_every, "backend": self.backend,
-            "precision": self.precision, "algorithm": self.algorithm, "lengths": self.lengths,
-            "message_clip": self.message_clip, "resets": self.resets, "reset_state": reset_state,
-        }  # fmt: skip
-        if len(matrix) == 1:
-            return dense_scan.dense_scan(x, matrix[0], h0, weight, bias, act_param, **options)
-        u, s, v = matrix
-        return factored_scan.factored_scan(x, u, s, v, h0, weight, bias, act_param, **options)
+        u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
+        return scan(
+            ScanArgs(
+                x if x.is_floating_point() else x.to(torch.int64), v, s, u, h0, weight, bias, act_param,
+                self.activation, self.checkpoint_every, self.backend, self.precision, self.algorithm, self.lengths,
+                self.message_clip, self.resets, reset_state,
+            )
+        )  # fmt: skip
 
 
 @torch.no_grad()
@@ -349,6 +345,14 @@ def choose_for(
     )  # fmt: skip
     with torch.no_grad():
         return call, *_modal.choose(matrix, call, start, algorithm)
+
+
+def modal_scan(args: ScanArgs) -> Tensor:
+    """`modal_states` of checked arguments."""
+    _, inputs, options = args.parts()
+    matrix = (args.second,) if args.first is None else (args.second, args.scale, args.first)
+    scan = ScanCall(**{name: getattr(options, name) for name in options.__slots__}, backend=args.backend)
+    return modal_states(inputs, cast(Matrix, matrix), scan)
 
 
 @keeps_dtype

@@ -1,52 +1,53 @@
-"""dense_scan: a recurrence through a dense W."""
+"""dense_scan: a recurrence with a dense matrix."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import Map
-from orthokern.ops._scan_op import SUPPORT, ScanOp
+from orthokern._scan_contract import ScanArgs
+from orthokern.errors import InputError
+from orthokern.ops._checks import is_float, is_tensor, scan_args
+from orthokern.ops._scan import SUPPORT, scan
 
 __all__ = ["SUPPORT", "dense_scan"]
 
-_OP = ScanOp("dense_scan", ("w",), lambda w: Map(None, None, w), lambda m, map_: (m,), ("N",))
 
-
-@keeps_dtype
 def dense_scan(
     x: Tensor,
     w: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
+    h0: Tensor | None = None,
     *,
-    activation: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "tanh",
+    act_param: Tensor | None = None,
     checkpoint_every: int = 0,
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
     lengths: Tensor | None = None,
-    message_clip: float = 0.0,
+    message_clip: float = 0,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> Tensor:
-    """A dense recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
+    """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
     Equation:
-        e_t = x_t                        without weight
-            = weight x_t + bias          for features; for token ids x_t is one-hot, and is not materialised
-        a_t = W h_{t-1} + e_t,    h_t = phi(a_t),    t = 1 ... T.
-        With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
+        a_t = W h_{t-1} + e_t,    h_t = phi(a_t),    t = 1 ... T,    and e_t as in ``factored_scan``.
         Backward: Note [Dense scan backward] in ``orthokern/reference/dense_scan.py``.
 
     Args:
-        w: [N, N], applied to column vectors (row form: h @ w.T), as torch's weight_hh.
-        The others: as in ``orthokern.ops.factored_scan``, in the floating dtype of w.
+        w: [N, N], applied to column vectors as torch's weight_hh. All floating tensors have its dtype.
+        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
+            message_clip, resets, reset_state: as in ``factored_scan``.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
+        Differentiable in x, w, h0, weight, bias, act_param, reset_state.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
+        BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
         As ``factored_scan``.
@@ -57,8 +58,34 @@ def dense_scan(
 
     Numerics:
         As ``factored_scan``, in the dtype of w.
+
+    Example::
+
+        >>> w = torch.linalg.qr(torch.randn(8, 8))[0]
+        >>> dense_scan(torch.randn(100, 4, 8), w, activation="relu").shape
+        torch.Size([100, 4, 8])
     """
-    return _OP(
-        backend, x, w, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
-        lengths, message_clip, resets, reset_state,
-    )  # fmt: skip
+    is_tensor("w", w)
+    if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
+        raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
+    is_float("w", w)
+    args = ScanArgs(
+        x,
+        None,
+        None,
+        w,
+        h0,  # type: ignore[arg-type]  # None before the check
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        backend,
+        precision,
+        algorithm,
+        lengths,
+        message_clip,
+        resets,
+        reset_state,
+    )
+    return scan(scan_args(args, "w"))

@@ -4,76 +4,82 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orthokern._autocast import keeps_dtype
-from orthokern._products import ieee_products
-from orthokern._scan_contract import Map
-from orthokern.ops._scan_op import SUPPORT, ScanOp
+from orthokern._scan_contract import ScanArgs
+from orthokern.ops._checks import factors, scan_args
+from orthokern.ops._scan import SUPPORT, scan
 
 __all__ = ["SUPPORT", "factored_scan"]
 
 
-def _gradients(m: Tensor, map_: Map) -> tuple[Tensor, ...]:
-    """The gradients of u, s and v from M = dL/dW [N, N], where W = U diag(s) V^T.
-
-    dU = M V diag(s), ds = diag(U^T M V), dV = M^T U diag(s): Note [Factored scan backward] in
-    ``orthokern/reference/factored_scan.py``.
-    """
-    v, s, u = map_
-    assert v is not None and s is not None
-    with ieee_products():
-        m_v, mt_u = m @ v, m.mT @ u  # [N, K]
-    each = s.unsqueeze(-2)
-    return m_v * each, (u * m_v).sum(-2), mt_u * each
-
-
-_OP = ScanOp("factored_scan", ("u", "s", "v"), lambda u, s, v: Map(first=v, scale=s, second=u), _gradients, ("N", "K"))
-
-
-@keeps_dtype
 def factored_scan(
     x: Tensor,
     u: Tensor,
     s: Tensor,
     v: Tensor,
-    h0: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act_param: Tensor | None,
+    h0: Tensor | None = None,
     *,
-    activation: str,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "tanh",
+    act_param: Tensor | None = None,
     checkpoint_every: int = 0,
     backend: str | None = None,
     precision: str = "ieee",
     algorithm: str = "auto",
     lengths: Tensor | None = None,
-    message_clip: float = 0.0,
+    message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> Tensor:
-    """A factored recurrent layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
+    """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
+
+    Vorontsov et al. 2017, eq. 7 to 10.
 
     Equation:
         e_t = x_t                        without weight
             = weight x_t + bias          for features; for token ids x_t is one-hot, and is not materialised
-        a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T;    W = U diag(s) V^T is not formed.
+        a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T.
         With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
     Args:
-        As in ``orthokern.functional.factored_scan``, with int64 token ids and an h0 that is not None. Floating tensors
-        share one dtype and device; any strides (tensors that are not contiguous are copied).
-        x: token ids are checked on a CPU only, since a check on a GPU would synchronise; there a wrong id makes its
-            sequence NaN. Nor are lengths checked on a GPU, where they are clamped to [0, T].
-        u, v: with orthonormal columns, which are not required, s holds the singular values.
-        backend: an explicit "reference" runs plain differentiable torch code, where checkpoint_every changes nothing.
-        precision: "3xtf32" is three TF32 products, nearly float32; "tf32" and "bf16" round both factors. State and sums
-            stay float32. A backend without the faster products computes IEEE ones; so does float64.
-        algorithm: "chunked" forms W and uses its powers; "auto" is the choice of the backend.
-        message_clip: clips delta_t, the gradient of a_t. See Note [Message clip] in ``orthokern/reference/_scan.py``.
-        resets: before the step the state becomes reset_state (zeros for None). Note [Resets] there.
+        x: the input term e [T, B, N]; or with weight, features [T, B, D] or int64/int32 token ids [T, B] in [0, D).
+        u, v: [N, K], K <= N; s: [K]. All floating tensors have the dtype of u.
+        h0: [B, N], zeros if None.
+        weight: [N, D], input matrix or table of token vectors; bias: [N], only with weight.
+        activation: one of ACTIVATIONS.
+        act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
+        checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
+        backend: see the module's docstring.
+        precision: the lowest precision of float32 products that a kernel may use, one of PRECISIONS; "ieee" (exact
+            products) is the default. States and sums stay float32. The cpu backend has exact products and, on a CPU
+            with AVX512_BF16 and in calls of more than 16 rows (steps times sequences), "bf16": both factors of the
+            products with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of
+            W and, for features, of weight and bias. The reference backend computes exact products.
+        algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
+            message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
+            calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".
+        lengths: int64 [B] in [1, T], on the device of x, the number of steps of each sequence; None: T. The cpu backend
+            skips padding if the batch is sorted by decreasing length (in another order, some of it); the GPU kernels
+            stop after the longest of the few sequences that they process together. Padding in x and in the cotangent
+            has no effect, even if it is NaN or not a token id; gradients there are zeros.
+        message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
+            of the backward, before it is propagated to the previous step and to the parameters: the gradient clipping
+            of the code released with Vorontsov et al. 2017. 0 does not clip.
+        resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state instead of the
+            previous state. A sequence of the batch may thus consist of several episodes or documents, and no state or
+            gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.
+        reset_state: [B, N], the state that a reset sets; None: h0 if it is given, else zeros. Its gradient is the sum
+            over the resets (added to that of h0, if it is h0). Pass zeros if h0 is carried over from an earlier part of
+            the sequences.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
+        Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
+        BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
@@ -92,8 +98,31 @@ def factored_scan(
         4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians: not at all
         where s is near 1 and the activation is near linear. The gradients of modrelu, relu, prelu and oplu jump where a
         unit is at its threshold, so two precisions may differ there by whole terms.
+
+    Example::
+
+        >>> u, v = (torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(2))
+        >>> factored_scan(torch.randn(100, 4, 8), u, torch.ones(8), v).shape
+        torch.Size([100, 4, 8])
     """
-    return _OP(
-        backend, x, u, s, v, h0, weight, bias, act_param, activation, checkpoint_every, backend, precision, algorithm,
-        lengths, message_clip, resets, reset_state,
-    )  # fmt: skip
+    factors(u, s, v)
+    args = ScanArgs(
+        x,
+        v,
+        s,
+        u,
+        h0,  # type: ignore[arg-type]  # None before the check
+        weight,
+        bias,
+        act_param,
+        activation,
+        checkpoint_every,
+        backend,
+        precision,
+        algorithm,
+        lengths,
+        message_clip,
+        resets,
+        reset_state,
+    )
+    return scan(scan_args(args, "u"))

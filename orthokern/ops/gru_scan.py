@@ -9,13 +9,22 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import (
+    GRU_VARIANTS,
+    GruArgs,
+    GruGradients,
+    GruStates,
+    only_tensors,
+    with_tensors,
+    without_tensors,
+)
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_lengths, contiguous, filled, needed, no_second_derivative
+from orthokern.ops._checks import gru_args
+from orthokern.ops._common import check_lengths, filled, no_second_derivative
 from orthokern.ops._register import custom_op
 
-VARIANTS = ("kanai", "torch")
+VARIANTS = GRU_VARIANTS
 FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
 _GPU: dict[str, Any] = {"devices": ("cuda",), "features": FEATURES, "capability": (8, 0)}
@@ -28,20 +37,19 @@ SUPPORT = {
 dispatch.register("gru_scan", SUPPORT)
 
 
-@keeps_dtype
 def gru_scan(
     x: Tensor,
     w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
+    h0: Tensor | None = None,
     *,
-    variant: str,
+    bias: Tensor | None = None,
+    variant: str = "kanai",
     backend: str | None = None,
     lengths: Tensor | None = None,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
 ) -> Tensor:
-    """A GRU layer over a whole sequence. Inputs are taken as checked (``orthokern.functional`` does).
+    """A gated recurrent unit over a sequence; z = 1 keeps the state: h_t = z_t h_{t-1} + (1 - z_t) n_t.
 
     Equation:
         With (x_r, x_z, x_n) the three blocks of x_t, W_r, W_z, W_n and b_r, b_z, b_n those of w and bias, s the
@@ -56,16 +64,23 @@ def gru_scan(
         Backward: Note [GRU scan backward] in ``orthokern/reference/gru_scan.py``.
 
     Args:
-        As in ``orthokern.functional.gru_scan``, with an h0 that is not None. Floating tensors share one dtype and
-        device; any strides (tensors that are not contiguous are copied).
-        x: the input terms W_ih x_t + b_ih of r, z, n.
-        bias: in variant "kanai", and for r and z, the same as adding it to x.
-        backend: an explicit "reference" runs plain differentiable torch code.
-        lengths: checked on a CPU only, since a check on a GPU would synchronise; there they are clamped to [0, T].
-        resets: Note [Resets] in ``orthokern/reference/_scan.py``.
+        x: [T, B, 3N], the input terms of the reset gate, the update gate and the candidate, in this order.
+        w: [3N, N], their recurrent weights, as torch's weight_hh. All floating tensors have its dtype.
+        h0: [B, N], zeros if None.
+        bias: [3N], recurrent biases, or None.
+        variant: "kanai": the reset gate multiplies the state before W_n (Kanai et al. 2017, eq. 4); "torch": it
+            multiplies W_n h + b_n, as in torch.nn.GRU and cuDNN.
+        backend: see the module's docstring.
+        lengths: int64 [B] or None, the number of steps of each sequence, as in ``factored_scan``.
+        resets, reset_state: bool [T, B] and [B, N], or None, as in ``factored_scan``.
 
     Returns:
-        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
+        hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps. Differentiable in x, w, h0, bias and
+        reset_state.
+
+    Raises:
+        InputError: wrong shapes, dtypes, devices, variant, lengths or resets.
+        BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
         hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on
@@ -82,154 +97,153 @@ def gru_scan(
         Accumulation in the dtype of w, fixed order of sums in the scans: the same bits for the same inputs, machine and
         thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
         1 / (1 + exp(-a)); its relative error is small until it underflows.
+
+    Example::
+
+        >>> gru_scan(torch.randn(100, 4, 24), torch.randn(24, 8) / 8).shape
+        torch.Size([100, 4, 8])
     """
-    if not _route.by_reference(backend, x, w, h0, bias, reset_state):
-        hs: Tensor = _fwd(x, w, h0, bias, variant, backend, lengths, resets, reset_state)[0]
+    args = GruArgs(x, w, h0, bias, variant, backend, lengths, resets, reset_state)  # type: ignore[arg-type]
+    return scan(gru_args(args))
+
+
+_SCHEMA = (
+    "Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, Tensor? resets=None, "
+    "Tensor? reset_state=None"
+)
+
+
+def scan(args: GruArgs) -> Tensor:
+    """hs [T, B, N] of checked arguments."""
+    if not _route.by_reference(args.backend, *args):
+        hs: Tensor = _fwd(*args)[0]
         return hs
-    reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
-    check_lengths(lengths, x.shape[0])
-    inputs, options = GruInputs(x, w, h0, bias, reset_state), GruOptions(variant, lengths, resets)
-    hs = reference.gru_scan_fwd(inputs, options).hs
+    return _by_reference(args)
+
+
+@keeps_dtype
+def _by_reference(args: GruArgs) -> Tensor:
+    """hs by the plain torch code of the reference."""
+    assert args.x is not None
+    check_lengths(args.lengths, args.x.shape[0])
+    hs: Tensor = _reference(args).gru_scan_fwd(args).hs
     _taps.record_states("gru_scan", hs)
     return hs
 
 
-def _arguments(
-    x: Tensor | None,
-    w: Tensor,
-    h0: Tensor,
-    bias: Tensor | None,
-    variant: str,
-    backend: str | None,
-    lengths: Tensor | None,
-    resets: Tensor | None,
-    reset_state: Tensor | None,
-) -> tuple[str | None, GruInputs, GruOptions]:
-    """The backend, and the arguments of its functions."""
-    inputs = GruInputs(x, w, h0, bias, None if resets is None else reset_state)
-    return backend, inputs, GruOptions(variant, lengths, resets)
+def _reference(args: GruArgs) -> Any:
+    """The module of the reference backend."""
+    return dispatch.resolve("gru_scan", "reference", device=args.w.device, dtype=args.w.dtype)
 
 
-def _leaf(T: int, *arguments: Any) -> tuple[Any, GruInputs, GruOptions]:
-    """The leaf that serves a call of T steps, and its arguments, whose values are checked."""
-    backend, inputs, options = _arguments(*arguments)
-    w, cuts = inputs.w, (options.lengths, options.resets)
-    used = tuple(name for name, tensor in zip(FEATURES, cuts, strict=True) if tensor is not None)
-    leaf = dispatch.resolve("gru_scan", backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
-    check_lengths(options.lengths, T)
-    options.lengths, options.resets = map(contiguous, cuts)
-    return leaf, GruInputs._make(map(contiguous, inputs)), options
+def _backend_module(args: GruArgs, T: int) -> tuple[Any, GruArgs]:
+    """The module of the backend that serves a call of T steps, and the arguments, contiguous, with checked lengths."""
+    w, used = args.w, tuple(name for name in FEATURES if getattr(args, name) is not None)
+    module = dispatch.resolve("gru_scan", args.backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
+    check_lengths(args.lengths, T)
+    return module, args.contiguous()
 
 
-@custom_op(
-    "gru_scan_fwd",
-    "(Tensor x, Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, "
-    "Tensor? resets=None, Tensor? reset_state=None) -> (Tensor, Tensor, Tensor)",
-)
-def _fwd(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """(hs, gates, pre); pre is empty in variant "kanai"."""
-    leaf, inputs, options = _leaf(x.shape[0], x, *rest)
-    states = leaf.gru_scan_fwd(inputs, options)
+@custom_op("gru_scan_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    """From the fields of GruArgs, those of GruStates; pre is empty in variant "kanai"."""
+    module, args = _backend_module(GruArgs(x, *fields), x.shape[0])
+    states = module.gru_scan_fwd(args)
     _taps.record_states("gru_scan", states.hs)
     return filled(states, states.hs)
 
 
 @_fwd.register_fake
-def _fwd_fake(x: Tensor, w: Tensor, h0: Tensor, _: Tensor | None, variant: str, *__: Any) -> tuple[Tensor, ...]:
-    T, (B, N), new = x.shape[0], h0.shape, w.new_empty
-    return new(T, B, N), new(T, B, 3 * N), new(T, B, N) if variant == "torch" else new(0)
+def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    args = GruArgs(x, *fields)
+    T, (B, N), new = x.shape[0], args.h0.shape, args.w.new_empty
+    return new(T, B, N), new(T, B, 3 * N), new(0) if args.kanai else new(T, B, N)
 
 
 @custom_op(
     "gru_scan_bwd",
-    "(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, Tensor w, Tensor h0, Tensor? bias, str variant, "
-    "bool need_params=True, str? backend=None, Tensor? lengths=None, Tensor? resets=None, Tensor? reset_state=None) "
+    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, bool need_params, Tensor? x, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *rest: Any
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, need_params: bool, *fields: Any
 ) -> tuple[Tensor, ...]:
-    """(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm [T]); what is not needed is empty."""
-    variant, need_params, *others = rest
-    leaf, inputs, options = _leaf(grad_hs.shape[0], None, w, h0, bias, variant, *others)
-    states = GruStates(hs.contiguous(), gates.contiguous(), None if options.kanai else pre.contiguous())
-    grads = leaf.gru_scan_bwd(inputs, options, grad_hs.contiguous(), states, need_params=need_params)
+    """The fields of GruGradients; what is not needed is empty. x is not read."""
+    module, args = _backend_module(GruArgs(*fields), grad_hs.shape[0])
+    states = GruStates(hs.contiguous(), gates.contiguous(), None if args.kanai else pre.contiguous())
+    grads = module.gru_scan_bwd(args, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
-    return filled(grads, h0)
+    return filled(grads, args.h0)
 
 
 @_bwd.register_fake
 def _bwd_fake(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *rest: Any
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, need_params: bool, *fields: Any
 ) -> tuple[Tensor, ...]:
-    _, need_params, _, _, resets, reset_state = rest
+    args = GruArgs(*fields)
+    new = args.w.new_empty
 
     def like(tensor: Tensor | None, required: bool) -> Tensor:
-        return w.new_empty(tensor.shape if tensor is not None and required else 0)
+        return new(tensor.shape if tensor is not None and required else 0)
 
-    norm_dtype = torch.float32 if w.dtype in (torch.float16, torch.bfloat16) else w.dtype
+    wide = torch.float32 if args.w.dtype in (torch.float16, torch.bfloat16) else args.w.dtype
     return (
-        w.new_empty(gates.shape),
-        like(w, need_params),
-        like(h0, True),
-        like(bias, need_params),
-        like(reset_state, resets is not None),
-        w.new_empty(grad_hs.shape[0], dtype=norm_dtype),
+        new(gates.shape),
+        like(args.w, need_params),
+        like(args.h0, True),
+        like(args.bias, need_params),
+        like(args.reset_state, args.resets is not None),
+        new(grad_hs.shape[0], dtype=wide),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, w, h0, bias, ctx.variant, ctx.backend, *cuts = inputs
-    hs, gates, pre = output
-    if ctx.variant != "torch":
+    args, (hs, gates, pre) = GruArgs(*inputs), output
+    if args.kanai:
         ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hs, gates, pre, w, h0, bias, *cuts)
+    ctx.options = without_tensors(args)
+    ctx.save_for_backward(hs, gates, pre, *only_tensors(args._replace(x=None)))
 
 
 def _backward(
-    ctx: Any,
-    saved: tuple[Any, ...],
-    grad_hs: Tensor | None,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
+    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
 ) -> tuple[Any, ...]:
     of_saved = grad_gates is not None or grad_pre is not None
     if grad_hs is None and not of_saved:
         return ()
-    needs, resets = ctx.needs_input_grad, saved[7]  # as in _setup_context
-    need_params = needs[1] or needs[3]
+    hs, gates, pre, *tensors = saved
+    args: GruArgs = with_tensors(ctx.options, tensors)
+    needs: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
+    need_params = bool(needs.w or needs.bias)
     if of_saved or _route.recording():
-        grads = _differentiable(ctx, saved, (grad_hs, grad_gates, grad_pre), need_params)
+        states = GruStates(hs, gates, None if args.kanai else pre)
+        grads = _differentiable(args, states, grad_hs, need_params, grad_gates, grad_pre)
     else:
-        grads = _bwd(grad_hs, *saved[:6], ctx.variant, need_params, ctx.backend, *saved[6:])
-    of_reset_state = needed(grads[4], resets is not None and needs[8])
-    return (*map(needed, grads[:4], needs[:4]), *(None,) * 4, of_reset_state)
+        grads = GruGradients(*_bwd(grad_hs, hs, gates, pre, need_params, *args))
+    of_args = grads._asdict()
+    if args.resets is None:
+        del of_args["reset_state"]
+    return tuple(of_args.get(name) if need else None for name, need in needs._asdict().items())
 
 
 def _differentiable(
-    ctx: Any, saved: tuple[Any, ...], cotangents: tuple[Tensor | None, ...], need_params: bool
-) -> tuple[Tensor | None, ...]:
+    args: GruArgs,
+    states: GruStates,
+    grad_hs: Tensor | None,
+    need_params: bool,
+    grad_gates: Tensor | None,
+    grad_pre: Tensor | None,
+) -> GruGradients:
     """The results of the backward op, computed by the reference as differentiable functions of all tensors. There hs,
     gates and pre are functions of the inputs through the forward op."""
-    hs, gates, pre, w, h0, bias, *cuts = saved
-    grad_hs, grad_gates, grad_pre = cotangents
-    _, inputs, options = _arguments(None, w, h0, bias, ctx.variant, ctx.backend, *cuts)
-    reference = dispatch.resolve("gru_scan", "reference", device=w.device, dtype=w.dtype)
-    result: tuple[Tensor | None, ...] = reference.gru_scan_bwd(
-        inputs,
-        options,
-        torch.zeros_like(hs) if grad_hs is None else grad_hs,
-        GruStates(hs, gates, None if options.kanai else pre),
-        need_params=need_params,
-        grad_gates=grad_gates,
-        grad_pre=grad_pre,
-    )
+    result: GruGradients = _reference(args).gru_scan_bwd(
+        args, torch.zeros_like(states.hs) if grad_hs is None else grad_hs, states, need_params=need_params,
+        grad_gates=grad_gates, grad_pre=grad_pre,
+    )  # fmt: skip
     if _taps.SINKS and grad_gates is None and grad_pre is None:
-        norm = result[-1]
-        assert norm is not None
-        _taps.record("gru_scan", norm.detach())
+        _taps.record("gru_scan", result.norm.detach())
     return result
 
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
-from orthokern.reference.activations import NEEDS_INPUT, activation_fwd, chain, sum_to_param
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern.reference.activations import activation_fwd, chain, sum_to_param
 
 
 def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -92,48 +92,45 @@ def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Ten
     return torch.where(resets.unsqueeze(-1), torch.zeros_like(h) if reset_state is None else reset_state, h)
 
 
-def product(map_: Map, rows: Tensor) -> Tensor:
+def product(args: ScanArgs, rows: Tensor) -> Tensor:
     """W applied to every row of rows [B, N]."""
-    if map_.first is None or map_.scale is None:
-        return rows @ map_.second.mT
-    return ((rows @ map_.first) * map_.scale) @ map_.second.mT
+    if args.first is None or args.scale is None:
+        return rows @ args.second.mT
+    return ((rows @ args.first) * args.scale) @ args.second.mT
 
 
-def transposed_product(map_: Map, rows: Tensor) -> Tensor:
+def transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
     """W^T applied to every row of rows [B, N]."""
-    if map_.first is None or map_.scale is None:
-        return rows @ map_.second
-    return ((rows @ map_.second) * map_.scale) @ map_.first.mT
+    if args.first is None or args.scale is None:
+        return rows @ args.second
+    return ((rows @ args.second) * args.scale) @ args.first.mT
 
 
-def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+def scan_fwd(args: ScanArgs) -> ScanStates:
     """hs, ckpt and pre of ``orthokern.ops.factored_scan`` and ``dense_scan``. Differentiable by autograd."""
-    assert inputs.x is not None
-    return run_steps(map_, inputs, options, running(inputs.x.shape[0], options.lengths))
+    return run_steps(args, running(args.time_steps, args.lengths))
 
 
-def run_steps(map_: Map, inputs: ScanInputs, options: ScanOptions, alive: Tensor | None) -> ScanStates:
+def run_steps(args: ScanArgs, alive: Tensor | None) -> ScanStates:
     """h_t = phi(W h_{t-1} + e_t), e of ``input_term``, from h0; alive: bool [T, B] or None, see ``running``."""
-    x, h, weight, bias, act_param, reset_state = inputs
-    activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
-    assert x is not None
-    e = input_term(without_padding(x, alive), weight, bias)
+    assert args.x is not None
+    h, checkpoint_every = args.h0, args.checkpoint_every
+    e = input_term(without_padding(args.x, alive), args.weight, args.bias)
     # unbind, not e[t]: the backward of T separate selections writes T zero-filled tensors of e's size
     states, entering, pre = [], [], []
     for t, e_t in enumerate(e.unbind(0)):
         if checkpoint_every and t % checkpoint_every == 0:
             entering.append(h)
         here = None if alive is None else alive[t]
-        start = h if options.resets is None else started(h, options.resets[t], reset_state)
-        a = without_padding(product(map_, start) + e_t, here)
-        if message_clip > 0:
-            a = ClippedMessage.apply(a, message_clip)
-        h = without_padding(activation_fwd(a, act_param, activation=activation), here)
+        start = h if args.resets is None else started(h, args.resets[t], args.reset_state)
+        a = without_padding(product(args, start) + e_t, here)
+        if args.message_clip > 0:
+            a = ClippedMessage.apply(a, args.message_clip)
+        h = without_padding(activation_fwd(a, args.act_param, activation=args.activation), here)
         states.append(h)
         pre.append(a)
-    keep_pre = not checkpoint_every and activation in NEEDS_INPUT
     return ScanStates(
-        torch.stack(states), torch.stack(entering) if entering else None, torch.stack(pre) if keep_pre else None
+        torch.stack(states), torch.stack(entering) if entering else None, torch.stack(pre) if args.keeps_pre else None
     )
 
 
@@ -152,9 +149,7 @@ def norm_over_batch(g: Tensor) -> Tensor:
 
 
 def scan_bwd(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
+    args: ScanArgs,
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
@@ -168,11 +163,12 @@ def scan_bwd(
     It is differentiable, which double backward uses: then hs and pre are functions of the inputs, and a second backward
     sends a gradient to each, the one of pre as ``grad_pre`` [T, B, N] (without checkpoints).
     """
-    x, h0, weight, bias, act_param, reset_state = inputs
-    resets = options.resets
-    activation, checkpoint_every, message_clip = options.activation, options.checkpoint_every, options.message_clip
+    x, h0, weight, bias, act_param = args.x, args.h0, args.weight, args.bias, args.act_param
+    activation, checkpoint_every, resets, reset_state = (
+        args.activation, args.checkpoint_every, args.resets, args.reset_state
+    )  # fmt: skip
     T, B, N = grad_hs.shape
-    alive = running(T, options.lengths)
+    alive = running(T, args.lengths)
     grad_hs = without_padding(grad_hs, alive)
     x = None if x is None else without_padding(x, alive)
     m = grad_hs.new_zeros(N, N)
@@ -189,9 +185,8 @@ def scan_bwd(
         if checkpoint_every:
             assert x is not None
             entering = states[start // checkpoint_every]
-            again = ScanInputs(x[start:stop], entering, weight, bias, act_param, reset_state)
-            here = None if alive is None else alive[start:stop]
-            hs, _, pre_segment = run_steps(map_, again, ScanOptions(activation, resets=cut), here)
+            segment = args._replace(x=x[start:stop], h0=entering, checkpoint_every=0, message_clip=0.0, resets=cut)
+            hs, _, pre_segment = run_steps(segment, None if alive is None else alive[start:stop])
         else:
             entering, hs, pre_segment = h0, states, pre
         pre_rows = (None,) * (stop - start) if pre_segment is None else pre_segment.unbind(0)
@@ -209,9 +204,9 @@ def scan_bwd(
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
             if of_pre_t is not None:
                 delta = delta + of_pre_t
-            if message_clip > 0:
-                delta = clip_message(delta, message_clip)
-            carry = transposed_product(map_, delta)
+            if args.message_clip > 0:
+                delta = clip_message(delta, args.message_clip)
+            carry = transposed_product(args, delta)
             if cut_t is not None:
                 kept = started(carry, cut_t, None)
                 if grad_reset_state is not None:

@@ -33,27 +33,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.reference._scan import norm_over_batch, running, started, without_padding
 
 
-def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
+def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See the op. Differentiable by autograd."""
-    x, w, h0, bias, reset_state = inputs
+    x, w, h0, bias = args.x, args.w, args.h0, args.bias
     assert x is not None
     N = h0.shape[1]
     w_r, w_z, w_n = w.split(N)
     b_r, b_z, b_n = w.new_zeros(3, N) if bias is None else bias.view(3, N)
-    alive = running(x.shape[0], options.lengths)
+    alive = running(x.shape[0], args.lengths)
     h = h0
     states, gates, pre = [], [], []
     for t, x_t in enumerate(without_padding(x, alive).unbind(0)):
         here = None if alive is None else alive[t]
-        h = h if options.resets is None else started(h, options.resets[t], reset_state)
+        h = h if args.resets is None else started(h, args.resets[t], args.reset_state)
         x_r, x_z, x_n = x_t.split(N, 1)
         r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
         z = torch.sigmoid(h @ w_z.mT + b_z + x_z)
-        if options.kanai:
+        if args.kanai:
             n = torch.tanh((r * h) @ w_n.mT + b_n + x_n)
         else:
             q = h @ w_n.mT + b_n
@@ -66,8 +66,7 @@ def gru_scan_fwd(inputs: GruInputs, options: GruOptions) -> GruStates:
 
 
 def gru_scan_bwd(
-    inputs: GruInputs,
-    options: GruOptions,
+    args: GruArgs,
     grad_hs: Tensor,
     states: GruStates,
     *,
@@ -80,11 +79,10 @@ def gru_scan_bwd(
     It is differentiable, which double backward uses: then the states are functions of the inputs, and a second backward
     sends a gradient to each of them, grad_gates [T, B, 3N] and grad_pre [T, B, N].
     """
-    _, w, h0, bias, reset_state = inputs
-    resets = options.resets
+    w, h0, bias, resets, reset_state = args.w, args.h0, args.bias, args.resets, args.reset_state
     hs, gates, pre = states
     T, _, N = grad_hs.shape
-    alive = running(T, options.lengths)
+    alive = running(T, args.lengths)
     grad_hs = without_padding(grad_hs, alive)
     of_gates = (torch.zeros_like(gates) if grad_gates is None else without_padding(grad_gates, alive)).split(N, 2)
     of_pre = None if grad_pre is None else without_padding(grad_pre, alive)
@@ -101,7 +99,7 @@ def gru_scan_bwd(
         of_r, of_z, of_n = (gradient[t] for gradient in of_gates)
         d_z = (ghat * (h - n) + of_z) * (z * (1 - z))
         d_n = (ghat * (1 - z) + of_n) * (1 - n * n)
-        if options.kanai:
+        if args.kanai:
             d_m = d_n @ w_n
             d_r = (d_m * h + of_r) * (r * (1 - r))
             through_n = r * d_m
@@ -123,7 +121,7 @@ def gru_scan_bwd(
     if need_params:
         rows = grads.flatten(0, 1)
         rows_n = torch.stack(to_w_n[::-1]).flatten(0, 1)
-        factor = gates[..., :N] * before if options.kanai else before
+        factor = gates[..., :N] * before if args.kanai else before
         grad_w = torch.cat([rows[:, : 2 * N].mT @ before.flatten(0, 1), rows_n.mT @ factor.flatten(0, 1)])
         if bias is not None:
             grad_bias = torch.cat([rows[:, : 2 * N].sum(0), rows_n.sum(0)])

@@ -425,15 +425,15 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, o
     problem = scan_problem(op, B=5, T=12, N=20, inputs="tokens", D=6).to(torch.float32)
     # the op checks the ids of CPU tensors, and nobody those of CUDA tensors
     forward = getattr(dispatch.leaf(op, "cuda"), f"{op}_fwd")
-    expected = forward(*problem.leaf_arguments()).hs
+    expected = forward(problem.args()).hs
     problem.x[3, 1], problem.x[10, 4] = 6, -1
-    actual = forward(*problem.leaf_arguments()).hs
+    actual = forward(problem.args()).hs
     good = torch.ones(12, 5, dtype=torch.bool)
     good[3:, 1] = good[10:, 4] = False
     assert torch.equal(actual[good], expected[good])
     assert bool(actual[~good].isnan().all())
     backward = getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")
-    backward(*problem.leaf_arguments(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
+    backward(problem.args(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -504,9 +504,9 @@ def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, ove
     for options in ({}, {"checkpoint_every": 3}, {"algorithm": "chunked"}):
         results = []
         for lengths in (wrong, wrong.clamp(0, 4)):
-            given = problem.leaf_arguments(lengths=lengths, **options)
-            hs, ckpt, pre = fwd(*given)
-            results.append([hs, ckpt, *bwd(*given, problem.grad_hs, hs if ckpt is None else ckpt, pre)])
+            args = problem.args(lengths=lengths, **options)
+            hs, ckpt, pre = fwd(args)
+            results.append([hs, ckpt, *bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre)])
         for one, other in zip(*results, strict=True):
             assert one is other is None or torch.equal(one, other)
 
@@ -580,8 +580,8 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
             for inputs in ("features", "tokens"):
                 problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
                 fwd, bwd = (getattr(dispatch.leaf(op, "cuda"), f"{op}_{direction}") for direction in ("fwd", "bwd"))
-                hs, _, pre = fwd(*problem.leaf_arguments())
-                bwd(*problem.leaf_arguments(), problem.grad_hs, hs, pre)
+                hs, _, pre = fwd(problem.args())
+                bwd(problem.args(), problem.grad_hs, hs, pre)
         for variant in VARIANTS:
             GruProblem.random(variant, 4, 3, 9).map(Tensor.float).run_leaves(gru_scan)
     assert products.seen >= {"mm", "addmm", "addmm_"}

@@ -204,7 +204,7 @@ def test_steps_in_graphs_while_another_thread_captures(monkeypatch: pytest.Monke
     problem = on(scan_problem("dense_scan", B=5, T=150, N=34).to(torch.float32), "cuda")
 
     def states() -> torch.Tensor:  # kernels of ours alone
-        return dense_scan.dense_scan_fwd(*problem.leaf_arguments()).hs
+        return dense_scan.dense_scan_fwd(problem.args()).hs
 
     stream, x, results = torch.cuda.Stream(), torch.ones(5, device="cuda"), []
 

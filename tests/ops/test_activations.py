@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
+from orthokern._scan_contract import ScanArgs
 from orthokern.cpu import _call
 from orthokern.nn import RNN
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -90,7 +90,7 @@ def test_a_kernel_refuses_an_unknown_number(op: str, monkeypatch: pytest.MonkeyP
         if op == "activations":
             leaf.activation_fwd(x, None, activation="tanh")
         else:
-            leaf.dense_scan_fwd(Map(None, None, torch.eye(4)), ScanInputs(x, x[0]), ScanOptions("tanh"))
+            leaf.dense_scan_fwd(ScanArgs(x, None, None, torch.eye(4), x[0], None, None, None, "tanh"))
 
 
 # ------------------------------------------------------------------------------------------------------------ reference

@@ -23,6 +23,7 @@ from helpers import (
     check_scan,
     each,
     run_scan,
+    scan_args,
     scan_cases,
     scan_problem,
     some_lengths,
@@ -216,7 +217,7 @@ def test_gradcheck_of_the_kernels(op: str, backend: str) -> None:
         for inputs in ("features", "tokens"):
             problem = scan_problem(op, B=2, T=3, N=4, D=3, activation=activation, inputs=inputs, gap=1e-3)
             leaves = [t if t is None or not t.is_floating_point() else t.requires_grad_() for t in problem.inputs()]
-            run = lambda *args, a=activation: fwd(*args, a, 0, backend)[0]  # noqa: E731
+            run = lambda *args, a=activation: fwd(*scan_args(op, args, a, backend=backend))[0]  # noqa: E731
             assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 

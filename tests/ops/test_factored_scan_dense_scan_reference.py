@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -13,6 +12,8 @@ from helpers import (
     ClipGradient,
     ScanProblem,
     leaf_tensors,
+    named_gradients,
+    scan_args,
     scan_cases,
     scan_problem,
     some_lengths,
@@ -21,7 +22,6 @@ from helpers import (
 from torch import Tensor
 
 from orthokern import functional
-from orthokern._scan_contract import Map, ScanInputs, ScanOptions
 from orthokern.ops.activations import NAMES
 from orthokern.reference.activations import activation_fwd
 
@@ -36,20 +36,25 @@ def problem_for(op: str, case: dict[str, Any]) -> ScanProblem:
 
 def forward_of(op: str) -> Any:
     """The forward as plain torch code, from the arguments of the op; an empty tensor for what does not apply."""
-    leaf = importlib.import_module(f"orthokern.reference.{op}")
+    module = importlib.import_module(f"orthokern.reference.{op}")
 
-    def forward(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
-        *matrices, h0, weight, bias, act_param = others
-        map_ = Map(*reversed(matrices)) if op == "factored_scan" else Map(None, None, *matrices)
-        inputs = ScanInputs(x, h0, weight, bias, act_param, options.pop("reset_state", None))
-        found = getattr(leaf, f"{op}_fwd")(map_, inputs, ScanOptions(**options))
-        return tuple(h0.new_empty(0) if result is None else result for result in found)
+    def forward(*inputs: Any, activation: str, **options: Any) -> tuple[Tensor, ...]:
+        result = getattr(module, f"{op}_fwd")(scan_args(op, inputs, activation, **options))
+        return tuple(result.hs.new_empty(0) if tensor is None else tensor for tensor in result)
 
     return forward
 
 
-def backward_of(op: str) -> Any:
-    return functools.partial(getattr(torch.ops.orthokern, f"{op}_bwd"), backend="reference")
+def backward_of(problem: ScanProblem) -> Any:
+    """The backward op of the reference: from (grad_hs, states, pre, *inputs) the gradients by name."""
+    op = getattr(torch.ops.orthokern, f"{problem.op}_bwd")
+
+    def backward(grad_hs: Tensor, states: Tensor, pre: Tensor, *inputs: Any, activation: str, **options: Any) -> Any:
+        needs = options.pop("need_x", True), options.pop("need_params", True)
+        args = scan_args(problem.op, inputs, activation, backend="reference", **options)
+        return tuple(named_gradients(problem, args, op(grad_hs, states, pre, *needs, *args)).values())
+
+    return backward
 
 
 def by_hand(
@@ -65,7 +70,7 @@ def by_hand(
     hs, ckpt, pre = forward_of(problem.op)(
         *problem.inputs(), activation=problem.activation, checkpoint_every=checkpoint_every, **cut
     )
-    return backward_of(problem.op)(
+    return backward_of(problem)(
         problem.grad_hs,
         ckpt if checkpoint_every else hs,
         pre,
@@ -182,7 +187,7 @@ def test_gradcheck_of_the_pair(op: str, activation: str, lengths: list[int] | No
         @staticmethod
         def backward(ctx: Any, grad_hs: Tensor) -> Any:
             hs, pre, *inputs = ctx.saved_tensors
-            grads = backward_of(op)(grad_hs, hs, pre, *inputs, activation=activation, lengths=given)
+            grads = backward_of(problem)(grad_hs, hs, pre, *inputs, activation=activation, lengths=given)
             return tuple(grad if grad.numel() else None for grad in grads[:-1])
 
     for kind in ("features", "tokens"):

@@ -17,6 +17,7 @@ from helpers import (
     compiled,
     leaf_tensors,
     run_scan,
+    scan_args,
     scan_problem,
     served,
     some_lengths,
@@ -78,8 +79,11 @@ def check_against_cuts(
     poisoned = with_poisoned_padding(problem, lengths)
 
     def op(inputs: list[Tensor | None], own: Tensor) -> Tensor:
-        fwd, more = getattr(torch.ops.orthokern, f"{problem.op}_fwd"), (lengths, clip, resets, own)
-        found: Tensor = fwd(*inputs, problem.activation, every, backend, "ieee", "auto", *more)[0]
+        args = scan_args(
+            problem.op, inputs, problem.activation, checkpoint_every=every, backend=backend, lengths=lengths,
+            message_clip=clip, resets=resets, reset_state=own,
+        )  # fmt: skip
+        found: Tensor = getattr(torch.ops.orthokern, f"{problem.op}_fwd")(*args)[0]
         return found
 
     def plain(inputs: list[Tensor | None], own: Tensor) -> Tensor:
@@ -192,10 +196,10 @@ def test_opcheck_and_compile_with_resets(op: str) -> None:
     problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="tanh", inputs="features")
     fwd, bwd = (getattr(torch.ops.orthokern, f"{op}_{way}").default for way in ("fwd", "bwd"))
     more = {"resets": some_resets(5, 3), "reset_state": state_for(problem).requires_grad_()}
-    torch.library.opcheck(fwd, (*leaf_tensors(problem), "tanh", 0), more)
-    hs, _, pre = fwd(*problem.inputs(), "tanh", 0, **more)
-    kept = {name: tensor.detach() for name, tensor in more.items()}
-    torch.library.opcheck(bwd, (problem.grad_hs, hs.detach(), pre, *problem.inputs(), "tanh", 0), kept)
+    torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "tanh", **more)))
+    args = problem.args(**{name: tensor.detach() for name, tensor in more.items()})
+    hs, _, pre = fwd(*args)
+    torch.library.opcheck(bwd, (problem.grad_hs, hs, pre, True, True, *args))
 
     def run(function: Any) -> list[Tensor]:
         inputs, own = leaf_tensors(problem), state_for(problem).requires_grad_()

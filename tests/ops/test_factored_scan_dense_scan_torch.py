@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers import (
     compiled,
     gradients,
     leaf_tensors,
+    scan_args,
     scan_problem,
     served,
     some_lengths,
@@ -39,16 +41,16 @@ def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, chec
         pytest.skip("the registration is the same for every backend: one case will do")
     problem = scan_problem(op, B=3, T=5, N=4, D=6, activation=activation, inputs=inputs, gap=1e-4)
     fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
-    torch.library.opcheck(fwd, (*leaf_tensors(problem), activation, checkpoint_every, backend))
-    hs, ckpt, pre = fwd(*problem.inputs(), activation, checkpoint_every, backend)
-    x, *others = problem.inputs()
-    x_needed = problem.weight is not None or checkpoint_every > 0
+    options: dict[str, Any] = {"checkpoint_every": checkpoint_every, "backend": backend}
+    torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), activation, **options)))
+    args = problem.args(**options)
+    hs, ckpt, pre = fwd(*args)
+    args = args._replace(x=args.x if problem.weight is not None or checkpoint_every else None)
     states = ckpt if checkpoint_every else hs
-    for need_x, need_params in ((True, True), (False, True), (True, False)):
-        arguments = (problem.grad_hs, states, pre, x if x_needed else None, *others)
-        options = (activation, checkpoint_every, need_x, need_params, backend)
-        torch.library.opcheck(bwd, (*arguments, *options), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(bwd, (*arguments, *options))
+    for needs in ((True, True), (False, True), (True, False)):
+        arguments = (problem.grad_hs, states, pre, *needs, *args)
+        torch.library.opcheck(bwd, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(bwd, arguments)
 
 
 @pytest.mark.parametrize("op", SCANS)
@@ -56,12 +58,11 @@ def test_opcheck_scans_with_lengths_and_clip(op: str) -> None:
     for inputs, every in (("features", 0), ("tokens", 2)):
         problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="prelu", inputs=inputs)
         fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
-        more = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
-        torch.library.opcheck(fwd, (*leaf_tensors(problem), "prelu", every), more)
-        hs, ckpt, pre = fwd(*problem.inputs(), "prelu", every, **more)
-        torch.library.opcheck(
-            bwd, (problem.grad_hs, ckpt if every else hs, pre, *problem.inputs(), "prelu", every), more
-        )
+        more: dict[str, Any] = {"checkpoint_every": every, "lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+        torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "prelu", **more)))
+        args = problem.args(**more)
+        hs, ckpt, pre = fwd(*args)
+        torch.library.opcheck(bwd, (problem.grad_hs, ckpt if every else hs, pre, True, True, *args))
 
 
 # -------------------------------------------------------------------------------------------------------- torch.compile
@@ -186,7 +187,8 @@ def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
     assert w is not None
 
     def call(w: Tensor) -> Tensor:
-        return torch.ops.orthokern.dense_scan_fwd(x, w, *others, "tanh")[0].square().sum()
+        args = scan_args("dense_scan", (x, w, *others), "tanh")
+        return torch.ops.orthokern.dense_scan_fwd(*args)[0].square().sum()
 
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))

@@ -48,7 +48,7 @@ def test_kanai_by_the_paper() -> None:
     p = GruProblem.random("kanai", 6, 1, 5, bias=False)
     w_r, w_z, w_h = p.w.split(5)
     h = p.h0[0]
-    for x_t, h_t in zip(p.x, reference.gru_scan_fwd(*p.leaf_arguments()).hs, strict=True):
+    for x_t, h_t in zip(p.x, reference.gru_scan_fwd(p.args()).hs, strict=True):
         x_r, x_z, x_h = x_t[0].split(5)
         z = 1 / (1 + torch.exp(-(x_z + w_z @ h)))
         r = 1 / (1 + torch.exp(-(x_r + w_r @ h)))
@@ -226,7 +226,7 @@ def test_opcheck(variant: str) -> None:
         saved = NAMESPACE.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant)
         for need_params in (True, False):
             torch.library.opcheck(
-                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, p.w, p.h0, p.bias, variant, need_params)
+                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, need_params, *p.args()._replace(x=None))
             )
         ragged = (None, torch.tensor([4, 2]))
         torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant, *ragged))

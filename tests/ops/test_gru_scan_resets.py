@@ -163,7 +163,7 @@ def test_opcheck_and_compile_with_resets(variant: str) -> None:
     torch.library.opcheck(fwd, (*leaves.values(), variant, None, lengths, p.resets, state))
     cuts = (None, lengths, p.resets, p.reset_state)
     saved = fwd(*p.inputs(), variant, *cuts)
-    torch.library.opcheck(bwd, (p.grad_hs, *saved, p.w, p.h0, p.bias, variant, True, *cuts))
+    torch.library.opcheck(bwd, (p.grad_hs, *saved, True, None, p.w, p.h0, p.bias, variant, *cuts))
 
     def run(function: Any) -> list[Tensor]:
         tensors = leaves_of(p)

@@ -73,13 +73,11 @@ def run(
 ) -> dict[str, Tensor]:
     """Forward and backward of the leaves: hs, ckpt, pre and every gradient, by name."""
     forward, backward = (getattr(leaf(problem.op, b), f"{problem.op}_{d}") for b, d in ((fwd, "fwd"), (bwd, "bwd")))
-    map_, inputs, chosen = problem.leaf_arguments(checkpoint_every=checkpoint_every, **options)
-    states = forward(map_, inputs, chosen)
+    args = problem.args(checkpoint_every=checkpoint_every, **options)
+    states = forward(args)
     x_needed = problem.weight is not None or checkpoint_every > 0
     grads = backward(
-        map_,
-        inputs if x_needed else inputs._replace(x=None),
-        chosen,
+        args if x_needed else args._replace(x=None),
         problem.grad_hs,
         states.ckpt if checkpoint_every else states.hs,
         states.pre,

@@ -1,0 +1,86 @@
+// The forward of peephole_scan.cpp for a group of rows.
+#pragma once
+
+#include "cpu/gated.h"
+
+namespace orthokern::ORTHOKERN_ISA {
+namespace {
+
+template <class T>
+struct PeepholeForward {
+  static constexpr int L = kLanes<T>, kGates = 4;
+  const GatedPlan<T>& plan;
+  const PeepholeArgs& args;
+  const T* const peephole;  // [3][round_up(N)]
+  GatedRows<T> rows;
+  Scratch<T> state[2], acc, cell, in;  // blocked: h by the parity of the step, results of products, c, and i
+
+  PeepholeForward(const GatedPlan<T>& plan_, const PeepholeArgs& args_, const T* peephole_, int row0, int R)
+      : plan(plan_), args(args_), peephole(peephole_), rows(plan_, args_, row0, R) {}
+
+  bool run() {
+    if (!rows.allocate(state[0], state[1], acc, cell, in)) return false;
+    rows.read_state(args.h0, state[0]);
+    rows.read_state(args.c0, cell);
+    for (int64_t t = 0; t < rows.steps; t++) step(t);
+    if (plan.stream) stream_fence();
+    return true;
+  }
+
+ private:
+  void step(int64_t t) {
+    const ptrdiff_t N = plan.N;
+    // Prefetches what the next step reads first, a quarter with each product.
+    Transfers<T> transfers[kGates];
+    for (int g = 0; g < kGates; g++) {
+      if (t + 1 < rows.steps) rows.prefetch(&transfers[g], rows.at(args.x, t + 1, kGates) + g * N, kGates * N, t + 1);
+      if (!plan.stream) rows.prefetch(&transfers[g], rows.at(args.gates, t, kGates) + g * N, kGates * N, t);
+    }
+    rows.prefetch(&transfers[2], rows.at(args.cs, t, 1), N, t);
+    rows.prefetch(&transfers[3], rows.at(args.hs, t, 1), N, t);
+
+    T *to_i = in, *c_of = cell, *next = state[1 - t % 2], *hs = rows.at(args.hs, t, 1), *cs = rows.at(args.cs, t, 1);
+    const T *p_i = peephole, *p_f = p_i + plan.padded(), *p_o = p_f + plan.padded();
+    gate(t, 0, transfers, [=](int b, int, int, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
+      const V<T> i = sigmoid<T>(a + load(p_i + b * L) * load(c_of + at));
+      store(to_i + at, i);
+      return i;
+    });
+    gate(t, 1, transfers, [=](int b, int, int, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
+      const V<T> c = load(c_of + at), f = sigmoid<T>(a + load(p_f + b * L) * c);
+      store(c_of + at, f * c);
+      return f;
+    });
+    gate(t, 2, transfers, [=](int b, int count, int r, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
+      const V<T> g = vtanh<T>(a), c = load(c_of + at) + load(to_i + at) * g;
+      store(c_of + at, c);
+      write(cs + r * N + b * L, c, count, false);
+      return g;
+    });
+    gate(t, 3, transfers, [=](int b, int count, int r, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
+      const V<T> c = load(c_of + at), o = sigmoid<T>(a + load(p_o + b * L) * c);
+      const V<T> now = o * vtanh<T>(c);
+      store(next + at, now);
+      write(hs + r * N + b * L, now, count, false);
+      return o;
+    });
+  }
+  // Gate g of step t, from value(b, count, r, at, its argument without the peephole).
+  template <class F>
+  ORTHOKERN_INLINE void gate(int64_t t, int g, Transfers<T>* transfers, const F& value) const {
+    const ptrdiff_t N = plan.N;
+    const bool stream = plan.stream;
+    const T *x = rows.at(args.x, t, kGates) + g * N, *sums = acc;
+    T* gates = rows.at(args.gates, t, kGates) + g * N;
+    const Segment<T> h = {state[t % 2], rows.block, plan.N};
+    multiply<T>(&h, 1, plan.gate[g], rows.R, acc, rows.block, &transfers[g], [&](int first, int last) {
+      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        const ptrdiff_t here = r * kGates * N + b * L;
+        write(gates + here, value(b, count, r, at, load(sums + at) + read(x + here, count)), count, stream);
+      });
+    });
+  }
+};
+
+}  // namespace
+}  // namespace orthokern::ORTHOKERN_ISA

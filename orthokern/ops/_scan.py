@@ -1,0 +1,236 @@
+"""The torch ops of ``factored_scan`` and ``dense_scan``. They have the same arguments, the fields of `ScanArgs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
+from orthokern._products import ieee_products
+from orthokern._scan_contract import ScanArgs, ScanGradients, only_tensors, with_tensors, without_tensors
+from orthokern.dispatch import Support
+from orthokern.ops import _route, _taps
+from orthokern.ops._common import check_lengths, check_tokens, filled, no_second_derivative
+from orthokern.ops._register import custom_op
+
+FEATURES = ("lengths", "message_clip", "resets")  # optional arguments that a backend may lack, see Support.features
+_GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
+SUPPORT = {
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, features=FEATURES, **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), features=FEATURES, **_GPU),
+}
+_SCHEMA = (
+    "Tensor? first, Tensor? scale, Tensor second, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
+    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
+    "Tensor? lengths=None, float message_clip=0.0, Tensor? resets=None, Tensor? reset_state=None"
+)
+
+
+def features(args: ScanArgs) -> tuple[str, ...]:
+    """The names of FEATURES that a call uses."""
+    if args.lengths is None and args.resets is None and not args.message_clip:
+        return ()
+    used = (args.lengths is not None, args.message_clip > 0, args.resets is not None)
+    return tuple(name for name, is_used in zip(FEATURES, used, strict=True) if is_used)
+
+
+class ScanOp:
+    """The ops ``torch.ops.orthokern.<name>_fwd`` and ``<name>_bwd``; calling the object runs the forward.
+
+    The forward takes the fields of `ScanArgs` and returns those of `ScanStates`. The backward takes (grad_hs, states,
+    pre, need_x, need_params, x, ...), where states is hs, or ckpt with checkpoints, and x may be None where it is not
+    read (no weight, no checkpoints). It returns the fields of `ScanGradients`. What does not apply or is not needed is
+    an empty tensor.
+
+    A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there hs
+    and pre are functions of the inputs through the forward op.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        dispatch.register(name, SUPPORT)
+        self.fwd = custom_op(f"{name}_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")(self._forward)
+        self.bwd = custom_op(
+            f"{name}_bwd",
+            "(Tensor grad_hs, Tensor states, Tensor pre, bool need_x, bool need_params, "
+            f"Tensor? x, {_SCHEMA}) -> ({', '.join(['Tensor'] * len(ScanGradients._fields))})",
+        )(self._backward)
+        self.fwd.register_fake(self._forward_fake)
+        self.bwd.register_fake(self._backward_fake)
+        self.fwd.register_autograd(self._derivative, setup_context=self._setup_context)
+        self.bwd.register_autograd(no_second_derivative(name))
+
+    def __call__(self, args: ScanArgs) -> Tensor:
+        """hs of checked arguments."""
+        if not _route.by_reference(args.backend, *args):
+            hs: Tensor = self.fwd(*args)[0]
+            return hs
+        return self._by_reference(args)
+
+    @keeps_dtype
+    def _by_reference(self, args: ScanArgs) -> Tensor:
+        """hs by the plain torch code of the reference."""
+        check_values(args, args.time_steps)
+        # checkpoints change nothing in plain torch code
+        hs: Tensor = getattr(self._reference(args), f"{self.name}_fwd")(args._replace(checkpoint_every=0)).hs
+        _taps.record_states(self.name, hs)
+        return hs
+
+    def _reference(self, args: ScanArgs) -> Any:
+        """The module of the reference backend."""
+        second = args.second
+        return dispatch.resolve(
+            self.name, "reference", device=second.device, dtype=second.dtype, algorithm=args.algorithm
+        )
+
+    def _backend_module(self, args: ScanArgs, T: int) -> tuple[Any, ScanArgs]:
+        """The module of the backend that serves a call of T steps, and the arguments, contiguous, with checked values.
+        Token ids and lengths are checked on a CPU."""
+        second = args.second
+        module = dispatch.resolve(
+            self.name, args.backend, device=second.device, dtype=second.dtype, algorithm=args.algorithm,
+            features=features(args), **args.sizes,
+        )  # fmt: skip
+        check_values(args, T)
+        return module, args.contiguous()
+
+    def _forward(self, *fields: Any) -> tuple[Tensor, ...]:
+        args = ScanArgs(*fields)
+        module, args = self._backend_module(args, args.time_steps)
+        states = getattr(module, f"{self.name}_fwd")(args)
+        _taps.record_states(self.name, states.hs)
+        return filled(states, states.hs)
+
+    def _backward(
+        self, grad_hs: Tensor, states: Tensor, pre: Tensor, need_x: bool, need_params: bool, *fields: Any
+    ) -> tuple[Tensor, ...]:
+        module, args = self._backend_module(ScanArgs(*fields), grad_hs.shape[0])
+        result = getattr(module, f"{self.name}_bwd")(
+            args, grad_hs.contiguous(), states.contiguous(), pre.contiguous() if args.keeps_pre else None,
+            need_x=need_x, need_params=need_params,
+        )  # fmt: skip
+        if _taps.SINKS:
+            _taps.record(self.name, result.norm)
+        return filled(result, result.h0)
+
+    def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
+        args = ScanArgs(*fields)
+        (B, N), T, every = args.h0.shape, args.time_steps, args.checkpoint_every
+        new = args.second.new_empty
+        ckpt = new((T + every - 1) // every, B, N) if every else new(0)
+        return new(T, B, N), ckpt, new(T, B, N) if args.keeps_pre else new(0)
+
+    def _backward_fake(
+        self, grad_hs: Tensor, states: Tensor, pre: Tensor, need_x: bool, need_params: bool, *fields: Any
+    ) -> tuple[Tensor, ...]:
+        args = ScanArgs(*fields)
+        new, (T, B, N), dtype = args.h0.new_empty, grad_hs.shape, args.h0.dtype
+
+        def like(tensor: Tensor | None, required: bool = need_params) -> Tensor:
+            # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
+            return new(tensor.shape) if tensor is not None and required else new(0)
+
+        x = args.x if args.weight is not None else grad_hs
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        return (
+            new(x.shape) if need_x and x is not None and x.is_floating_point() else new(0),
+            new(N, N) if need_params else new(0),
+            new(B, N),
+            like(args.weight),
+            like(args.bias),
+            like(args.act_param),
+            like(args.reset_state, args.resets is not None),
+            new(T, dtype=wide),
+        )
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        args, (hs, ckpt, pre) = ScanArgs(*inputs), output
+        # pre has a gradient in a second derivative
+        ctx.mark_non_differentiable(*((ckpt,) if args.keeps_pre else (ckpt, pre)))
+        ctx.set_materialize_grads(False)
+        # a precomputed input term is only needed to recompute states, and may be as large as all of them
+        x = args.x if args.weight is not None or args.checkpoint_every else None
+        ctx.options = without_tensors(args)
+        ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *only_tensors(args._replace(x=x)))
+
+    def _derivative(
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
+    ) -> tuple[Any, ...]:
+        if grad_hs is None and grad_pre is None:
+            return ()
+        states, pre, *tensors = saved
+        args: ScanArgs = with_tensors(ctx.options, tensors)
+        needs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
+        of_map = needs.first or needs.scale or needs.second
+        need_params = bool(of_map or needs.weight or needs.bias or needs.act_param)
+        if grad_pre is not None or _route.recording():
+            grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs.x, need_params)
+        else:
+            grads = ScanGradients(*self.bwd(grad_hs, states, pre, needs.x, need_params, *args))
+        first, scale, second = map_gradients(args, grads.m) if of_map else (None, None, None)
+        of_args = {**grads._asdict(), "first": first, "scale": scale, "second": second}
+        if args.resets is None:
+            del of_args["reset_state"]
+        return tuple(of_args.get(name) if need else None for name, need in needs._asdict().items())
+
+    def _differentiable(
+        self,
+        args: ScanArgs,
+        states: Tensor,
+        pre: Tensor,
+        grad_hs: Tensor | None,
+        grad_pre: Tensor | None,
+        need_x: bool,
+        need_params: bool,
+    ) -> ScanGradients:
+        """The results of the backward op, computed by the reference as differentiable functions of all tensors."""
+        if args.checkpoint_every:  # recompute the states as a differentiable function of the inputs
+            args = args._replace(checkpoint_every=0)
+            with _taps.set_aside():
+                states, _, pre = self.fwd(*args)
+        result: ScanGradients = getattr(self._reference(args), f"{self.name}_bwd")(
+            args, torch.zeros_like(states) if grad_hs is None else grad_hs, states, pre if args.keeps_pre else None,
+            need_x=need_x, need_params=need_params, grad_pre=grad_pre,
+        )  # fmt: skip
+        if _taps.SINKS and grad_pre is None:
+            _taps.record(self.name, result.norm.detach())
+        return result
+
+
+def check_values(args: ScanArgs, T: int) -> None:
+    """The checks of lengths and token ids, on a CPU."""
+    if args.lengths is not None:
+        check_lengths(args.lengths, T)
+    if args.weight is not None:
+        check_tokens(args.x, args.weight, args.lengths)
+
+
+def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The gradients of first, scale and second from M = dL/dW [N, N], where W = U diag(s) V^T or W = second.
+
+    dU = M V diag(s), ds = diag(U^T M V), dV = M^T U diag(s): Note [Factored scan backward] in
+    ``orthokern/reference/factored_scan.py``.
+    """
+    v, s, u = args.first, args.scale, args.second
+    if v is None or s is None:
+        return None, None, m
+    with ieee_products():
+        m_v, mt_u = m @ v, m.mT @ u  # [N, K]
+    return mt_u * s, (u * m_v).sum(0), m_v * s
+
+
+FACTORED, DENSE = ScanOp("factored_scan"), ScanOp("dense_scan")
+
+
+def scan(args: ScanArgs) -> Tensor:
+    """hs [T, B, N] of checked arguments."""
+    if args.algorithm == "modal":
+        from orthokern.ops._scan_loss import modal_scan
+
+        return modal_scan(args)
+    return (DENSE if args.first is None else FACTORED)(args)
