@@ -98,6 +98,26 @@ def test_the_step_of_the_outer_optimizer_counts() -> None:
     assert torch.equal(outer.inner.state[rnn.skew_l0]["exp_avg"], optimizer.state[plain.skew_l0]["exp_avg"])
 
 
+@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_step_at_a_rate_of_zero_moves_no_base(kind: type[ExpRNN] | type[NonNormalRNN], rate: Any) -> None:
+    rnn = kind(3, 6, dtype=F64, init="orthogonal", rebase_every=1, project_every=1)
+    with torch.no_grad():
+        rnn.skew_l0.normal_()
+    before = copy.deepcopy(rnn.state_dict())
+    optimizer = optimizer_for(rnn, lr=0.1, skew_lr=0.0)
+    others = torch.optim.Adam(rnn.parameters(), lr=0.1)
+    others.param_groups[0]["lr"] = rate
+    train(rnn, others, 2)
+    after = rnn.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items() if isinstance(value, Tensor))
+    train(rnn, optimizer, 2)
+    assert torch.equal(rnn.base_l0, before["base_l0"]) and rnn.get_extra_state() == {"uses": 0, "rebases": 0}
+    next(group for group in optimizer.param_groups if group["role"] == "skew")["lr"] = 0.1
+    train(rnn, optimizer, 1)
+    assert not torch.equal(rnn.base_l0, before["base_l0"])
+
+
 def test_the_step_of_a_compiled_outer_optimizer_counts() -> None:
     rnn = make(rebase_every=2)
     outer = Sharded(rnn.parameters())

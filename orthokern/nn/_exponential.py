@@ -195,10 +195,18 @@ class _Exponential(Recurrent):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(id(parameter) in held for parameter, _ in self._raw_skews() if parameter is not None)
 
+    def _rests_in(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's learning rate of this module's skew parameters is 0. A rate on a GPU is not read."""
+        own = {id(parameter) for parameter, _ in self._raw_skews()}
+        rates = [g.get("lr") for g in optimizer.param_groups if any(id(p) in own for p in g["params"])]
+        return all(rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and rate == 0 for rate in rates)
+
     def _stepped(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimizer that holds this module's skew parameters: moves the base after every
-        `rebase_every` steps."""
+        `rebase_every` steps. A step at a learning rate of 0 changes nothing and does not count."""
         assert self.rebase_every is not None
+        if self._rests_in(optimizer):
+            return
         _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
         if any(self._held_by(outer) for outer in _around(optimizer)):
             return
