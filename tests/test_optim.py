@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau,
 from orthokern import InputError, dispatch, functional
 from orthokern.init import haar_orthogonal_
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for, split_parameters
+from orthokern.ops import cayley
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for, split_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +224,7 @@ def test_a_step_on_a_gpu_reads_nothing_back(kind: Any, limit: float | None, monk
             q.grad = p.grad.clone()
         optimizers[0].step()
         with monkeypatch.context() as pretend:
-            pretend.setattr(geodesic, "_read_waits", lambda device: True)
+            pretend.setattr(cayley, "read_waits", lambda device: True)
             for name in ("item", "__float__", "__bool__", "__int__", "tolist", "cpu"):
                 pretend.setattr(torch.Tensor, name, watch(name))
             optimizers[1].step()
@@ -239,7 +240,7 @@ def test_a_step_on_a_gpu_reads_nothing_back(kind: Any, limit: float | None, monk
 
 
 def test_bad_gradients_on_a_gpu_are_seen_where_drift_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geodesic, "_read_waits", lambda device: True)
+    monkeypatch.setattr(cayley, "read_waits", lambda device: True)
     p = basis(5, 5)
     optimizer = GeodesicSGD([p], 0.1, max_grad_norm=1.0, correct_every=2)
     p.grad = torch.randn_like(p)
@@ -616,6 +617,33 @@ def test_a_one_cycle_schedule_keeps_the_ratios_of_the_rates() -> None:
         assert factors == pytest.approx([factors[0]] * 3)
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize("euclidean", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.Adam])
+def test_schedulers_that_cycle_the_momentum(euclidean: Any) -> None:
+    """As they are called by default. The geodesic part has no momentum, so that its steps do not change."""
+    for cyclic in (False, True):
+        model = Model()
+        optimizer = optimizer_for(model, lr=1e-3, geodesic_lr=1e-3, euclidean=euclidean)
+        optimizer.add_param_group({"params": [basis(3, 3, dtype=torch.float32)], "role": "geodesic", "lr": 1e-3})
+        schedulers = torch.optim.lr_scheduler
+        schedule = (
+            schedulers.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=3)
+            if cyclic
+            else schedulers.OneCycleLR(optimizer, 1e-3, total_steps=9)
+        )
+        momenta = set()
+        for i in range(6):
+            train(model, optimizer, 1, seed=i)
+            schedule.step()
+            group = optimizer.parts["euclidean"].param_groups[0]
+            momenta.add(group["betas"][0] if euclidean is torch.optim.Adam else group["momentum"])
+        assert len(momenta) >= 4 and all(0.8 <= momentum <= 0.95 for momentum in momenta)
+        assert error(model.near.u_l0) < 1e-5
+        again = optimizer_for(model, euclidean=euclidean)
+        again.add_param_group({"params": [basis(3, 3, dtype=torch.float32)], "role": "geodesic", "lr": 1e-3})
+        again.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
 
 
 def test_combined_behaves_as_an_optimizer() -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from orthokern import functional, ops
 from orthokern.errors import InputError
-from orthokern.functional import cayley
 from orthokern.nn import ExpRNN, FactorizedRNN
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, geodesic, optimizer_for
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
 
 PROMISE = 1e-5  # largest max|M^T M - I| after any step, float32
 
@@ -97,11 +97,11 @@ def test_gradients_of_any_size(
     shape: tuple[int, ...], backend: str | None, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step depends on lr G alone, and thin bases do not overflow at G^T G; also where the norm is not read."""
-    monkeypatch.setattr(geodesic, "_read_waits", lambda device: reads)
+    monkeypatch.setattr(ops.cayley, "read_waits", lambda device: reads)
     start = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0].float()
     g = torch.randn(shape, dtype=torch.float64)
     g /= g.abs().max()
-    expected = cayley(start.double(), g, 0.1)
+    expected = functional.cayley(start.double(), g, 0.1)
     for size in (0.0, 1e-30, 1e-15, 1e6, 1e15, 1e19, 1e36):
         m = nn.Parameter(start.clone())
         m.grad = (g * size).float()
@@ -241,7 +241,7 @@ def test_a_basis_that_became_nan_is_an_error_where_the_drift_is_measured(
     reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a batch with others, and with finite gradients; the other bases of the group do not change."""
-    monkeypatch.setattr(geodesic, "_read_waits", lambda device: reads)
+    monkeypatch.setattr(ops.cayley, "read_waits", lambda device: reads)
     bases = [basis(6, 6), basis(5, 2), basis(5, 2)]
     optimizer = GeodesicSGD(bases, lr=0.1, correct_every=2)
     for p in bases:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from orthokern.ops import cayley
 from orthokern.optim import CombinedOptimizer, GeodesicSGD, geodesic
 from orthokern.training import LoopSettings, RunFolder, Task, graphs, loop, train
 from orthokern.training.progress import Progress
@@ -154,7 +155,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeDevice]:
     monkeypatch.setattr(graphs, "Device", FakeDevice)
     monkeypatch.setattr(loop, "obstacle", lambda *_: None)
     # as if the bases were on a GPU
-    monkeypatch.setattr(geodesic, "_read_waits", lambda device: True)
+    monkeypatch.setattr(cayley, "read_waits", lambda device: True)
     monkeypatch.setattr(geodesic, "_capturing", lambda: FakeDevice.capturing)
     return FakeDevice
 

@@ -26,6 +26,8 @@ SUPPORT = {
 dispatch.register("cayley", SUPPORT)
 
 FUNCTIONS = ("cayley", "cayley_of_many")  # of a leaf
+# lr times the Frobenius norm of g, from which thin steps are those of the reference
+LARGE_TURN = 4.0
 
 
 @keeps_dtype
@@ -35,7 +37,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Equation:
         A = G M^T - M G^T,    M_new = M - lr (I + lr/2 A)^-1 A M  =  (I + lr/2 A)^-1 (I - lr/2 A) M.
         K < N: M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M) with P = [G, M], Q = [M, -G]: 2K x 2K, never N x N.
-        Note [Cayley step] in ``orthokern/reference/cayley.py`` derives both and says why this form drifts least.
+        Note [Cayley step] in ``orthokern/reference/cayley.py`` derives both, says why this form drifts least, and has
+        the form of large steps of thin bases.
 
     Args:
         As in ``orthokern.functional.cayley``.
@@ -65,6 +68,23 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     return stepped
 
 
+def read_waits(device: torch.device) -> bool:
+    """Whether reading a number from this device makes the host wait for it."""
+    return device.type == "cuda"
+
+
+def _backend_module(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None) -> Any:
+    """The backend of a step: the reference for a thin basis and a step above LARGE_TURN. On a GPU, where reading its
+    size would synchronise with the host, kernels take steps of every size."""
+    N, K = m.shape[-2:]
+    module = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=N, K=K)
+    if K < N and not read_waits(m.device) and not m.is_meta:
+        rate = float(lr.abs().max()) if isinstance(lr, Tensor) else abs(lr)
+        if not rate * float(torch.linalg.vector_norm(g)) <= LARGE_TURN:
+            return dispatch.leaf("cayley", "reference")
+    return module
+
+
 def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -> Tensor:
     """``cayley`` without checks and without the torch.library op (except under torch.compile), for optimizers.
 
@@ -72,8 +92,7 @@ def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -
     """
     if torch.compiler.is_compiling():
         return cayley(m, g, lr, backend=backend)
-    leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
-    stepped: Tensor = leaf.cayley(m, g, lr)
+    stepped: Tensor = _backend_module(m, g, lr, backend).cayley(m, g, lr)
     return stepped
 
 
@@ -86,9 +105,8 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
         return [step(m, g, lr, backend) for m, g, lr in batches]
     results: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
-    for index, (m, _, _) in enumerate(batches):
-        leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
-        together.setdefault((leaf, m.dtype, m.device), []).append(index)
+    for index, (m, g, lr) in enumerate(batches):
+        together.setdefault((_backend_module(m, g, lr, backend), m.dtype, m.device), []).append(index)
     for (leaf, *_), indices in together.items():
         results.update(zip(indices, leaf.cayley_of_many([batches[index] for index in indices]), strict=True))
     return [results[index] for index in range(len(batches))]
@@ -118,12 +136,11 @@ def check_finite(argument: str, tensor: Tensor) -> None:
 @custom_op("cayley", "(Tensor m, Tensor g, Tensor lr, str? backend=None) -> Tensor")
 def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Tensor:
     """lr: [] or m's batch shape."""
-    leaf = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=m.shape[-2], K=m.shape[-1])
     if not m.is_cuda:  # on a GPU this would synchronise with the host
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
-    stepped: Tensor = leaf.cayley(contiguous(m), contiguous(g), rate)
+    stepped: Tensor = _backend_module(m, g, rate, backend).cayley(contiguous(m), contiguous(g), rate)
     return stepped
 
 

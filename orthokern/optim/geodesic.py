@@ -44,10 +44,11 @@ class GeodesicSGD(Optimizer):
         docs/orthogonality-drift.md shows the curves.
 
         A large step has a larger rounding error. With a = lr ||G||_F it adds at most 2 a eps to the error of a square
-        basis and (6 a + 2 a^2) eps to that of a thin one, whose 2K x 2K system has a condition of a^2 (these bounds are
-        two to three times the errors measured over gradients of all kinds for a from 1e-3 to 1e6). If their sum since
-        the last measurement is above `drift_tolerance`, the error is also measured, and corrected until it is below.
-        This does not happen at usual rates (a of 1e-3). On a GPU, where a is not read, only the steps are counted.
+        basis. To that of a thin one it adds (6 a + 2 a^2) eps up to a = 4 and, since such a step has another form, 2 a
+        times the smaller of eps and 1e-15 plus 50 eps above (these bounds are two to three times the errors measured
+        over gradients of all kinds for a from 1e-3 to 1e6). If their sum since the last measurement is above
+        `drift_tolerance`, the error is also measured, and corrected until it is below. This does not happen at usual
+        rates (a of 1e-3). On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
@@ -325,7 +326,7 @@ class _Work:
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0
         self.norm: float | Tensor
         devices = {g.device for _, g in self.batches}
-        if len(devices) == 1 and _read_waits(next(iter(devices))):
+        if len(devices) == 1 and cayley.read_waits(next(iter(devices))):
             # squares of float32 gradients do not overflow float64; those of float64 gradients may, from 1e154 on
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
             self.norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -370,8 +371,13 @@ class _Work:
         if isinstance(self.norm, Tensor) or group["correct_every"] == 0:
             return
         size = abs(float(rate)) * _norm(g)
-        thin = g.shape[-1] < g.shape[-2]
-        self.growth += torch.finfo(g.dtype).eps * (6.0 * size + 2.0 * size * size if thin else 2.0 * size)
+        eps = torch.finfo(g.dtype).eps
+        if g.shape[-1] == g.shape[-2]:
+            self.growth += 2.0 * size * eps
+        elif size <= cayley.LARGE_TURN:
+            self.growth += (6.0 * size + 2.0 * size * size) * eps
+        else:
+            self.growth += 50.0 * eps + 2.0 * size * min(eps, 1e-15)
 
 
 def _norm(g: Tensor) -> float:
@@ -390,11 +396,6 @@ def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
             if isinstance(group[name], Tensor):
                 group[name] = float(group[name])
     return state
-
-
-def _read_waits(device: torch.device) -> bool:
-    """Whether reading a number from this device makes the host wait for it."""
-    return device.type == "cuda"
 
 
 def _capturing() -> bool:

@@ -19,6 +19,8 @@ from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
 # of eigenvalues; other: everything else
 ROLES = ("geodesic", "spectrum", "skew", "rotation", "other")
+# Options of torch's optimizers that schedulers cycle, and the values that stand for no momentum
+_MOMENTA: dict[str, Any] = {"momentum": 0.0, "betas": (0.0, 0.0)}
 
 
 @runtime_checkable
@@ -99,8 +101,9 @@ class CombinedOptimizer(Optimizer):
 
     `param_groups` and `state` are new containers at each reading, so that `optimizer.param_groups[1:] = []` and
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
-    torch's OneCycleLR and CyclicLR need cycle_momentum=False, since the geodesic part has no momentum. They replace the
-    rates of all groups: give them one rate per group, `max_lr=[group["lr"] for group in optimizer.param_groups]`.
+    A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
+    part, which has none. These schedulers replace the rates of all groups: pass one rate per group,
+    `max_lr=[group["lr"] for group in optimizer.param_groups]`.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -136,7 +139,9 @@ class CombinedOptimizer(Optimizer):
                         raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
         self.parts = dict(parts)
         self._complete = False
-        super().__init__(self.param_groups, {})
+        momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
+        super().__init__(self.param_groups, momenta)
+        self._add_momenta()
         self._complete = True
 
     @property
@@ -160,6 +165,12 @@ class CombinedOptimizer(Optimizer):
     def state(self, _: defaultdict[Tensor, Any]) -> None:
         """Ignored, as for param_groups."""
 
+    def _add_momenta(self) -> None:
+        """Add the options of momentum to groups whose optimizer has none: schedulers that cycle it set it in all."""
+        for group in self.param_groups:
+            for name in self.defaults:
+                group.setdefault(name, _MOMENTA[name])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the part "geodesic" if its "role" is "geodesic", else to "euclidean".
 
@@ -179,6 +190,7 @@ class CombinedOptimizer(Optimizer):
         if "param_names" in groups[0] and not named:  # torch requires names for all groups or for none
             params = [(f"group {len(groups)}.{index}", p) for index, p in enumerate(params)]
         self.parts[name].add_param_group({**param_group, "params": params})
+        self._add_momenta()
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -17,12 +17,22 @@ Note [Cayley step]
     The two forms are the same matrix, but this one rounds against a correction of size lr |A| instead of against M:
     the rounding error per step, and so the drift away from orthogonality, shrinks with the step.
 
-    Thin form, K < N. A = P Q^T with P = [G, M] and Q = [M, -G], both N x 2K. By the push-through identity
-    (I + c P Q^T)^-1 P = P (I + c Q^T P)^-1, the step needs a 2K x 2K system only:
+    I + lr/2 A has symmetric part I, so it is never singular, whatever lr.
+
+    Thin form, K < N. With [M, G] = B [M', G'], where B [N, min(N, 2K)] has orthonormal columns (a QR decomposition), A
+    is B A' B^T with A' = G' M'^T - M' G'^T, and the step needs a 2K x 2K system only. It is the step for M' and G':
+
+        M_new = M - lr B (I + lr/2 A')^-1 A' M'.
+
+    I + lr/2 A' is as well conditioned as I + lr/2 A, also where columns of [M, G] are dependent. The system is solved
+    in float64, so that M_new is orthonormal after a step of any size. The kernels solve a system of the same size with
+    P = [G, M], Q = [M, -G], A = P Q^T and (I + c P Q^T)^-1 P = P (I + c Q^T P)^-1:
 
         M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M).
 
-    I + lr/2 A has symmetric part I, so it is never singular, whatever lr; I + c Q^T P has the same determinant.
+    This form needs no decomposition, but its error grows with the square of the step: ``orthokern.ops.cayley`` uses it
+    up to LARGE_TURN. A decomposition has no derivative where columns are dependent, so that a differentiated step has
+    the form with A.
 """
 
 from __future__ import annotations
@@ -37,14 +47,20 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See ``orthokern.ops.cayley`` and Note [Cayley step]."""
     rate = lr.to(m)[..., None, None] if isinstance(lr, Tensor) else lr
     N, K = m.shape[-2:]
-    if K == N:
-        skew = g @ m.mT - m @ g.mT
-        eye = torch.eye(N, dtype=m.dtype, device=m.device)
-        return m - rate * torch.linalg.solve(eye + rate / 2 * skew, skew @ m)
-    p = torch.cat([g, m], dim=-1)
-    q = torch.cat([m, -g], dim=-1)
-    eye = torch.eye(2 * K, dtype=m.dtype, device=m.device)
-    return m - rate * (p @ torch.linalg.solve(eye + rate / 2 * (q.mT @ p), q.mT @ m))
+    if K == N or (torch.is_grad_enabled() and (m.requires_grad or g.requires_grad)):
+        return m - _correction(m, g, rate)
+    basis, coordinates = torch.linalg.qr(torch.cat([m, g], dim=-1))
+    rate = rate.double() if isinstance(rate, Tensor) else rate
+    correction = _correction(*coordinates.double().split(K, dim=-1), rate)
+    return m - basis @ correction.to(m.dtype)
+
+
+def _correction(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
+    """lr (I + lr/2 A)^-1 A M [..., N, K]."""
+    skew = g @ m.mT - m @ g.mT
+    eye = torch.eye(m.shape[-2], dtype=m.dtype, device=m.device)
+    correction: Tensor = rate * torch.linalg.solve(eye + rate / 2 * skew, skew @ m)
+    return correction
 
 
 def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
