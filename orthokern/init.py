@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._decompositions import robust_svd
 from orthokern._products import ieee_products
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops._checks import strided
@@ -585,7 +586,7 @@ def factorized_(
         return
     if name in UNCONSTRAINED:
         w = torch.empty(n, n, dtype=torch.float64, device="cpu")
-        left, values, right = torch.linalg.svd(INITS[name](w, generator))
+        left, values, right = robust_svd(INITS[name](w, generator))
         u.copy_(left[:, :k])
         s.copy_(values[:k])
         v.copy_(right[:k].mT)

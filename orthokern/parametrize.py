@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast, dispatch, functional
+from orthokern._decompositions import robust_svd
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
@@ -71,7 +72,7 @@ def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _polar(w: Tensor) -> Tensor:
     """The matrix with orthonormal columns (rows, if there are fewer) that is nearest to w."""
-    u, _, vh = torch.linalg.svd(w, full_matrices=False)
+    u, _, vh = robust_svd(w)
     return u @ vh
 
 
@@ -282,7 +283,7 @@ class FactorizedSpectrum(nn.Module):
         """(left, p, right) of the nearest matrix of this kind: the K largest singular values are kept, and moved into
         the margin."""
         w = _fitting("FactorizedSpectrum", weight, self.shape)
-        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+        u, s, vh = robust_svd(w)
         u, s, v = u[:, : self.rank], s[: self.rank], vh[: self.rank].mT
         if self.margin is None:
             p = s

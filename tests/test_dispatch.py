@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import orthokern
-from orthokern import BackendUnavailable, InputError, cpu, cuda, dispatch, functional, ops, optim
+from orthokern import BackendUnavailable, InputError, cpu, cuda, dispatch, functional, ops
 from orthokern.dispatch import Support
 
 CPU = torch.device("cpu")
@@ -198,7 +198,7 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
         call()
 
 
-def test_the_projection_and_many_cayley_steps_pass_through_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_cayley_steps_pass_through_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     true_choose = dispatch.choose
 
@@ -208,12 +208,9 @@ def test_the_projection_and_many_cayley_steps_pass_through_dispatch(monkeypatch:
 
     monkeypatch.setattr(dispatch, "choose", choose)
     monkeypatch.setattr(dispatch, "_process_default", "reference")
-    w, basis = torch.nn.Parameter(3 * torch.randn(120, 110)), torch.eye(3)
-    optim.SpectralNormProjection([w], delta=0.1).step()
-    assert torch.linalg.matrix_norm(w.detach(), 2) < 2.1
+    basis = torch.eye(3)
     ops.cayley.steps([(basis, basis, 0.1), (basis, basis, 0.2)])
-    assert {op for op, _ in asked} == {"spectral", "cayley"} and {backend for _, backend in asked} == {"reference"}
-    assert "spectral (float32 on cpu, K=128)" in orthokern.explain("spectral", K=128, device="cpu")
+    assert set(asked) == {("cayley", "reference")}
 
 
 def test_importing_is_light() -> None:

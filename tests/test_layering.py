@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory"},
+    {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
     {"_scan_contract"},
     {"_gru_parameters"},  # what the leaves share
     {"_gpu_scans"},

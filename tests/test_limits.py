@@ -46,7 +46,6 @@ LONG_TESTS = {
     "tests/ops/test_scan_cross_entropy.py": "scan_cross_entropy and its modules",
     "tests/test_nn.py": "the recurrent modules",
     "tests/test_optim.py": "the optimizers",
-    "tests/test_projection.py": "the spectral projection",
     "tests/test_reproduce.py": "the reproductions of experiments",
     "tests/test_training.py": "the training loop",
     "tests/triton_leaf/interpreted.py": "the Triton kernels in the interpreter",

@@ -14,7 +14,7 @@ from helpers import GruProblem, run_scan, scan_problem, with_resets
 from torch import Tensor
 
 from orthokern import cpu, functional
-from orthokern.cpu import _call, spectral
+from orthokern.cpu import _call
 from orthokern.errors import InputError
 from orthokern.nn import PeepholeLSTM
 
@@ -49,10 +49,6 @@ def call_other_ops() -> None:
     ops.activation_bwd(x, ops.activation_fwd(x, slope, "prelu", "cpu"), slope, "prelu", "cpu")
     ops.linear_cross_entropy_fwd(x, w, torch.zeros(6), torch.tensor([0, 1, 2, 5]), "mean", True, "cpu")
     ops.cayley(torch.eye(3), torch.randn(3, 3), torch.tensor(0.1), "cpu")
-    v = torch.randn(3, 2, dtype=torch.float64)
-    spectral.subtract_product(w, spectral.wide_product(w, v), v)
-    spectral.is_definite(spectral.gram(w), torch.ones(3))
-    spectral.distance(w, w)
 
 
 @pytest.fixture(scope="module")

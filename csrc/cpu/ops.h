@@ -238,25 +238,4 @@ struct ModalArgs {
   }
 };
 
-// The parts of the spectral-norm projection; see spectral.cpp.
-struct SpectralArgs {
-  int64_t M, K, S;
-  int dtype, threads;
-  const void* w;         // [M, K]
-  const void* other;     // [M, K] or null                                         (distance)
-  void* out;             // gram: [K, K]; subtract_product: [M, K], may be w
-  const void* a;         // [K, K]: only what is above the diagonal is read        (is_definite)
-  const void* diagonal;  // [K]: a's diagonal                                      (is_definite)
-  int64_t* definite;     // [1]: 1 or 0                                            (is_definite)
-  double* distance;      // [1]: |w - other|_F                                     (distance)
-  const double* v_rows;  // [S, K]                                                 (wide_product, subtract_product)
-  double* image;         // [M, S]: w v_rows^T; what v_rows is multiplied by       (wide_product, subtract_product)
-
-  ORTHOKERN_FIELDS_OF(gram, M, K, dtype, threads, w, out);
-  ORTHOKERN_FIELDS_OF(is_definite, K, dtype, threads, a, diagonal, definite);
-  ORTHOKERN_FIELDS_OF(norm, M, K, dtype, threads, w, other, distance);
-  ORTHOKERN_FIELDS_OF(wide_product, M, K, S, dtype, threads, w, v_rows, image);
-  ORTHOKERN_FIELDS_OF(subtract_product, M, K, S, dtype, threads, w, v_rows, image, out);
-};
-
 }  // namespace orthokern

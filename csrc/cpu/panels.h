@@ -1,4 +1,4 @@
-// Panel storage and its product, for the Cayley step, its LU and the spectral-norm projection.
+// Panel storage and its product, for the Cayley step and its LU.
 //
 // A matrix of R rows and C columns is stored as panels of W = 2 L columns (L lanes of a vector). Element (r, c) is at
 //     panel(c / W) + r * W + c % W.

@@ -23,12 +23,7 @@ namespace orthokern {
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields); \
   kernel(modal_scan, ModalArgs, scan);                              \
   kernel(modal_loss, ModalArgs, cross_entropy);                     \
-  kernel(cayley, CayleyArgs, fields);                               \
-  kernel(gram, SpectralArgs, gram);                                 \
-  kernel(is_definite, SpectralArgs, is_definite);                   \
-  kernel(distance, SpectralArgs, norm);                             \
-  kernel(wide_product, SpectralArgs, wide_product);                 \
-  kernel(subtract_product, SpectralArgs, subtract_product)
+  kernel(cayley, CayleyArgs, fields)
 
 // Each returns false if memory ran out.
 struct CpuKernels {

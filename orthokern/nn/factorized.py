@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
+from orthokern._decompositions import robust_svd
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import (
     check_device,
@@ -209,7 +210,7 @@ class FactorizedRNN(Recurrent):
             if not bool(m.isfinite().all()):
                 raise InputError(f"{name} has NaN or infinite entries; accepted: finite numbers")
         for _, m in bases:
-            u, _, vh = torch.linalg.svd(m.double(), full_matrices=False)
+            u, _, vh = robust_svd(m.double())
             m.copy_(u @ vh)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

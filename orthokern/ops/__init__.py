@@ -15,12 +15,11 @@ from orthokern.ops import (
     modal,
     peephole_scan,
     skew_exp,
-    spectral,
 )
 
 NAMES = (
-    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "spectral",
-    "modal", "peephole_scan",
+    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp", "modal",
+    "peephole_scan",
 )  # fmt: skip
 
 __all__ = [
@@ -34,5 +33,4 @@ __all__ = [
     "modal",
     "peephole_scan",
     "skew_exp",
-    "spectral",
 ]

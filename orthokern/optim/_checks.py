@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._state import check_integer, check_real, misfit
+from orthokern._state import misfit
 from orthokern.errors import InputError
 from orthokern.ops._checks import whole
 
@@ -72,34 +72,18 @@ def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
         raise misfit(name, value, f"a finite floating tensor {list(shape)}")
 
 
-def check_certificate(name: str, value: Any, M: int, K: int) -> None:
-    """Raises InputError unless a saved value has the parts and shapes of a projection's certificate."""
-    if not isinstance(value, (tuple, list)) or len(value) != 6 or not isinstance(value[1], Tensor):
-        raise misfit(name, value, "the six parts of a certificate")
-    v = value[1]
-    k = v.shape[-1] if v.dim() == 2 else 0
-    for part, tensor, shape in (("anchor", value[0], (M, K)), ("v", v, (K, k)), ("image", value[2], (M, k))):
-        check_matrix(f"{name}.{part}", tensor, shape)
-        if tensor.dtype != v.dtype:
-            raise misfit(f"{name}.{part}", tensor, f"one dtype with v, {v.dtype}")
-    for part, number in zip(("level", "whole"), value[3:5], strict=True):
-        check_real(f"{name}.{part}", number, 0.0)
-    check_integer(f"{name}.served", value[5])
-
-
 def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
     """(parameter, index of the matrix in it) of each matrix in one element of `constrained`."""
     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
     parameter, rows = item if pair else (item, slice(None))
     if not isinstance(parameter, Tensor):
-        raise InputError(f"constrained[{index}] is a {type(parameter).__name__}: accepted is a matrix (a torch.Tensor)")
+        raise InputError(f"constrained[{index}] must be a matrix, got {type(parameter).__name__}")
     whole(f"constrained[{index}]", parameter)
     if parameter.ndim not in (2, 3) or 0 in parameter.detach()[..., rows, :].shape:
-        raise InputError(
-            f"constrained[{index}] has shape {list(parameter.shape)}: accepted is a matrix with elements, or [R, M, K]"
-        )
+        shape = list(parameter.shape)
+        raise InputError(f"constrained[{index}] must be a matrix with elements or [R, M, K], got shape {shape}")
     if parameter.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"constrained[{index}] has dtype {parameter.dtype}: accepted are float32 and float64")
+        raise InputError(f"constrained[{index}] must be float32 or float64, got {parameter.dtype}")
     if parameter.ndim == 2:
         return [(parameter, rows)]
     return [(parameter, (r, rows)) for r in range(len(parameter))]  # of stacked models
