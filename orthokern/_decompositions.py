@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LinAlgError: type[RuntimeError] = torch._C._LinAlgError  # torch.linalg.LinAlgError, which has no type
+LinAlgError: type[RuntimeError] = torch._C._LinAlgError  # type: ignore[attr-defined]
 # Largest error of an accepted decomposition, relative to the rounding error of one number and the number of columns.
 _ACCURACY = 32.0
 

@@ -45,3 +45,14 @@ def unknown_name(argument: str, name: object, choices: Iterable[str]) -> InputEr
     guess = nearest(name, names)
     hint = f"did you mean {guess!r}? " if guess is not None else ""
     return InputError(f"unknown {argument} {name!r}: {hint}accepted: {', '.join(names)}")
+
+
+def require(fits: object, name: str, accepted: str, got: object) -> None:
+    """Raise InputError("NAME must be ACCEPTED, got GOT") unless a check has succeeded."""
+    if not fits:
+        raise InputError(f"{name} must be {accepted}, got {got}")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,3 @@
-# Longer than 600 lines: a third of them are docstrings.
 """Initialisations of the recurrent matrix, in place, all reproducible through `generator`.
 
 Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is the skew-symmetric matrix
@@ -14,18 +13,15 @@ for a tensor that is not of this shape, not floating point, or not writable elem
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, fields
-from numbers import Real
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._decompositions import robust_svd
-from orthokern._products import ieee_products
-from orthokern.errors import InputError, unknown_name
-from orthokern.ops._checks import strided
+from orthokern._learned_orthogonal import LearnedOrthogonality, check_matrices, learned_orthogonal_
+from orthokern.errors import InputError, is_number, require, unknown_name
 
 __all__ = [
     "INITS",
@@ -46,32 +42,19 @@ __all__ = [
 ]
 
 
-def _check_writable(t: Tensor, name: str, argument: str) -> None:
-    """Rejects a tensor that cannot be filled: one that is not strided, or whose elements share memory."""
-    strided(f"{name}: {argument}", t)
-    span = 0  # of the dimensions so far, in elements, from the smallest stride on
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride <= span:
-            raise InputError(
-                f"{name}: elements of {argument} share memory (shape {list(t.shape)}, strides {list(t.stride())}, as "
-                "of an expanded tensor); accepted: a tensor whose elements each have a place"
-            )
-        span += (size - 1) * stride
-
-
-def _check(t: Tensor, name: str, *, square: bool = False) -> None:
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        raise InputError(f"{name}: t must be a floating point tensor, got {getattr(t, 'dtype', type(t).__name__)}")
-    if t.dim() < 2 or t.numel() == 0:
-        raise InputError(f"{name}: t has shape {tuple(t.shape)}; accepted: [..., N, K] with N and K at least 1")
-    if square and t.shape[-1] != t.shape[-2]:
-        raise InputError(f"{name}: t has shape {tuple(t.shape)}; accepted: square matrices [..., N, N]")
-    _check_writable(t, name, "t")
+def _fill(t: Tensor, name: str, draw: Callable[[], Tensor], *, square: bool = False) -> Tensor:
+    """Fill t with what `draw` returns, after the checks."""
+    check_matrices(t, name, square=square)
+    return t if t.is_meta else t.copy_(draw())
 
 
 def _checked_angle(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) <= math.pi:
-        raise InputError(f"max_angle must be an angle in radians, above 0 and at most pi, got {value!r}")
+    require(
+        is_number(value) and 0.0 < value <= math.pi,
+        "max_angle",
+        "an angle in radians, above 0 and at most pi",
+        repr(value),
+    )
     return float(value)
 
 
@@ -97,11 +80,20 @@ def _rotations(angle: Tensor, n: int) -> Tensor:
     """blockdiag([[cos a, sin a], [-sin a, cos a]], ...) [..., n, n] from angle [..., n // 2]; an odd n ends in a 1."""
     w = torch.eye(n, dtype=torch.float64, device="cpu").repeat(*angle.shape[:-1], 1, 1)
     even = torch.arange(0, n - 1, 2, device="cpu")
-    w[..., even, even] = angle.cos()
-    w[..., even + 1, even + 1] = angle.cos()
+    w[..., even, even] = w[..., even + 1, even + 1] = angle.cos()
     w[..., even, even + 1] = angle.sin()
     w[..., even + 1, even] = -angle.sin()
     return w
+
+
+def _fill_rotations(t: Tensor, name: str, low: float, high: float, generator: torch.Generator | None) -> Tensor:
+    """Fill t [..., N, N] with rotations by angles U(low, high)."""
+
+    def draw() -> Tensor:
+        n = t.shape[-1]
+        return _rotations(_uniform((*t.shape[:-2], n // 2), low, high, generator), n)
+
+    return _fill(t, name, draw, square=True)
 
 
 @torch.no_grad()
@@ -120,8 +112,7 @@ def haar_orthogonal_(t: Tensor, generator: torch.Generator | None = None) -> Ten
         >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
         True
     """
-    _check(t, "haar_orthogonal_")
-    return t if t.is_meta else t.copy_(_haar(tuple(t.shape), generator))
+    return _fill(t, "haar_orthogonal_", lambda: _haar(tuple(t.shape), generator))
 
 
 @torch.no_grad()
@@ -139,12 +130,8 @@ def henaff_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
         >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
         True
     """
-    _check(t, "henaff_", square=True)
     angle = _checked_angle(max_angle)
-    if t.is_meta:
-        return t
-    n = t.shape[-1]
-    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), -angle, angle, generator), n))
+    return _fill_rotations(t, "henaff_", -angle, angle, generator)
 
 
 @torch.no_grad()
@@ -163,12 +150,7 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
         >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
         True
     """
-    _check(t, "cayley_", square=True)
-    angle = _checked_angle(max_angle)
-    if t.is_meta:
-        return t
-    n = t.shape[-1]
-    return t.copy_(_rotations(_uniform((*t.shape[:-2], n // 2), 0.0, angle, generator), n))
+    return _fill_rotations(t, "cayley_", 0.0, _checked_angle(max_angle), generator)
 
 
 @torch.no_grad()
@@ -182,8 +164,7 @@ def identity_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    _check(t, "identity_")
-    return t if t.is_meta else t.copy_(torch.eye(t.shape[-2], t.shape[-1], device="cpu"))
+    return _fill(t, "identity_", lambda: torch.eye(t.shape[-2], t.shape[-1], device="cpu"))
 
 
 @torch.no_grad()
@@ -197,10 +178,7 @@ def glorot_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
         >>> glorot_(torch.empty(64, 32)).shape
         torch.Size([64, 32])
     """
-    _check(t, "glorot_")
-    if t.is_meta:
-        return t
-    return t.copy_(_normal(tuple(t.shape), generator) * math.sqrt(2.0 / (t.shape[-1] + t.shape[-2])))
+    return _fill(t, "glorot_", lambda: _normal(tuple(t.shape), generator) * math.sqrt(2.0 / sum(t.shape[-2:])))
 
 
 @torch.no_grad()
@@ -213,11 +191,12 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
         >>> bool((glorot_uniform_(torch.empty(3, 3)).abs() <= 1.0).all())
         True
     """
-    _check(t, "glorot_uniform_")
-    if t.is_meta:
-        return t
-    limit = math.sqrt(6.0 / (t.shape[-1] + t.shape[-2]))
-    return t.copy_(_uniform(tuple(t.shape), -limit, limit, generator))
+
+    def draw() -> Tensor:
+        limit = math.sqrt(6.0 / sum(t.shape[-2:]))
+        return _uniform(tuple(t.shape), -limit, limit, generator)
+
+    return _fill(t, "glorot_uniform_", draw)
 
 
 @torch.no_grad()
@@ -231,14 +210,8 @@ def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> 
         >>> normal_(torch.empty(64, 32), 0.01).shape
         torch.Size([64, 32])
     """
-    _check(t, "normal_")
-    try:
-        accepted = 0.0 < std < math.inf
-    except TypeError:  # no number
-        accepted = False
-    if not accepted:
-        raise InputError(f"normal_: std must be finite and above 0, got {std!r}")
-    return t if t.is_meta else t.copy_(_normal(tuple(t.shape), generator) * std)
+    require(is_number(std) and 0.0 < std < math.inf, "normal_: std", "finite and above 0", repr(std))
+    return _fill(t, "normal_", lambda: _normal(tuple(t.shape), generator) * std)
 
 
 @torch.no_grad()
@@ -257,229 +230,19 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
         >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
         True
     """
-    _check(t, "learned_")
+    check_matrices(t, "learned_")
     if t.is_meta:
         return t
     w = torch.empty(t.shape, dtype=torch.float64, device="cpu")
     w = glorot_uniform_(w, generator) if std is None else normal_(w, std, generator)
-    found = learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
-    missed = int((~found.converged).sum())
+    result = learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
+    missed = int((~result.converged).sum())
     if missed:
         start = "Glorot's" if std is None else f"std {std:g}, which is too small to grow from"
         raise InputError(
-            f"learned_: {missed} of {found.converged.numel()} matrices did not become orthogonal from {start}"
+            f"learned_: {missed} of {result.converged.numel()} matrices did not become orthogonal from {start}"
         )
     return t.copy_(w)
-
-
-@dataclass(frozen=True)
-class LearnedOrthogonality:
-    """The result of `learned_orthogonal_` for matrices W [..., n, m]; every tensor has the shape [...], on W's device.
-
-    Attributes:
-        steps: int64, number of steps.
-        error: dtype of W, ||W W^T - I||_F^2 (of the smaller Gram matrix) of the result.
-        converged: bool, whether the error is below the tolerance.
-        diverged: bool, whether a step left the region of convergence; W is then unchanged.
-        scale: dtype of W, the factor by which the guard scaled W before the first step; 1 if it was not needed.
-    """
-
-    steps: Tensor
-    error: Tensor
-    converged: Tensor
-    diverged: Tensor
-    scale: Tensor
-
-
-@torch.no_grad()
-@ieee_products()
-def learned_orthogonal_(
-    W: Tensor, lr: float = 0.1, tol: float = 1e-6, max_steps: int = 1000, *, guard: bool = True
-) -> LearnedOrthogonality:
-    """Make matrices orthogonal by gradient descent on ||W W^T - I||_F^2, each until it is below the tolerance (Manchev
-    and Spratling, section II-A, eq. 16 to 18).
-
-        W <- W - 4 lr (W W^T - I) W          (n <= m; else W <- W - 4 lr W (W^T W - I): the smaller Gram matrix)
-
-    Args:
-        W: [..., n, m] float32 or float64, in place; every matrix on its own. Rows become orthonormal if n <= m, columns
-            otherwise.
-        lr: the rate, above 0 and below 0.25 (from there on an orthogonal matrix repels).
-        tol: a matrix is done when ||W W^T - I||_F^2 is below it.
-        max_steps: largest number of steps per matrix.
-        guard: first scale down a matrix that may be outside of the region from which the descent converges. False is
-            the published rule, which may diverge.
-
-    Returns:
-        A `LearnedOrthogonality` with the steps, error and convergence of every matrix. All entries stay finite.
-
-    Raises:
-        InputError: W is not a float32 or float64 [..., n, m] or has an entry that is not finite; a matrix is zero (and
-            would stay zero); lr, tol or max_steps is out of range; or tol is below rounding.
-
-    Cost: 4 n m min(n, m) flops per step and matrix. A finished matrix is replaced by another one of the batch, so the
-    cost of a batch is proportional to the sum of all steps, not to those of the slowest matrix. One synchronisation
-    with the device per step.
-
-    Example::
-
-        >>> w = 0.3 * torch.eye(4, 6)
-        >>> bool(learned_orthogonal_(w).converged), bool(((w @ w.mT - torch.eye(4)).abs() < 1e-3).all())
-        (True, True)
-
-    Note [Convergence of learned orthogonality]
-        With c = 4 lr and W = U S V^T a step does not change U and V, and maps every singular value
-            s -> s (1 + c - c s^2),
-        whose fixed points are 0, which repels, and 1 and -1, which attract for c < 1 (a negative s is a flipped column
-        of U). |s| grows without end as soon as s^2 > 1 + 2 / c, and for lr = 0.1 that is |s| > 2.45: "always converges"
-        (section II-A) holds inside that region only, which normal matrices of standard deviation 0.1 leave near
-        n = 150.
-        The certificate of divergence. For k singular values, sum (s^2 - 1)^2 > k (2 / c)^2 means that one is outside.
-        The guard. G = W W^T has the eigenvalues s^2, so max s^2 <= ||G^8||_F^(1/8): an upper bound, where a power
-        iteration would give a lower one, and at most k^(1/16) too large. If it is above nine tenths of 1 + 2 / c, W is
-        scaled so that the bound is (1 + c) / (2 c). From there a step multiplies every s by more than a half: the first
-        by at least (1 + c) / 2, and the others, since no step ends above s^2 = 4 (1 + c)^3 / (27 c), by at least
-        (1 + c) (1 - 4 (1 + c)^2 / 27). So every s stays away from the repelling 0, and converges to 1.
-        A singular value 0 stays 0: a matrix of deficient rank ends unconverged, unless rounding lifts it.
-    """
-    _check_learned(W, lr, tol, max_steps)
-    n, m = W.shape[-2:]
-    shape = W.shape[:-2]
-    count = math.prod(shape)
-    matrices = W.reshape(count, n, m)  # a view where strides allow one
-    wide = matrices if n <= m else matrices.mT
-    factory: dict[str, Any] = {"device": W.device}
-    result = LearnedOrthogonality(
-        steps=torch.zeros(count, dtype=torch.int64, **factory),
-        error=torch.zeros(count, dtype=W.dtype, **factory),
-        converged=torch.zeros(count, dtype=torch.bool, **factory),
-        diverged=torch.zeros(count, dtype=torch.bool, **factory),
-        scale=torch.ones(count, dtype=W.dtype, **factory),
-    )
-    if not W.is_meta:
-        if guard:
-            _guard(wide, 4.0 * lr, result.scale)
-        _descend(wide, 4.0 * lr, tol, max_steps, result)
-        if matrices.data_ptr() != W.data_ptr():
-            W.copy_(matrices.view(W.shape))
-    return LearnedOrthogonality(*(getattr(result, f.name).view(shape) for f in fields(result)))
-
-
-def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
-    if not isinstance(W, Tensor) or W.dtype not in (torch.float32, torch.float64):
-        given = getattr(W, "dtype", type(W).__name__)
-        raise InputError(f"learned_orthogonal_: W must be a tensor of torch.float32 or torch.float64, got {given}")
-    if W.dim() < 2 or W.numel() == 0:
-        raise InputError(f"learned_orthogonal_: W has shape {list(W.shape)}; accepted: [..., n, m], no side 0")
-    _check_writable(W, "learned_orthogonal_", "W")
-    for name, value in (("lr", lr), ("tol", tol)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InputError(f"learned_orthogonal_: {name} must be a number, got {value!r}")
-    if not 0.0 < lr < 0.25:
-        raise InputError(f"learned_orthogonal_: lr must be above 0 and below 0.25, got {lr!r}")
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-        raise InputError(f"learned_orthogonal_: max_steps must be an integer of at least 1, got {max_steps!r}")
-    # Below an s^2 - 1 of eps / (8 lr) a step is rounded away, and the Gram matrix has a rounding of its own: measured
-    # at lr = 0.1, the descent ends between 1 and 4 k eps^2 for k singular values.
-    lowest = min(W.shape[-2:]) * (torch.finfo(W.dtype).eps * max(2.0, 0.25 / lr)) ** 2
-    if not lowest < tol < math.inf:
-        raise InputError(
-            f"learned_orthogonal_: tol must be finite and above {lowest:.2g}, the rounding of {W.dtype} matrices "
-            f"{list(W.shape[-2:])}, got {tol!r}"
-        )
-    if W.is_meta:
-        return
-    largest = W.abs().amax(dim=(-2, -1))
-    for wrong, what in (
-        (~largest.isfinite(), "has an entry that is not finite"),
-        (largest == 0, "is zero, and stays so"),
-    ):
-        if wrong.any():
-            index = wrong.nonzero()[0].tolist()
-            which = f"the matrix W[{', '.join(map(str, index))}]" if index else "W"
-            raise InputError(f"learned_orthogonal_: {which} {what}; accepted: finite matrices other than zero")
-
-
-def _slots(w: Tensor) -> int:
-    """The number of matrices w [count, k, l] to process at a time: as many as fit into the cache of a core or, on a
-    GPU, as many as occupy it."""
-    numbers = 2**18 if w.device.type == "cpu" else 2**25
-    return max(1, min(w.shape[0], numbers // (w.shape[1] * w.shape[2])))
-
-
-def _guard(w: Tensor, c: float, scale: Tensor) -> None:
-    """Writes the factors [count] that scale w [count, k, l], k <= l, into the region of convergence to `scale`."""
-    slots = _slots(w)
-    for start in range(0, len(w), slots):
-        part = w[start : start + slots]
-        largest = part.abs().amax(dim=(-2, -1), keepdim=True)
-        part = part / largest  # so that squares neither overflow nor vanish
-        power, log = part @ part.mT, torch.zeros_like(largest)
-        for _ in range(3):  # power exp(log) is G, G^2, G^4, G^8 in turn
-            norm = torch.linalg.matrix_norm(power, keepdim=True)
-            power, log = power / norm, log + norm.log()
-            power, log = power @ power, 2.0 * log
-        log = (log + torch.linalg.matrix_norm(power, keepdim=True).log()) / 8.0 + 2.0 * largest.log()
-        outside = log > math.log(0.9 * (1.0 + 2.0 / c))
-        factor = torch.where(outside, (0.5 * (math.log((1.0 + c) / (2.0 * c)) - log)).exp(), 1.0)
-        scale[start : start + slots] = factor.flatten()
-
-
-def _descend(w: Tensor, c: float, tol: float, max_steps: int, result: LearnedOrthogonality) -> None:
-    """Descends from w [count, k, l], k <= l, to orthonormal rows, in place, and fills the result's tensors [count].
-
-    A pool of slots holds the matrices in progress. The slot of a finished matrix is given to the next one; when there
-    are no more, the pool shrinks.
-    """
-    count, k, _ = w.shape
-    lost = k * (2.0 / c) ** 2  # an error above it certifies divergence
-    slots = _slots(w)
-    taken = torch.arange(slots, device=w.device)  # which matrix is in which slot
-    next_in_line = slots
-
-    def load(which: Tensor) -> Tensor:
-        return w[which] * result.scale[which].view(-1, 1, 1)
-
-    pool = load(taken).contiguous()
-    steps = torch.zeros_like(taken)
-    while len(taken):
-        gram = torch.bmm(pool, pool.mT)
-        gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-        error = torch.linalg.matrix_norm(gram).square()
-        good = error < tol
-        bad = ~(error <= lost)
-        done = (good | bad | (steps >= max_steps)).nonzero().flatten()
-        if len(done):
-            ended = taken[done]
-            result.steps[ended] = steps[done]
-            result.error[ended] = error[done]
-            result.converged[ended] = good[done]
-            result.diverged[ended] = bad[done]
-            kept = done[~bad[done]]
-            w[taken[kept]] = pool[kept]
-        pool = torch.baddbmm(pool, gram, pool, alpha=-c)
-        steps += 1
-        if len(done):
-            fresh = min(len(done), count - next_in_line)
-            refilled = done[:fresh]
-            taken[refilled] = torch.arange(next_in_line, next_in_line + fresh, device=w.device)
-            next_in_line += fresh
-            steps[refilled] = 0
-            pool[refilled] = load(taken[refilled])
-            if fresh < len(done):
-                stays = torch.ones(len(taken), dtype=torch.bool, device=w.device)
-                stays[done[fresh:]] = False
-                taken, steps, pool = taken[stays], steps[stays], pool[stays]
-    _restore_errors(w, result)
-
-
-def _restore_errors(w: Tensor, result: LearnedOrthogonality) -> None:
-    """The errors of diverged matrices, for their unchanged w [count, k, l], in float64 to avoid overflow."""
-    for index in result.diverged.nonzero().flatten().tolist():
-        x = w[index].double()
-        gram = x @ x.mT
-        gram.diagonal().sub_(1.0)
-        result.error[index] = gram.square().sum()
 
 
 INITS = {
@@ -646,7 +409,7 @@ def skew_generator_(
         >>> bool(((w.mT @ w - torch.eye(4)).abs() < 1e-5).all())
         True
     """
-    _check(t, "skew_generator_", square=True)
+    check_matrices(t, "skew_generator_", square=True)
     if name not in SKEW_INITS:
         raise unknown_name("init", name, SKEW_INITS)
     if max_angle is not None:
@@ -690,9 +453,10 @@ def haar_rotation_(t: Tensor, generator: torch.Generator | None = None) -> Tenso
         >>> bool((w.det() - 1).abs() < 1e-5)
         True
     """
-    _check(t, "haar_rotation_", square=True)
-    if t.is_meta:
-        return t
-    q = _haar(tuple(t.shape), generator)
-    q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
-    return t.copy_(q)
+
+    def draw() -> Tensor:
+        q = _haar(tuple(t.shape), generator)
+        q[..., 0] *= torch.linalg.det(q).sign().unsqueeze(-1)
+        return q
+
+    return _fill(t, "haar_rotation_", draw, square=True)

@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"_files"},
     {"dispatch", "commandline", "_state"},
     {"ops"},
-    {"functional"},
+    {"functional", "_learned_orthogonal"},
     {"init", "penalties", "optim", "data"},
     {"diagnostics"},
     {"nn"},
