@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from orthokern.errors import InputError
+from orthokern.errors import InputError, require
 from orthokern.nn import GRU, RNN
 from orthokern.nn._checks import check_backend, flag
 
@@ -24,18 +24,17 @@ __all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
 DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both modules
 DEVICES = ("cpu", "cuda", "meta")
 
-_CELLS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 # Dictionaries of hooks that torch.nn.Module calls. The new module would not run them at the same place.
-_HOOKS = {
-    "_forward_pre_hooks": "forward pre-hooks",
-    "_forward_hooks": "forward hooks",
-    "_backward_pre_hooks": "backward pre-hooks",
-    "_backward_hooks": "backward hooks",
-    "_state_dict_pre_hooks": "state_dict pre-hooks",
-    "_state_dict_hooks": "state_dict hooks",
-    "_load_state_dict_pre_hooks": "load_state_dict pre-hooks",
-    "_load_state_dict_post_hooks": "load_state_dict hooks",
-}
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 # What torch.nn.RNN and GRU keep in their own __dict__; anything else was put there by the user and is carried over.
 _OWN = frozenset(nn.RNN(1, 1, device="meta").__dict__) | frozenset(nn.GRU(1, 1, device="meta").__dict__)
 
@@ -122,8 +121,7 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
         >>> print(report)
         swapped '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16, bias=True, variant='torch')
     """
-    if not isinstance(module, nn.Module):
-        raise InputError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     flag("inplace", inplace)
     check_backend(backend)
     if not inplace:
@@ -134,25 +132,23 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
             raise InputError(
                 f"the model cannot be copied ({type(error).__name__}: {said}); accepted: inplace=True"
             ) from error
-    made: dict[int, nn.Module] = {}  # id of an old module -> the new one
+    successors: dict[int, nn.Module] = {}  # id of an old module -> the new one
     swapped, kept = [], []
     for name, old in list(module.named_modules(remove_duplicate=False)):
         reason = _obstacle(old)
-        if reason is None:
-            continue
         if reason:
             kept.append(Kept(name, _describe(old), reason))
+        if reason != "":
             continue
-        was = _describe(old)
-        if id(old) not in made:
-            made[id(old)] = _successor(old, backend)
-        new = made[id(old)]
-        swapped.append(Swapped(name, was, f"orthokern.nn.{new}"))
-        if not name:
-            module = new
-            continue
+        if id(old) not in successors:
+            successors[id(old)] = _successor(old, backend)
+        new = successors[id(old)]
+        swapped.append(Swapped(name, _describe(old), f"orthokern.nn.{new}"))
         above, _, last = name.rpartition(".")
-        module.get_submodule(above)._modules[last] = new
+        if name:
+            module.get_submodule(above)._modules[last] = new
+        else:
+            module = new
     return Conversion(module, Report(tuple(swapped), tuple(kept)))
 
 
@@ -177,9 +173,9 @@ def _obstacle(module: nn.Module) -> str | None:
         return _foreign(module)
     assert isinstance(module, nn.RNNBase)
     held = module.__dict__
-    found = [text for name, text in _HOOKS.items() if held.get(name)]
-    if found:
-        return f"it has {', '.join(found)}"
+    hooks = [name[1:].replace("pre_", "pre-").replace("_", " ") for name in _HOOKS if held.get(name)]
+    if hooks:
+        return f"it has {', '.join(hooks)}"
     if "forward" in held:
         return "its forward was replaced"
     if module._modules:
@@ -206,13 +202,11 @@ def _foreign(module: nn.Module) -> str | None:
         return f"it has parametrizations ({names}); swap first, then parametrize"
     if isinstance(module, nn.LSTM):
         return "there is no drop-in for torch.nn.LSTM"
-    if isinstance(module, nn.RNN | nn.GRU):
-        base = "RNN" if isinstance(module, nn.RNN) else "GRU"
-        return f"it is a subclass of torch.nn.{base}, which may compute something else"
-    if isinstance(module, _CELLS):
+    if isinstance(module, nn.RNNCell | nn.GRUCell | nn.LSTMCell):
         return "a cell runs one step at a time; swapped are modules that run all steps"
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return f"it is a subclass of torch.nn.{'RNNBase' if isinstance(module, nn.RNNBase) else 'RNNCellBase'}"
+    for base in (nn.RNN, nn.GRU, nn.RNNBase, nn.RNNCellBase):
+        if isinstance(module, base):
+            return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
     if isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in ("RNN", "GRU", "LSTM"):
         return "it is scripted; swap first, then script"
     if kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in ("RNN", "GRU", "LSTM"):
@@ -224,13 +218,12 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     """orthokern's module in place of torch's, with its parameters."""
     assert isinstance(old, nn.RNNBase)
     names: list[str] = list(old._parameters)
-    dtype = old._parameters[names[0]].dtype  # type: ignore[union-attr]
     new: nn.Module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has warned of dropout with one layer
         options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
-        options |= {"num_layers": old.num_layers, "dropout": old.dropout}
-        options |= {"device": "meta", "dtype": dtype, "backend": backend}
+        options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}
+        options |= {"device": "meta", "dtype": next(old.parameters()).dtype}
         if isinstance(old, nn.RNN):
             nonlinearity = "relu" if old.mode == "RNN_RELU" else "tanh"
             new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, **options)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, dispatch, functional
 from orthokern._decompositions import robust_svd
-from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, require, unknown_name
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
 from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
 from orthokern.ops._checks import strided
@@ -38,35 +37,21 @@ DEPENDENT = 1e-7
 NOT_DIAGONALISABLE = "SchurForm: weight has no full set of eigenvectors, or nearly none; accepted: a diagonalisable one"
 
 
-def _matrix(name: str, weight: Tensor, *, square: bool) -> tuple[int, int]:
-    """Its sizes."""
-    if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
-        kind = dtype_name(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
-        raise InputError(
-            f"{name}: weight is {kind}; accepted: a float32 or float64 tensor (orthogonality is lost in others)"
-        )
-    strided(f"{name}: weight", weight)
-    _valued(name, weight)
-    if weight.dim() != 2 or 0 in weight.shape or (square and weight.shape[0] != weight.shape[1]):
-        accepted = "[N,N]" if square else "[N,M]"
-        raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {accepted}, nothing empty")
-    return weight.shape[0], weight.shape[1]
-
-
-def _valued(name: str, weight: Tensor) -> None:
-    """Rejects a meta tensor, of which there is no nearest matrix."""
-    if weight.is_meta:
-        raise InputError(f"{name}: weight is on the meta device; accepted: one with values, as after Module.to_empty")
-
-
-def _fitting(name: str, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """weight in float64, if it has the shape and is finite."""
-    if tuple(weight.shape) != shape:
-        raise InputError(f"{name}: weight has shape {tuple(weight.shape)}; accepted: {shape}")
-    strided(f"{name}: weight", weight)
-    _valued(name, weight)
-    if not bool(weight.isfinite().all()):
-        raise InputError(f"{name}: weight holds NaN or infinity; accepted: finite numbers")
+def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None, *, square: bool = False) -> Tensor:
+    """The weight in float64, if it is a matrix with values, and finite. shape: the accepted one, None for any."""
+    label = f"{name}: weight"
+    is_float = isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float64)
+    require(
+        is_float, label, "a float32 or float64 tensor", weight.dtype if isinstance(weight, Tensor) else type(weight)
+    )
+    strided(label, weight)
+    require(not weight.is_meta, label, "a tensor with values, as after Module.to_empty", "one on the meta device")
+    fits = weight.dim() == 2 and weight.numel() > 0 and (not square or weight.shape[0] == weight.shape[1])
+    fits = tuple(weight.shape) == shape if shape is not None else fits
+    sides = list(shape) if shape is not None else "[N,N]" if square else "[N,M]"
+    require(fits, label, f"of the shape {sides}, nothing empty", f"shape {list(weight.shape)}")
+    if shape is not None:
+        require(bool(weight.isfinite().all()), label, "finite", "NaN or infinity")
     return weight.detach().double()
 
 
@@ -83,7 +68,7 @@ class _Based(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        n, _ = _matrix(type(self).__name__, weight, square=True)
+        n = len(_check_weight(type(self).__name__, weight, square=True))
         self.register_buffer("base", torch.eye(n, dtype=weight.dtype, device=weight.device))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -97,7 +82,7 @@ class _Trivialized(_Based):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] for a base."""
-        self.base.copy_(_polar(_fitting(type(self).__name__, weight, tuple(self.base.shape))))
+        self.base.copy_(_polar(_check_weight(type(self).__name__, weight, tuple(self.base.shape))))
         return torch.zeros_like(self.base)
 
 
@@ -185,7 +170,7 @@ class Householder(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        n, k = _matrix("Householder", weight, square=False)
+        n, k = _check_weight("Householder", weight).shape
         self.shape, self.wide = (n, k), k > n
         self.register_buffer("signs", torch.ones(min(n, k), dtype=weight.dtype, device=weight.device))
 
@@ -206,10 +191,7 @@ class Householder(nn.Module):
             largest = x.abs().amax(0)
             if readable(largest) and not bool(largest.all()):
                 which = f"{'row' if self.wide else 'column'} {int((largest == 0).nonzero()[0])}"
-                raise InputError(
-                    f"Householder: {which} of the parameter is zero from its diagonal on; accepted: reflection vectors "
-                    "other than 0"
-                )
+                raise InputError(f"Householder: {which} of the parameter must not be zero from its diagonal on")
         v = torch.nn.functional.normalize(x / largest, dim=0, eps=0.0)  # the squares of x may leave the range of x
         eye = torch.eye(k, dtype=x.dtype, device=x.device)
         t = (v.mT @ v).triu(1) + eye / 2
@@ -219,7 +201,7 @@ class Householder(nn.Module):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Reflection vectors [N,K] of the nearest matrix with orthonormal columns (or rows)."""
-        rest = _polar(_fitting("Householder", weight, self.shape))
+        rest = _polar(_check_weight("Householder", weight, self.shape))
         rest = rest.mT.contiguous() if self.wide else rest
         vectors = torch.zeros_like(rest)
         for j in range(rest.shape[1]):
@@ -234,8 +216,8 @@ class Householder(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         signs = state_dict.get(f"{prefix}signs")
-        if isinstance(signs, Tensor) and not signs.is_meta and not bool((signs.abs() == 1).all()):
-            raise InputError(f"{prefix}signs holds other numbers than the accepted 1 and -1")
+        if isinstance(signs, Tensor) and not signs.is_meta:
+            require(bool((signs.abs() == 1).all()), f"{prefix}signs", "numbers 1 and -1", "others")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -262,10 +244,10 @@ class FactorizedSpectrum(nn.Module):
         self, weight: Tensor, margin: float | None = 0.1, spectrum_map: str = "sigmoid", rank: int | None = None
     ) -> None:
         super().__init__()
-        n, m = _matrix("FactorizedSpectrum", weight, square=False)
+        n, m = _check_weight("FactorizedSpectrum", weight).shape
         self.shape, self.rank = (n, m), min(n, m) if rank is None else rank
-        if isinstance(rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= min(n, m):
-            raise InputError(f"rank must be an integer in [1, {min(n, m)}], got {rank!r}")
+        valid = type(self.rank) is int and 1 <= self.rank <= min(n, m)
+        require(valid, "rank", f"an integer in [1, {min(n, m)}]", repr(rank))
         functional.spectrum(weight.new_zeros(1), margin, spectrum_map)  # its checks
         self.margin, self.spectrum_map = margin, spectrum_map
         self.left = Householder(weight.new_empty(n, self.rank))
@@ -282,7 +264,7 @@ class FactorizedSpectrum(nn.Module):
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(left, p, right) of the nearest matrix of this kind: the K largest singular values are kept, and moved into
         the margin."""
-        w = _fitting("FactorizedSpectrum", weight, self.shape)
+        w = _check_weight("FactorizedSpectrum", weight, self.shape)
         u, s, vh = robust_svd(w)
         u, s, v = u[:, : self.rank], s[: self.rank], vh[: self.rank].mT
         if self.margin is None:
@@ -328,8 +310,7 @@ class SchurForm(_Based):
         super().__init__(weight)
         if mask not in MASKS:
             raise unknown_name("mask", mask, MASKS)
-        if mask == "legacy" and len(self.base) % 2:
-            raise InputError(f"mask 'legacy' needs an even N, got {len(self.base)}; accepted for any: 'block'")
+        require(mask == "block" or len(self.base) % 2 == 0, "N with mask 'legacy'", "even", len(self.base))
         self.mask = mask
 
     @_autocast.keeps_dtype
@@ -341,7 +322,7 @@ class SchurForm(_Based):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(zeros, gamma, theta, T), with P for a base; see the class."""
-        w = _fitting("SchurForm", weight, tuple(self.base.shape))
+        w = _check_weight("SchurForm", weight, tuple(self.base.shape))
         n = len(w)
         p = torch.linalg.qr(_real_eigenbasis(w.mT)).Q
         gamma, theta = w.new_zeros(n - n // 2), w.new_zeros(n // 2)

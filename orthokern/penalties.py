@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, is_number, require, unknown_name
 
 __all__ = [
     "LAYERS",
@@ -81,9 +81,9 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
     """
     if norm not in ("l1", "l2"):
         raise unknown_name("norm", norm, ("l1", "l2"))
-    found = [gamma - 1 for part in _modules(module) if isinstance(part, HasSchurForms) for gamma in part.moduli()]
-    values = [off.square().sum() if norm == "l2" else off.abs().sum() for off in found]
-    return _total(values, module, "Schur form; accepted: a NonNormalRNN")
+    moduli = [gamma for part in _modules(module) if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    values = [((gamma - 1).square() if norm == "l2" else (gamma - 1).abs()).sum() for gamma in moduli]
+    return _total(values, module, "Schur form, as a NonNormalRNN")
 
 
 def triangular_decay(module: nn.Module) -> Tensor:
@@ -109,7 +109,7 @@ def triangular_decay(module: nn.Module) -> Tensor:
     values = [
         t.square().sum() for part in _modules(module) if isinstance(part, HasSchurForms) for t in part.triangles()
     ]
-    return _total(values, module, "Schur form with a triangle; accepted: a NonNormalRNN with triangular=True")
+    return _total(values, module, "Schur form that has a triangle, as a NonNormalRNN with triangular=True")
 
 
 def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
@@ -149,11 +149,9 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
     """
     if isinstance(recurrence, Tensor):
         return _gram_distance(recurrence)
-    if not isinstance(recurrence, nn.Module):
-        raise InputError(f"recurrence is a {type(recurrence).__name__}; accepted: a module, or a matrix [n, m]")
-    found = [matrix for module in recurrence.modules() for matrix in _recurrent(module)]
-    values = [_distance(matrix) if isinstance(matrix, _Spectrum) else _gram_distance(matrix) for matrix in found]
-    return _total(values, recurrence, "recurrence; accepted: an RNN or a FactorizedRNN, or a matrix")
+    matrices = [matrix for module in _modules(recurrence) for matrix in _recurrent(module)]
+    values = [_distance(matrix) if isinstance(matrix, _Spectrum) else _gram_distance(matrix) for matrix in matrices]
+    return _total(values, recurrence, "recurrence, as an RNN or a FactorizedRNN, or a matrix")
 
 
 class OrthogonalPenalty:
@@ -196,18 +194,16 @@ class OrthogonalPenalty:
     def __init__(
         self, strength: float = 1.0, *, squared: bool = True, on: str | Iterable[str] = ("recurrent", "feedforward")
     ) -> None:
-        if not _is_number(strength) or not 0.0 <= strength < math.inf:
-            raise InputError(f"strength must be a finite number of at least 0, got {strength!r}")
+        valid = is_number(strength) and 0.0 <= strength < math.inf
+        require(valid, "strength", "a finite number of at least 0", repr(strength))
         self.strength = strength
         self.squared = squared
-        if not isinstance(on, Iterable):
-            raise InputError(f"on is {on!r}; accepted: one or several of {', '.join(LAYERS)}")
+        accepted = f"one or several of {', '.join(LAYERS)}"
+        require(isinstance(on, Iterable) and on, "on", accepted, repr(on))
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for layer in self.on:
             if layer not in LAYERS:
                 raise unknown_name("layer", layer, LAYERS)
-        if not self.on:
-            raise InputError(f"on names no layer; accepted: one or several of {', '.join(LAYERS)}")
 
     def __call__(self, *parts: nn.Module | Tensor) -> Tensor:
         """The penalty, a 0-dim tensor with gradients; the sum over all matrices in `parts`.
@@ -259,20 +255,18 @@ class OrthogonalPenalty:
             InputError: as for `__call__`; a factorized recurrence or another matrix that is computed from parameters,
                 for which there is `add_gradients_`. Nothing has moved then.
         """
-        if not _is_number(lr) or not math.isfinite(lr):
-            raise InputError(f"lr must be a finite number, got {lr!r}")
-        found = [(part, matrix) for part in parts for matrix in self._matrices((part,))]
-        if not found:
-            raise _nothing_given()
-        for part, matrix in found:
-            if not _is_stored(matrix, part):
-                whose = "the matrix given" if isinstance(part, Tensor) else f"a matrix of {type(part).__name__}"
-                raise InputError(
-                    f"descend_ moves matrices in place; {whose} is computed from parameters: "
-                    "use add_gradients_ or the loss"
-                )
-        for _, matrix in found:
-            assert isinstance(matrix, Tensor)  # since it is stored
+        require(is_number(lr) and math.isfinite(lr), "lr", "a finite number", repr(lr))
+        require(parts, "parts", "modules and matrices [n, m]", "nothing")
+        matrices = []
+        for part in parts:
+            for matrix in self._matrices((part,)):
+                if isinstance(matrix, _Spectrum) or not _is_stored(matrix, part):
+                    raise InputError(
+                        f"a matrix of {type(part).__name__} is computed from parameters and cannot move in place; "
+                        "accepted: add_gradients_ or the loss"
+                    )
+                matrices.append(matrix)
+        for matrix in matrices:
             matrix.sub_(self.gradient(matrix), alpha=lr)
 
     def _value(self, squared: Tensor) -> Tensor:
@@ -282,17 +276,12 @@ class OrthogonalPenalty:
         return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
     def _matrices(self, parts: Sequence[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
-        if not parts:
-            raise _nothing_given()
+        require(parts, "parts", "modules and matrices [n, m]", "nothing")
         for part in parts:
-            if not isinstance(part, nn.Module):
-                yield _check_matrix(part)
-                continue
-            found = list(self._of_module(part))
-            if not found:
-                layers = " or ".join(self.on)
-                raise InputError(f"a module of type {type(part).__name__} has no {layers} matrix to make orthogonal")
-            yield from found
+            matrices = list(self._of_module(part)) if isinstance(part, nn.Module) else [_check_matrix(part)]
+            layers = " or ".join(self.on)
+            require(matrices, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
+            yield from matrices
 
     def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
         for module in whole.modules():
@@ -322,14 +311,12 @@ def _recurrent(module: nn.Module) -> Iterator[Tensor | _Spectrum]:
         yield from module.recurrent_matrices()
 
 
-def _is_stored(matrix: Tensor | _Spectrum, part: nn.Module | Tensor) -> bool:
-    """Whether a change of the matrix, taken from `part`, is one of what is trained: it is a parameter, or a view."""
-    if isinstance(matrix, _Spectrum):
-        return False
+def _is_stored(matrix: Tensor, part: nn.Module | Tensor) -> bool:
+    """Whether a matrix of `part` is a parameter, or a view of one, and not computed from others."""
     if isinstance(part, Tensor):
         return matrix.is_leaf or (matrix._base is not None and matrix._base.is_leaf)
-    kept = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
-    return matrix.untyped_storage().data_ptr() in kept
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
+    return matrix.untyped_storage().data_ptr() in storages
 
 
 def _distance(matrix: Tensor | _Spectrum) -> Tensor:
@@ -363,33 +350,20 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         >>> spectrum_prior(FactorizedRNN(3, 8)).item()
         0.0
     """
-    found = [matrix for part in _modules(module) for matrix in _recurrent(part)]
-    values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in found]
-    return _total(values, module, "recurrence; accepted: an RNN or a FactorizedRNN")
+    matrices = [matrix for part in _modules(module) for matrix in _recurrent(part)]
+    values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in matrices]
+    return _total(values, module, "recurrence, as an RNN or a FactorizedRNN")
 
 
 def _modules(whole: nn.Module) -> Iterator[nn.Module]:
-    if not isinstance(whole, nn.Module):
-        raise InputError(f"module is a {type(whole).__name__}; accepted: a torch.nn.Module with recurrences")
+    require(isinstance(whole, nn.Module), "module", "a torch.nn.Module with recurrences", type(whole).__name__)
     return whole.modules()
 
 
-def _nothing_given() -> InputError:
-    return InputError("no matrix given; accepted: modules, and matrices [n, m]")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _check_matrix(w: Tensor) -> Tensor:
-    if not isinstance(w, Tensor):
-        raise InputError(f"W is a {type(w).__name__}; accepted: a floating matrix [n, m], or a module")
-    if w.ndim != 2 or not w.is_floating_point():
-        raise InputError(
-            f"W has shape {list(w.shape)} and dtype {str(w.dtype).removeprefix('torch.')}; "
-            "accepted: a floating matrix [n, m]"
-        )
+    accepted = "a module or a floating point matrix [n, m]"
+    require(isinstance(w, Tensor), "W", accepted, type(w).__name__)
+    require(w.ndim == 2 and w.is_floating_point(), "W", accepted, f"shape {list(w.shape)} and {w.dtype}")
     return w
 
 
@@ -413,8 +387,7 @@ def _gram_distance(w: Tensor) -> Tensor:
 
 
 def _total(values: list[Tensor], module: nn.Module, missing: str) -> Tensor:
-    if not values:
-        raise InputError(f"a module of type {type(module).__name__} has no {missing}")
+    require(values, "module", f"one with a {missing}", type(module).__name__)
     return torch.stack(values).sum()
 
 
@@ -456,4 +429,4 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
     values = [(s * s).sum() for module in _modules(rnn) if isinstance(module, HasSpectra) for s in module.spectra()]
-    return _total(values, rnn, "factorized recurrence; accepted: a FactorizedRNN")
+    return _total(values, rnn, "factorized recurrence, as a FactorizedRNN")
