@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Real
+from typing import TypeGuard
 
 
 class InputError(ValueError):
@@ -47,12 +49,12 @@ def unknown_name(argument: str, name: object, choices: Iterable[str]) -> InputEr
     return InputError(f"unknown {argument} {name!r}: {hint}accepted: {', '.join(names)}")
 
 
-def require(fits: object, name: str, accepted: str, got: object) -> None:
+def require(fits: object, name: str, accepted: object, got: object) -> None:
     """Raise InputError("NAME must be ACCEPTED, got GOT") unless a check has succeeded."""
     if not fits:
         raise InputError(f"{name} must be {accepted}, got {got}")
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a real number, also one of numpy, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -86,38 +86,6 @@ def test_first_order_decrease() -> None:
         assert abs(fall / (lr / 2 * float(a.square().sum())) - 1) < 1e4 * lr
 
 
-def test_the_legacy_step_is_wrong() -> None:
-    # the released code keeps M orthogonal but does not descend: over random quadratics its sign is chance, where the
-    # step above falls every time
-    rises, ours = 0, []
-    for seed in range(12):
-        torch.manual_seed(seed)
-        m, target = quadratic(64, 64)
-        changes = {}
-        for legacy in (True, False):
-            p = nn.Parameter(m.detach().clone())
-            optimizer = GeodesicSGD([p], 1e-3, legacy=legacy)
-            loss = (p - target).square().sum() / 2
-            loss.backward()
-            optimizer.step()
-            changes[legacy] = float((p - target).square().sum().detach() / 2 - loss.detach())
-            assert error(p) < 1e-13
-        rises += changes[True] > 0
-        ours.append(changes[False])
-        assert changes[False] < 0 and abs(changes[True]) < 0.5 * abs(changes[False])
-    assert 2 <= rises <= 10, rises
-
-
-def test_the_legacy_step_is_the_released_formula() -> None:
-    m, g = basis(6, 6), torch.randn(6, 6, dtype=torch.float64)
-    w, eye = m.detach().clone(), torch.eye(6, dtype=torch.float64)
-    a = g.T @ w - w.T @ g
-    expected = torch.linalg.inv(eye + 0.05 * a) @ (eye - 0.05 * a) @ w
-    m.grad = g
-    GeodesicSGD([m], 0.1, legacy=True).step()
-    torch.testing.assert_close(m.detach(), expected)
-
-
 def test_equal_shapes_go_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     leaf = dispatch.resolve("cayley", None, device=torch.device("cpu"), dtype=torch.float64, N=5, K=5)
@@ -379,45 +347,53 @@ def test_groups_and_their_options() -> None:
     rates = [0.5, -0.1, 0.2 / float(c.grad.norm())]
     for p, start, rate in zip((a, b, c), starts, rates, strict=True):
         torch.testing.assert_close(p.detach(), functional.cayley(start, p.grad, rate))
-    with pytest.raises(InputError, match="not|accepted"):
+    with pytest.raises(InputError, match="must be an orthonormal basis"):
         optimizer.add_param_group({"params": nn.Parameter(torch.ones(3, 3))})
     assert len(optimizer.param_groups) == 3
 
 
 REFUSED = [
-    (lambda: GeodesicSGD([], 0.1), "params is empty"),
-    (lambda: GeodesicSGD(basis(4, 4), 0.1), "params is one tensor; accepted: several"),
+    (lambda: GeodesicSGD([], 0.1), "params must be at least one matrix"),
+    (lambda: GeodesicSGD(basis(4, 4), 0.1), "params must be several matrices.*, got one tensor"),
     (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
     (lambda: GeodesicSGD([basis(4, 4)], float("nan")), "lr .* nan"),
-    (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a number, got 'fast'"),
-    (lambda: GeodesicSGD([basis(4, 4)], 10**400), "lr must be finite, got an integer of 1329 bits"),
+    (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a finite number.*, got 'fast'"),
+    (lambda: GeodesicSGD([basis(4, 4)], 10**400), "lr must be a finite number.*, got 1000"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, max_grad_norm=0.0), "max_grad_norm .* above 0, got 0"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, drift_tolerance=-1), "drift_tolerance"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=1.5), "correct_every .* 1.5"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=-1), "correct_every .* -1"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, backend="cup"), "did you mean 'cpu'"),
-    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4).bfloat16())], 0.1), "parameter 0 has dtype torch.bfloat16"),
-    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4).half())], 0.1), "torch.float16.*accepted: torch.float32"),
-    (lambda: GeodesicSGD([basis(4, 4), nn.Parameter(torch.ones(4))], 0.1), r"parameter 1 has shape \(4,\)"),
-    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4)[:2])], 0.1), r"\(2, 4\); accepted: \[..., N, K\]"),
+    (
+        lambda: GeodesicSGD([nn.Parameter(torch.eye(4).bfloat16())], 0.1),
+        "parameter 0 must be float32 or float64, got torch.bfloat16",
+    ),
+    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4).half())], 0.1), "got torch.float16"),
+    (lambda: GeodesicSGD([basis(4, 4), nn.Parameter(torch.ones(4))], 0.1), r"parameter 1 must be .*, got shape \[4\]"),
+    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4)[:2])], 0.1), r"\[..., N, K\] with 1 <= K <= N, got shape \[2, 4\]"),
     (
         lambda: GeodesicSGD([("rnn.w", nn.Parameter(2 * torch.eye(4)))], 0.1),
-        r"\(rnn.w\) is not an orthonormal basis: .* = 3",
+        r"\(rnn.w\) must be an orthonormal basis, .*, got 3",
     ),
-    (lambda: GeodesicSGD([nn.Parameter(torch.full((2, 2), float("nan")))], 0.1), "= nan"),
-    (lambda: GeodesicSGD([basis(4, 3)], 0.1, legacy=True), r"\(4, 3\); accepted with legacy=True: square"),
-    (lambda: optimizer_for(RNN(2, 3), lr=-1.0), "lr must be finite and at least 0, got -1.0"),
+    (lambda: GeodesicSGD([nn.Parameter(torch.full((2, 2), float("nan")))], 0.1), "got nan"),
+    (lambda: optimizer_for(RNN(2, 3), lr=-1.0), "lr must be a finite number of at least 0, got -1.0"),
     (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
     (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
-    (lambda: optimizer_for(FactorizedRNN(2, 3, margin=1e-45)), "divided by the margin of 1e-45 it overflows"),
-    (lambda: optimizer_for(nn.ReLU()), "ReLU has no parameters"),
+    (
+        lambda: optimizer_for(FactorizedRNN(2, 3, margin=1e-45)),
+        "spectrum_lr must be a rate that can be divided by the margin of 1e-45",
+    ),
+    (lambda: optimizer_for(nn.ReLU()), "model must be a module with parameters, got ReLU"),
     (lambda: optimizer_for([nn.ReLU()]), "model must be a torch.nn.Module, got list"),  # type: ignore[arg-type]
-    (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be finite and at least 0, got 'a'"),
+    (lambda: optimizer_for(RNN(2, 3), lr="a"), "lr must be a finite number of at least 0, got 'a'"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (lambda: optimizer_for(FactorizedRNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
-    (lambda: optimizer_for(RNN(2, 3), euclidean="adam"), "euclidean is 'adam'; accepted: an optimizer class"),  # type: ignore[arg-type]
-    (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic is None; accepted: an optimizer class"),  # type: ignore[arg-type]
-    (lambda: CombinedOptimizer({}), "parts is empty"),
+    (
+        lambda: optimizer_for(RNN(2, 3), euclidean="adam"),
+        "euclidean must be an optimizer class or a function.*, got 'adam'",
+    ),  # type: ignore[arg-type]
+    (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic must be an optimizer class or a function.*, got None"),  # type: ignore[arg-type]
+    (lambda: CombinedOptimizer({}), "parts must be at least one optimizer"),
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
 ]
 
@@ -694,9 +670,9 @@ def test_combined_add_param_group() -> None:
         assert several.param_groups[-1]["params"] == list(layer.parameters())
         with pytest.raises(InputError, match="already in group"):
             several.add_param_group({"params": iter([layer.bias])})
-        with pytest.raises(InputError, match="no parameters"):
+        with pytest.raises(InputError, match="params of the new group must be at least one"):
             several.add_param_group({"params": []})
-    with pytest.raises(InputError, match="no part 'geodesic'"):
+    with pytest.raises(InputError, match="role of the new group must be one of the parts euclidean, got 'geodesic'"):
         optimizer_for(nn.Linear(2, 2)).add_param_group({"params": [basis(3, 3)], "role": "geodesic"})
     with pytest.raises(InputError, match="in parts 'a' and 'b'"):
         CombinedOptimizer({"a": torch.optim.SGD([w], lr=0.1), "b": torch.optim.SGD([w], lr=0.1)})
@@ -818,7 +794,7 @@ def test_geodesic_rmsprop_resumes_exactly() -> None:
     [
         ({"alpha": 1.0}, "alpha must be a number in [0, 1), got 1.0"),
         ({"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
-        ({"lr": -1.0}, "lr must be finite and at least 0, got -1"),
+        ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1"),
     ],
 )
 def test_geodesic_rmsprop_refuses(options: dict[str, float], message: str) -> None:
@@ -837,7 +813,7 @@ def test_a_rate_for_each_child() -> None:
     assert len(held) == len(set(held)) and set(held) == set(model.parameters())
     with pytest.raises(InputError, match="unknown child .* 'readout'.*accepted: rnn"):
         optimizer_for(model, lr={"rnn": 0.2}, **rates)
-    with pytest.raises(InputError, match="lr of rnn must be finite and at least 0, got -1"):
+    with pytest.raises(InputError, match="lr of rnn must be a finite number of at least 0, got -1"):
         optimizer_for(model, lr={"rnn": -1.0}, **rates)
 
 
@@ -845,7 +821,7 @@ def test_a_rate_for_each_child_needs_those_of_the_roles_that_the_model_has() -> 
     rates = {"rnn": 0.2, "readout": 0.1}
     for rnn, lacking in ((NonNormalRNN(3, 4), "skew"), (FactorizedRNN(3, 4), "spectrum")):
         model = nn.ModuleDict({"rnn": rnn, "readout": nn.Linear(4, 2)})
-        with pytest.raises(InputError, match=f"{lacking}_lr is None; accepted where lr is a dict and the model has"):
+        with pytest.raises(InputError, match=f"{lacking}_lr must be a number, since lr is a dict, got None"):
             optimizer_for(model, lr=rates)
         groups = optimizer_for(model, lr=rates, **{f"{lacking}_lr": 0.4}).param_groups
         assert [group["lr"] for group in groups if group["role"] == lacking]

@@ -16,7 +16,7 @@ copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the 
 copy | --process-timeout 9007199254740992 | is not an integer of at most 31536000
 copy | --input onehot --marker 3 | --marker: for --input scalar; here --input is onehot
 copy | --model lstm --forget-bias 2 | unknown option --forget-bias
-copy | --margin 1e-300 | divided by the margin of 1e-300 it overflows; accepted: a margin of 0, or
+copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 0 | --T: '0' is not an integer of at least 1
 copy | --T ten | --T: 'ten' is not an integer of at least 1
 copy | --T 5 --hidden 0 | --hidden: '0' is not an integer of at least 1

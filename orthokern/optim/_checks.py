@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._state import misfit
-from orthokern.errors import InputError
+from orthokern._state import misfit, shown
+from orthokern.errors import InputError, is_number, require
 from orthokern.ops._checks import whole
 
 
@@ -28,6 +29,13 @@ def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str
             )
         held[id(p)] = f"in the group, as parameter {index}"
     return {**new, "params": params}
+
+
+def check_range(name: str, value: Any, low: float = 0.0, *, above: bool = False) -> None:
+    """InputError unless a number, or a tensor with one, is finite and at least low (or above it)."""
+    is_scalar = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
+    fits = is_scalar and (value > low if above else value >= low) and value <= sys.float_info.max
+    require(fits, name, f"a finite number {'above' if above else 'of at least'} {low:g}", shown(value))
 
 
 def check_rate(index: int, group: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,14 +15,33 @@ from orthokern import _autocast
 from orthokern._decompositions import robust_svd
 from orthokern._products import ieee_products
 from orthokern.dispatch import requested
-from orthokern.errors import InputError
+from orthokern.errors import InputError, is_number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
-from orthokern.optim._checks import check_dense, check_new, check_rate, parameter_label
+from orthokern.optim._checks import check_dense, check_new, check_range, check_rate, parameter_label
 
 # A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
+
+
+class GeodesicOptions(TypedDict, total=False):
+    """Options of all geodesic optimizers, see GeodesicSGD."""
+
+    max_grad_norm: float | None
+    maximize: bool
+    correct_every: int
+    drift_tolerance: float
+    backend: str | None
+
+
+_DEFAULTS: GeodesicOptions = {
+    "max_grad_norm": None,
+    "maximize": False,
+    "correct_every": 100,
+    "drift_tolerance": 2e-6,
+    "backend": None,
+}
 
 
 class GeodesicSGD(Optimizer):
@@ -66,13 +85,10 @@ class GeodesicSGD(Optimizer):
             larger gradients are scaled down to it. None: no clipping. Since the step depends on lr * G only, clipping
             reduces the rate.
         maximize: ascend.
-        legacy: take the step of the code released with Vorontsov et al. 2017, to reproduce its runs. It multiplies M by
-            A = G^T M - M^T G from the wrong side: M stays orthogonal, but the step is not a descent direction. Square
-            bases only. For comparisons, not for training.
         correct_every: the largest number of steps between two measurements of the drift (Note [Drift]); 0: never.
         drift_tolerance: max|M^T M - I| above which a basis is corrected. The default is for float32; 1e-14 is suitable
             for float64.
-        backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda". A legacy step is plain torch.
+        backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda".
 
     Each group also has `steps` (the number of steps so far), `growth` (Note [Drift]), `last_grad_norm` (the joint norm
     before clipping, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and `last_drift`
@@ -104,24 +120,19 @@ class GeodesicSGD(Optimizer):
         *,
         max_grad_norm: float | None = None,
         maximize: bool = False,
-        legacy: bool = False,
         correct_every: int = 100,
         drift_tolerance: float = 2e-6,
         backend: str | None = None,
     ) -> None:
-        self._begin(
-            params, lr=lr, max_grad_norm=max_grad_norm, maximize=maximize, legacy=legacy, correct_every=correct_every,
-            drift_tolerance=drift_tolerance, backend=backend,
-        )  # fmt: skip
+        options = {"max_grad_norm": max_grad_norm, "maximize": maximize, "correct_every": correct_every}
+        self._begin(params, lr=lr, **options, drift_tolerance=drift_tolerance, backend=backend)
 
     def _begin(self, params: Iterable[Any], **options: Any) -> None:
         """Calls torch's constructor with the options and counters of a group."""
-        counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
-        if isinstance(params, Tensor):
-            raise InputError("params is one tensor; accepted: several matrices, as [tensor], or group dicts")
+        require(not isinstance(params, Tensor), "params", "several matrices, as [tensor], or group dicts", "one tensor")
         params = list(params)
-        if not params:
-            raise InputError("params is empty; accepted: at least one matrix with orthonormal columns")
+        require(params, "params", "at least one matrix with orthonormal columns", "none")
+        counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
         Optimizer.__init__(self, params, {**options, **counters})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -191,12 +202,12 @@ class GeodesicSGD(Optimizer):
         rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
         rate = -rate if group["maximize"] else rate
         shrink = todo.shrink(group)
-        given = []
+        steps = []
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
             todo.moves(group, g, rate * factor)
-            given.append((_stack(bases), *todo.in_range(g, rate * factor)))
-        moved = [_legacy_step(*one) for one in given] if group["legacy"] else cayley.steps(given, group["backend"])
+            steps.append((_stack(bases), *todo.in_range(g, rate * factor)))
+        moved = cayley.steps(steps, group["backend"])
         if todo.measure or todo.growth > group["drift_tolerance"]:
             corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
             moved = [m for m, _ in corrected]
@@ -230,10 +241,10 @@ class GeodesicRMSprop(GeodesicSGD):
     norm of A). docs/training.md, "Learning rates", has suitable rates.
 
     Args:
-        params, lr, max_grad_norm (clips G before v sees it), maximize, correct_every, drift_tolerance, backend: as in
-            GeodesicSGD.
+        params, lr: as in GeodesicSGD.
         alpha: decay of v per step, in [0, 1).
         eps: added to sqrt(v), above 0.
+        max_grad_norm (clips G before v sees it), maximize, correct_every, drift_tolerance, backend: as in GeodesicSGD.
 
     State per parameter: "square_avg", v, of the parameter's shape.
 
@@ -260,25 +271,11 @@ class GeodesicRMSprop(GeodesicSGD):
         *,
         alpha: float = 0.9,
         eps: float = 1e-8,
-        max_grad_norm: float | None = None,
-        maximize: bool = False,
-        correct_every: int = 100,
-        drift_tolerance: float = 2e-6,
-        backend: str | None = None,
+        **options: Unpack[GeodesicOptions],
     ) -> None:
-        self._begin(
-            params, lr=lr, max_grad_norm=max_grad_norm, maximize=maximize, legacy=False, correct_every=correct_every,
-            drift_tolerance=drift_tolerance, backend=backend, alpha=alpha, eps=eps,
-        )  # fmt: skip
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of bases, as in GeodesicSGD; it may override alpha and eps."""
-        super().add_param_group(param_group)
-        try:
-            _check_rms(self.param_groups[-1])
-        except InputError:
-            self.param_groups.pop()
-            raise
+        for name in options.keys() - _DEFAULTS.keys():
+            raise TypeError(f"GeodesicRMSprop() got an unexpected keyword argument {name!r}")
+        self._begin(params, lr=lr, **{**_DEFAULTS, **options}, alpha=alpha, eps=eps)
 
     def _check_work(self, group: dict[str, Any], todo: _Work) -> None:
         shrink = todo.shrink(group)
@@ -456,43 +453,19 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
     return m, first
 
 
-def _legacy_step(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
-    """The released code's step on [P,N,N]: the A of the transposed problem, applied from the wrong side."""
-    a = g.mT @ m - m.mT @ g
-    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-    return m - rate * torch.linalg.solve(eye + 0.5 * rate * a, a @ m)
-
-
 def _check_options(group: dict[str, Any]) -> None:
-    def finite(name: str, low: float, *, strict: bool = False) -> None:
-        value = group[name]
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise InputError(f"{name} must be a number, got {value!r}") from None
-        except OverflowError:
-            raise InputError(f"{name} must be finite, got an integer of {value.bit_length()} bits") from None
-        if not math.isfinite(number) or number < low or (strict and number == low):
-            raise InputError(f"{name} must be finite and {'above' if strict else 'at least'} {low:g}, got {number:g}")
-
     requested(group["backend"])  # raises for an unknown name
-    for name in ("maximize", "legacy"):
-        if not isinstance(group[name], bool):
-            raise InputError(f"{name} must be True or False, got {group[name]!r}")
-    finite("lr", 0.0)
-    finite("drift_tolerance", 0.0)
+    require(isinstance(group["maximize"], bool), "maximize", "True or False", repr(group["maximize"]))
+    check_range("lr", group["lr"])
+    check_range("drift_tolerance", group["drift_tolerance"])
     if group["max_grad_norm"] is not None:
-        finite("max_grad_norm", 0.0, strict=True)
-    if not isinstance(group["correct_every"], int) or group["correct_every"] < 0:
-        raise InputError(f"correct_every must be an integer, 0 (never) or more, got {group['correct_every']!r}")
-
-
-def _check_rms(group: dict[str, Any]) -> None:
-    alpha, eps = group["alpha"], group["eps"]
-    if not isinstance(alpha, (int, float)) or not 0.0 <= alpha < 1.0:
-        raise InputError(f"alpha must be a number in [0, 1), got {alpha!r}")
-    if not isinstance(eps, (int, float)) or not 0.0 < eps < math.inf:
-        raise InputError(f"eps must be a finite number above 0, got {eps!r}")
+        check_range("max_grad_norm", group["max_grad_norm"], above=True)
+    every = group["correct_every"]
+    require(isinstance(every, int) and every >= 0, "correct_every", "an integer, 0 (never) or more", repr(every))
+    if "alpha" in group:
+        alpha, eps = group["alpha"], group["eps"]
+        require(is_number(alpha) and 0.0 <= alpha < 1.0, "alpha", "a number in [0, 1)", repr(alpha))
+        check_range("eps", eps, above=True)
 
 
 @ieee_products()
@@ -501,19 +474,12 @@ def _check_bases(group: dict[str, Any]) -> None:
         label = parameter_label(group, index)
         strided(label, p)
         whole(label, p)
-        if p.dtype not in (torch.float32, torch.float64):
-            raise InputError(
-                f"{label} has dtype {p.dtype}, in which orthogonality is lost; accepted: torch.float32, torch.float64"
-            )
-        if p.dim() < 2 or p.shape[-1] > p.shape[-2] or p.numel() == 0:
-            raise InputError(f"{label} has shape {tuple(p.shape)}; accepted: [..., N, K] with 1 <= K <= N")
-        if group["legacy"] and p.shape[-1] != p.shape[-2]:
-            raise InputError(f"{label} has shape {tuple(p.shape)}; accepted with legacy=True: square matrices")
+        require(p.dtype in (torch.float32, torch.float64), label, "float32 or float64", p.dtype)
+        fits = p.dim() >= 2 and 1 <= p.shape[-1] <= p.shape[-2] and p.numel() > 0
+        require(fits, label, "[..., N, K] with 1 <= K <= N", f"shape {list(p.shape)}")
         if p.is_meta:
             continue
         m = p.detach()
         error = float((m.mT @ m - torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)).abs().max())
-        if not error <= _NOT_A_BASIS:
-            raise InputError(
-                f"{label} is not an orthonormal basis: max|M^T M - I| = {error:.3g}; accepted: at most {_NOT_A_BASIS:g}"
-            )
+        accepted = f"an orthonormal basis, with max|M^T M - I| of at most {_NOT_A_BASIS:g}"
+        require(error <= _NOT_A_BASIS, label, accepted, f"{error:.3g}")

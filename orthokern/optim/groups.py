@@ -3,7 +3,6 @@ parameters, with separate rates for spectra."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orthokern.errors import InputError, unknown_name
-from orthokern.optim._checks import check_dense, check_new, check_rate, parameter_label
+from orthokern.errors import InputError, require, unknown_name
+from orthokern.optim._checks import check_dense, check_new, check_range, check_rate, parameter_label
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
@@ -47,16 +46,13 @@ class _Entry(NamedTuple):
 
 def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
     """Role -> its parameters, each once, in the order of model.named_parameters()."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    require(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     roles: dict[Tensor, tuple[str, float | None, str]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, HasRoles):
             continue
         for name, role in module.parameter_roles().items():
-            if role not in ROLES:
-                accepted = ", ".join(map(repr, ROLES))
-                raise InputError(f"role of {path}.{name} is {role!r}; accepted: {accepted}")
+            require(role in ROLES, f"role of {path}.{name}", f"one of {', '.join(ROLES)}", repr(role))
             if role != "other":
                 margin = getattr(module, "margin", None) if role == "spectrum" else None
                 roles[getattr(module, name)] = (role, margin, getattr(module, "spectrum_map", "sigmoid"))
@@ -121,15 +117,11 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
-        if not parts:
-            raise InputError("parts is empty; accepted: at least one optimizer")
+        require(parts, "parts", "at least one optimizer", "none")
         for name, part in parts.items():
-            if not isinstance(part, Optimizer):
-                raise InputError(f"part {name!r} must be a torch.optim.Optimizer, got {type(part).__name__}")
-            if isinstance(part, torch.optim.LBFGS):
-                raise InputError(
-                    f"part {name!r} is LBFGS, which calls its closure many times per step; accepted: others"
-                )
+            fits = isinstance(part, Optimizer) and not isinstance(part, torch.optim.LBFGS)
+            accepted = "a torch.optim.Optimizer that evaluates its closure once per step"
+            require(fits, f"part {name!r}", accepted, type(part).__name__)
         seen: dict[Tensor, str] = {}
         for name, part in parts.items():
             for group in part.param_groups:
@@ -180,11 +172,9 @@ class CombinedOptimizer(Optimizer):
             return
         role = param_group.get("role", "other")
         name = "geodesic" if role == "geodesic" else "euclidean"
-        if name not in self.parts:
-            raise InputError(f"there is no part {name!r} for a group of role {role!r}; parts: {', '.join(self.parts)}")
+        require(name in self.parts, "role of the new group", f"one of the parts {', '.join(self.parts)}", repr(role))
         params = check_new(self.param_groups, param_group)["params"]
-        if not params:
-            raise InputError("the new group has no parameters; accepted: at least one")
+        require(params, "params of the new group", "at least one parameter", "none")
         groups = self.parts[name].param_groups
         named = "param_names" in param_group or any(isinstance(p, tuple) for p in params)
         if "param_names" in groups[0] and not named:  # torch requires names for all groups or for none
@@ -221,8 +211,7 @@ class CombinedOptimizer(Optimizer):
         saved, groups = state_dict.get("param_groups", []), self.param_groups
         ours = [(group.get("role"), len(group["params"])) for group in groups]
         theirs = [(group.get("role"), len(group["params"])) for group in saved]
-        if ours != theirs:
-            raise InputError(f"state_dict has groups (role, parameters) {theirs}; accepted: {ours}")
+        require(ours == theirs, "groups (role, parameters) of the state_dict", ours, theirs)
         super().load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,16 +316,13 @@ def optimizer_for(
         >>> [(group["role"], group["lr"]) for group in optimizer.param_groups]  # spectrum: 1e-3 / (2 * 0.1)
         [('geodesic', 1e-05), ('rnn', 0.001), ('readout', 0.01), ('spectrum', 0.005)]
     """
-    given: Any = euclidean
-    for option, kind in (("euclidean", given), ("geodesic", geodesic)):
-        if not callable(kind):
-            raise InputError(f"{option} is {kind!r}; accepted: an optimizer class, or a function that makes one")
-    if isinstance(given, type) and issubclass(given, torch.optim.LBFGS):
-        raise InputError("euclidean is LBFGS, which takes one group and calls its closure often; accepted: others")
+    for option, kind in (("euclidean", euclidean), ("geodesic", geodesic)):
+        require(callable(kind), option, "an optimizer class or a function that returns an optimizer", repr(kind))
+    is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
+    require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
-    if not any(split.values()):
-        raise InputError(f"model {type(model).__name__} has no parameters; accepted: a model with at least one")
+    require(any(split.values()), "model", "a module with parameters", type(model).__name__)
     parts: dict[str, Optimizer] = {}
     if split["geodesic"]:
         group = _group(split["geodesic"], "geodesic", geodesic_lr)
@@ -369,21 +355,13 @@ def _checked_rates(
     if isinstance(lr, Mapping):
         rates = {f"lr of {child}": rate for child, rate in lr.items()}
     for role, rate in own.items():
-        if rate is None and isinstance(lr, Mapping):
-            if split[role]:
-                raise InputError(
-                    f"{role}_lr is None; accepted where lr is a dict and the model has such parameters: a number"
-                )
-        else:
+        if rate is not None or not isinstance(lr, Mapping):
             rates[f"{role}_lr"] = lr if rate is None else rate
+        else:
+            require(not split[role], f"{role}_lr", "a number, since lr is a dict", "None")
     rates["geodesic_lr"] = geodesic_lr
     for name, rate in rates.items():
-        try:
-            accepted = math.isfinite(rate) and rate >= 0.0
-        except TypeError:
-            accepted = False
-        if not accepted:
-            raise InputError(f"{name} must be finite and at least 0, got {rate!r}")
+        check_range(name, rate)
     return rates
 
 
@@ -421,11 +399,8 @@ def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, 
             continue
         scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
         rate = spectrum_lr / scale if margin > 0.0 else 0.0
-        if rate > torch.finfo(torch.float32).max:
-            raise InputError(
-                f"spectrum_lr is {spectrum_lr:g}, and divided by the margin of {margin:g} it overflows; "
-                "accepted: a margin of 0, or a larger one"
-            )
+        finite = rate <= torch.finfo(torch.float32).max
+        require(finite, "spectrum_lr", f"a rate that can be divided by the margin of {margin:g}", f"{spectrum_lr:g}")
         groups.append({**_group(same, "spectrum", rate), **constraint, "weight_decay": 0.0})
     return groups
 
