@@ -144,7 +144,7 @@ def test_errors() -> None:
         NonNormalRNN(3, 5, mask="legacy")
     with pytest.raises(InputError, match="unknown mask 'blok'.*'block'"):
         NonNormalRNN(3, 6, mask="blok")
-    with pytest.raises(InputError, match="no Schur form"):
+    with pytest.raises(InputError, match="module must be one with a Schur form"):
         penalties.modulus_penalty(nn.Linear(2, 2))
     with pytest.raises(InputError, match="unknown norm"):
         penalties.modulus_penalty(make(), "l3")
