@@ -154,16 +154,6 @@ def _cayley(s: Sizes) -> dict[str, int]:
     return {"m": matrices, "g": matrices, "lr": s["batch"], "out": matrices}
 
 
-def _square(s: Sizes) -> dict[str, int]:
-    M, K = s.get("M", 0), s["K"]
-    return {"w": M * K, "out": K * K, "a": K * K, "diagonal": K, "definite": 1}
-
-
-def _spectral(s: Sizes) -> dict[str, int]:
-    M, K, S = s["M"], s["K"], s.get("S", 0)
-    return {"w": M * K, "other": M * K, "distance": 1, "v_rows": S * K, "image": M * S, "out": M * K}
-
-
 ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
     **dict.fromkeys(("factored_scan_fwd", "factored_scan_bwd", "dense_scan_fwd", "dense_scan_bwd"), _scan),
     **dict.fromkeys(("gru_scan_fwd", "gru_scan_bwd"), _gru),
@@ -172,6 +162,4 @@ ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
     "linear_cross_entropy_fwd": _linear_cross_entropy,
     **dict.fromkeys(("modal_scan_fwd", "modal_scan_bwd", "modal_cross_entropy_fwd"), _modal),
     "cayley": _cayley,
-    **dict.fromkeys(("gram", "is_definite"), _square),
-    **dict.fromkeys(("distance", "wide_product", "subtract_product"), _spectral),
 }
