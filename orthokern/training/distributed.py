@@ -233,8 +233,9 @@ def wrap(model: nn.Module) -> nn.Module:
 def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
     of an iteration."""
-    several = isinstance(module, nn.parallel.DistributedDataParallel)
-    return module.no_sync() if several else contextlib.nullcontext()
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return module.no_sync()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 def _mean_in_rank_order(bucket: Any) -> torch.futures.Future[Tensor]:
