@@ -30,7 +30,7 @@ from orthokern.ops.dense_scan import dense_scan
 from orthokern.ops.factored_scan import factored_scan
 from orthokern.ops.gru_scan import gru_scan
 from orthokern.ops.modal.choice import Options
-from orthokern.ops.modal.loss import ScanCall, ScanLoss, choose_for, scan_loss
+from orthokern.ops.modal.loss import ScanLoss, choose_for, scan_loss
 
 __all__ = [
     "ACTIVATIONS",
@@ -356,8 +356,7 @@ def scan_cross_entropy(
         resets,
         reset_state,
     )
-    _, inputs, options = check.scan_args(args, name, small_ids=True).parts()
-    scan = ScanCall(**{name: getattr(options, name) for name in options.__slots__}, backend=backend)
+    args = check.scan_args(args, name, small_ids=True)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
@@ -376,7 +375,7 @@ def scan_cross_entropy(
         if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
             raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
     outputs = Readout(readout, readout_bias, target, reduction)
-    return scan_loss(inputs, tuple(factors), outputs, scan, basis)
+    return scan_loss(args, outputs, basis)
 
 
 def explain_scan_cross_entropy(

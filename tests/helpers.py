@@ -423,20 +423,6 @@ class GruProblem:
         return copy
 
 
-def models_of(problems: Sequence[Any]) -> Any:
-    """One problem with those of several models of a scan, R behind time or in front."""
-
-    def stacked(name: str) -> Any:
-        of_all = [getattr(problem, name) for problem in problems]
-        if name == "matrices":
-            return tuple(torch.stack(each) for each in zip(*of_all, strict=True))
-        return None if of_all[0] is None else torch.stack(of_all, int(name in ("x", "grad_hs", "resets")))
-
-    names = [field.name for field in dataclasses.fields(problems[0])]
-    names = [name for name in names if name not in ("op", "activation", "variant")]
-    return dataclasses.replace(problems[0], **{name: stacked(name) for name in names})
-
-
 PRODUCTS = ("_linear_pointwise", "mm", "bmm", "mv", "addmm", "baddbmm", "addmm_", "baddbmm_", "linalg_solve_triangular")
 
 

@@ -74,7 +74,7 @@ def calls() -> list[Call]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_call, "_C", Recording())
-        for module in [sys.modules[name] for name in sys.modules if name.startswith("orthokern.cpu.")]:
+        for module in [sys.modules[name] for name in sys.modules if name.startswith("orthokern.")]:
             if getattr(module, "call", None) is real_call:
                 patch.setattr(module, "call", record)
         call_scans()

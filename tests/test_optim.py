@@ -332,7 +332,7 @@ def test_groups_and_their_options() -> None:
 
 REFUSED = [
     (lambda: GeodesicSGD([], 0.1), "params must be at least one matrix"),
-    (lambda: GeodesicSGD(basis(4, 4), 0.1), "params must be several matrices.*, got one tensor"),
+    (lambda: GeodesicSGD(basis(4, 4), 0.1), "params must be several matrices.*, got one Parameter"),
     (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
     (lambda: GeodesicSGD([basis(4, 4)], float("nan")), "lr .* nan"),
     (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a finite number.*, got 'fast'"),
@@ -374,7 +374,10 @@ REFUSED = [
         "euclidean must be an optimizer class or a function.*, got 'adam'",
     ),  # type: ignore[arg-type]
     (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic must be an optimizer class or a function.*, got None"),  # type: ignore[arg-type]
-    (lambda: CombinedOptimizer({}), "parts must be at least one optimizer"),
+    (lambda: CombinedOptimizer({}), "parts must be a dict of at least one optimizer, got {}"),
+    (lambda: CombinedOptimizer(3), "parts must be a dict of at least one optimizer, got 3"),  # type: ignore[arg-type]
+    (lambda: GeodesicSGD(3, 0.1), "params must be several matrices.*, got one int"),  # type: ignore[arg-type]
+    (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=True), "correct_every .* True"),
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
 ]
 

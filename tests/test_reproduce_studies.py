@@ -68,7 +68,7 @@ def toy_search(name: str, *options: str, longest: int = 30) -> Search:
 def searches(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> tuple[Search, Search]:
     """One that solves everything up to its end (a goal of 0 %), one that solves nothing."""
     easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
-    hard = toy_search("hard", "--iterations", "10", "--lr", "0")
+    hard = toy_search("hard", "--iterations", "10", "--lr", "1e-20")
     monkeypatch.setattr(search, "read_searches", lambda spec: (easy, hard))
     return easy, hard
 

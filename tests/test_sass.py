@@ -157,8 +157,8 @@ def most_between(label: str) -> int:
 
 # Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block.
 SPILLS = {("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4}
-# Of shared memory; 10 for the others. A single step keeps the sums of three other blocks of its cluster.
-STATIC_KILOBYTES = {"cayley": 48, "activations": 48, "gru_scan": 17, "factored_scan": 22, "dense_scan": 22}
+# Of shared memory; 10 for the others.
+STATIC_KILOBYTES = {"cayley": 48, "activations": 48}
 
 
 def check_resources(name: str, arch: str, report: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._gpu_scans import Models, before_resets, started, token_table, transposed_product
+from orthokern._gpu_scans import before_resets, started, token_table, transposed_product
 from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.triton_kernels._chunks import backward_in_chunks, forward_in_chunks, wants_chunks
@@ -39,8 +39,6 @@ def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: s
 
 def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
     """hs, ckpt and pre; see ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    models = Models(map_.second)
-    inputs, options = models.rows(inputs, options)
     x, h0, weight, bias, act_param, reset_state = inputs
     assert x is not None
     T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
@@ -48,7 +46,7 @@ def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStat
     hs = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
     source, table = input_of(x, weight, bias, precision)
     pre = None
-    if wants_chunks(options, T, B // models.count, h0.device, map_.first is not None):
+    if wants_chunks(options, T, B, h0.device, map_.first is not None):
         forward_in_chunks(map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths)
     else:
         if options.keeps_pre:
@@ -61,12 +59,7 @@ def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStat
         )  # fmt: skip
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
-    return ScanStates(*(models.apart(tensor) for tensor in (hs, ckpt, pre)))
-
-
-def serves_replicas(map_: Map, options: ScanOptions, steps: int, B: int) -> bool:
-    """Whether a call for R models is one launch: always, since programs belong to one model each."""
-    return True
+    return ScanStates(hs, ckpt, pre)
 
 
 def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Tensor | None]:
@@ -130,52 +123,39 @@ class States:
         self.run(self.start, self.stop, self.saved[segment], self.entered[1:], self.pre)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [M, N, D] += left^T right, of rows left [M, R, N] and right [M, R, D] of each of M models."""
-    if len(total) == 1:  # addmm divides a long sum among more blocks than a batched product does
-        total[0].addmm_(left[0].mT, right[0])
-    else:
-        total.baddbmm_(left.mT, right)
-
-
 class ParameterSums:
-    """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time; those of
-    several models have their number in front. features: whether x is features [T, B, D] rather than token ids."""
+    """The gradients of the map (M), the input weight and the bias, added up a block of steps at a time. features:
+    whether x is features [T, B, D] rather than token ids."""
 
-    def __init__(self, models: Models, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
-        N, D = h0.shape[1], 0 if weight is None else weight.shape[-1]
-        self.models, self.features, self.D = models, features, D
-        self.m = h0.new_zeros(models.count, N, N)
-        self.bias = None if bias is None else h0.new_zeros(models.count, N)
-        self.weight = None if weight is None else h0.new_zeros(models.count, *((N, D) if features else (D, N)))
-
-    def of_models(self, rows: Tensor) -> Tensor:
-        """[steps, B, ...] as [models, rows of a model, ...]; a view for one model."""
-        return rows.unflatten(1, (self.models.count, -1)).transpose(0, 1).flatten(1, 2)
+    def __init__(self, h0: Tensor, weight: Tensor | None, bias: Tensor | None, features: bool) -> None:
+        N, D = h0.shape[1], 0 if weight is None else weight.shape[1]
+        self.features, self.D = features, D
+        self.m = h0.new_zeros(N, N)
+        self.bias = None if bias is None else h0.new_zeros(N)
+        self.weight = None if weight is None else h0.new_zeros((N, D) if features else (D, N))
 
     def add_states(self, delta: Tensor, before: Tensor, between: Tensor) -> None:
         """Add the products with the states, and the bias: delta [steps, B, N], before and between as `States.get`."""
-        add_product(self.m, self.of_models(delta[1:]), self.of_models(between))
-        add_product(self.m, self.of_models(delta[:1]), self.of_models(before.unsqueeze(0)))
+        self.m.addmm_(delta[1:].flatten(0, 1).mT, between.flatten(0, 1))
+        self.m.addmm_(delta[0].mT, before)
         if self.bias is not None:
-            self.bias += self.of_models(delta).sum(1)
+            self.bias += delta.sum((0, 1))
 
     def add_input(self, delta: Tensor, x: Tensor) -> None:
         """Add the products with the input, x [steps, B, D] or ids [steps, B]."""
         assert self.weight is not None
+        rows = delta.flatten(0, 1)
         if self.features:
-            add_product(self.weight, self.of_models(delta), self.of_models(x))
+            self.weight.addmm_(rows.mT, x.flatten(0, 1))
         else:
-            rows = delta.view(-1, delta.shape[-1])
-            self.weight += token_gradient(rows, x.reshape(-1), self.models.count * self.D).view_as(self.weight)
+            self.weight += token_gradient(rows, x.reshape(-1), self.D)
 
     def results(self) -> tuple[Tensor | None, ...]:
         """(M [N, N], grad_weight [N, D], grad_bias [N]); None where there is no weight or bias."""
         weight = self.weight
         if weight is not None and not self.features:
             weight = weight.mT.contiguous()
-        found = (self.m, weight, self.bias)
-        return found if self.models.several else tuple(None if t is None else t[0] for t in found)
+        return self.m, weight, self.bias
 
 
 @ieee_products()
@@ -192,15 +172,12 @@ def run_backward(
 ) -> ScanGradients:
     """The adjoint scan of Note [Factored scan backward] and the sums over its result. (Longer than 100 lines: a line
     for every argument of the kernel.)"""
-    models = Models(map_.second)
-    inputs, options = models.rows(inputs, options)
-    grad_hs, states, pre = models.joined(grad_hs), models.joined(states), models.joined(pre)
     x, h0, weight, bias, act_param, reset_state = inputs
     activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
     rows_, transposed = as_rows(map_), as_rows(map_, transposed=True)
     T, B, N = grad_hs.shape
     precision = TRITON_PRECISION[options.precision]
-    chunked = wants_chunks(options, T, B // models.count, h0.device, map_.first is not None)
+    chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
     resets = options.resets
     cut, restart = cuts_of(options, inputs)
     cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
@@ -229,7 +206,7 @@ def run_backward(
     # chunks depend on T, so the same bits need all steps again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
     source.keep_pre = ACTIVATIONS[activation].needs_input
-    sums = ParameterSums(models, h0, weight, bias, features) if need_params else None
+    sums = ParameterSums(h0, weight, bias, features) if need_params else None
     grad_x = h0.new_empty(x.shape) if features and need_x and x is not None else None
 
     clip = h0.new_full((1,), options.message_clip) if options.message_clip > 0 else None
@@ -267,23 +244,15 @@ def run_backward(
             if weight is not None and x is not None:
                 sums.add_input(delta, without_padding(x[low:high], alive, low))
         if grad_x is not None and weight is not None:
-            if models.several:
-                for_rows = torch.matmul(models.apart(delta).transpose(0, 1).flatten(1, 2), weight)
-                models.apart(grad_x[low:high]).copy_(for_rows.unflatten(1, (high - low, -1)).transpose(0, 1))
-            else:
-                torch.mm(delta.view(-1, N), weight, out=grad_x[low:high].view(-1, weight.shape[1]))
+            torch.mm(delta.view(-1, N), weight, out=grad_x[low:high].view(-1, weight.shape[1]))
     if one_block:
         left = carry  # exchanged after the last block
     if need_x and weight is None:
         grad_x = delta_all
     grad_act_param = None
     if by_row is not None and act_param is not None:
-        by_model = models.apart(by_row, 0).sum(-2)  # [..., N]
-        grad_act_param = by_model if act_param.shape[-1] > 1 else by_model.sum(-1, keepdim=True)
+        by_unit = by_row.sum(0)
+        grad_act_param = by_unit if act_param.numel() > 1 else by_unit.sum(0, keepdim=True)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
-    grad_state = None if cut_sum is None else transposed_product(map_, models.apart(cut_sum, 0))
-    norm = models.apart(square).sum(-1).sqrt()  # [T], [T, models]
-    return ScanGradients(
-        models.apart(grad_x), m, models.apart(left, 0), grad_weight, grad_bias, grad_act_param, grad_state,
-        norm.mT if models.several else norm,
-    )  # fmt: skip
+    grad_state = None if cut_sum is None else transposed_product(map_, cut_sum)
+    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, square.sum(1).sqrt())

@@ -1,6 +1,6 @@
 """The input term of a scan and its gradients: features times a weight, and the sums over equal token ids.
 
-features_kernel         program i_r, i_n, i_m -> rows [i_r BLOCK_R, ...) of model i_m and columns [i_n BLOCK_N, ...) of
+features_kernel         program i_r, i_n -> rows [i_r BLOCK_R, ...) and columns [i_n BLOCK_N, ...) of
                         e [T, B, N], the sum over D in panels of 32. The bits of a row depend on that row alone, so time
                         steps that are recomputed for the backward have the same bits; torch.addmm does not guarantee
                         that. Bound by FMA units (or tensor cores, if selected) from D of about 100 on.
@@ -32,14 +32,13 @@ TOKENS_WARPS = 4
 TOKENS_PROGRAMS = 512
 
 
-@triton.jit(do_not_specialize=["R", "B"])
+@triton.jit(do_not_specialize=["R"])
 def features_kernel(
-    p_x,  # [T, M, B, D], of M models
-    p_weight,  # [M, N, D]
-    p_bias,  # [M, N], or None
-    p_e,  # [T, M, B, N]
-    R,  # rows of a model, T B
-    B,
+    p_x,  # [T, B, D]
+    p_weight,  # [N, D]
+    p_bias,  # [N], or None
+    p_e,  # [T, B, N]
+    R,  # rows, T B
     D: tl.constexpr,
     N: tl.constexpr,
     BIAS: tl.constexpr,
@@ -49,11 +48,8 @@ def features_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    i_m = tl.program_id(2).to(tl.int64)
-    p_weight += i_m * (N * D)
-    o_own = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    m_r = o_own < R
-    o_r = (o_own // B * tl.num_programs(2) + i_m) * B + o_own % B
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    m_r = o_r < R
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     b_e = tl.zeros([BLOCK_R, BLOCK_N], dtype=p_x.dtype.element_ty)
     if DOT:
@@ -70,7 +66,7 @@ def features_kernel(
             b_x = tl.load(p_x + o_r * D + i_d, mask=m_r, other=0.0)
             b_e += b_x * tl.load(p_weight + o_n * D + i_d, mask=o_n < N, other=0.0)
     if BIAS:
-        b_e += tl.load(p_bias + i_m * N + o_n, mask=o_n < N, other=0.0)
+        b_e += tl.load(p_bias + o_n, mask=o_n < N, other=0.0)
     tl.store(p_e + o_r * N + o_n, b_e, mask=m_r & (o_n < N))
 
 
@@ -103,15 +99,14 @@ def token_gradient_kernel(
 
 
 def features_term(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor:
-    """e [T, B, N] from features x [T, B, D], weight [N, D] and bias [N], all contiguous; those of several models, which
-    share B evenly, have their number in front. precision: by Triton's name."""
-    (T, B, D), N, models = x.shape, weight.shape[-2], weight.shape[0] if weight.ndim == 3 else 1
+    """e [T, B, N] from features x [T, B, D], weight [N, D] and bias [N], all contiguous. precision: by Triton's
+    name."""
+    (T, B, D), N = x.shape, weight.shape[0]
     e = torch.empty(T, B, N, dtype=x.dtype, device=x.device)
-    of_model = B // models
-    grid = (triton.cdiv(T * of_model, FEATURES_BLOCK_R), triton.cdiv(N, FEATURES_BLOCK_N), models)
+    grid = (triton.cdiv(T * B, FEATURES_BLOCK_R), triton.cdiv(N, FEATURES_BLOCK_N))
     with torch.cuda.device_of(x):
         features_kernel[grid](
-            x, weight, bias, e, T * of_model, of_model, D=D, N=N, BIAS=bias is not None,
+            x, weight, bias, e, T * B, D=D, N=N, BIAS=bias is not None,
             DOT=DOT_F64 or x.dtype != torch.float64, PRECISION=precision if x.dtype == torch.float32 else "ieee",
             BLOCK_R=FEATURES_BLOCK_R, BLOCK_N=FEATURES_BLOCK_N, BLOCK_D=FEATURES_BLOCK_D, num_warps=FEATURES_WARPS,
             enable_fp_fusion=True,

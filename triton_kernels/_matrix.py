@@ -21,9 +21,6 @@ WIDE = tl.constexpr(32)
 # this is the first axis of a tile, from 3.7 on the second to last. Along the other axis, the sum over threads would
 # need 5 shuffles per row, not 3.
 OUT_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
-# A panel of a matrix that is not resident has WIDE rows or columns. The factored scan holds two panels at a time, and
-# there each has at most this many 32-bit words, 16 per thread.
-PANEL_WORDS = tl.constexpr(8192)
 
 
 @triton.jit
@@ -141,17 +138,14 @@ def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.c
         else:
             b_y = multiply_rows(b_x, b_second, PRECISION)
     else:
-        BITS: tl.constexpr = b_x.dtype.primitive_bitwidth  # by name: up to Triton 3.3, `//` of an attribute fails
-        FEW: tl.constexpr = PANEL_WORDS // (BLOCK_N * (BITS // 32))
-        PANEL: tl.constexpr = WIDE if FEW >= WIDE or not FACTORED else FEW
         b_row = once(b_x)
         b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
-        for i_k in range(0, K, PANEL):
+        for i_k in range(0, K, WIDE):
             if FACTORED:
-                o_k = i_k + tl.arange(0, PANEL)
-                b_z = multiply_row(b_row, load_matrix(p_first, i_k, 0, K, N, PANEL, BLOCK_N), BLOCK_N)
+                o_k = i_k + tl.arange(0, WIDE)
+                b_z = multiply_row(b_row, load_matrix(p_first, i_k, 0, K, N, WIDE, BLOCK_N), BLOCK_N)
                 b_z *= tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
             else:
                 b_z = elements(b_row, i_k, BLOCK_N)
-            b_y += multiply_row(b_z, load_matrix(p_second, 0, i_k, N, K, BLOCK_N, PANEL), PANEL)
+            b_y += multiply_row(b_z, load_matrix(p_second, 0, i_k, N, K, BLOCK_N, WIDE), WIDE)
     return b_y

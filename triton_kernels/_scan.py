@@ -7,7 +7,7 @@ scan:
     forward   factored: first = V^T, second = U     dense: second = W
     backward  factored: first = U^T, second = V     dense: second = W^T
 
-    program i_r, i_m  ->  BLOCK_B sequences of model i_m, all T steps; nothing is exchanged between programs
+    program i_r  ->  BLOCK_B sequences, all T steps; nothing is exchanged between programs
 
     on chip, for all T:    first, second (see below where); the state [BLOCK_B, BLOCK_N] in registers
     shared memory:         the state, between the threads that compute it and those that multiply with it
@@ -25,9 +25,6 @@ Three ways to multiply, chosen by ``plan``:
 
 Virtual sequences. A launch runs over P B rows; row p B + b is chunk p (the steps p CHUNK ... of T) of sequence b. The
 plain scan has P = 1 and CHUNK = T.
-
-Models. The B sequences are those of one model or several, OF_MODEL each, one model after the other. Each has a map and
-a parameter of the activation; token ids select rows of one table. R is the number of rows of a model, P OF_MODEL.
 
 Lengths. With LENGTHS, row r ends with its sequence. A program runs the steps of its longest row and writes zeros for
 all later steps. Rows that have ended earlier are zeros too. Padding is never read. Lengths are clamped to [0, T],
@@ -47,7 +44,6 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._gpu_scans import Models
 from orthokern._scan_contract import Map
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import product, resident
@@ -57,12 +53,11 @@ from orthokern.triton_kernels.activations import parameter, parameter_kind
 
 
 @triton.jit
-def rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B: tl.constexpr):
+def rows_of(B, R, CHUNK, BLOCK_B: tl.constexpr):
     """(o_b, o_row, o_start, m_row), int32 [BLOCK_B]: the sequence, row and first step of this program's rows, and which
     exist."""
     o = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    o_b = tl.program_id(1) * OF_MODEL + o % OF_MODEL
-    return o_b, (o // OF_MODEL) * B + o_b, (o // OF_MODEL) * CHUNK, o < R
+    return o % B, o, (o // B) * CHUNK, o < R
 
 
 @triton.jit
@@ -106,15 +101,15 @@ def load_input(p_x, p_table, b_ids, o_r, m_r, D, N: tl.constexpr, TOKENS: tl.con
     return b_e
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "OF_MODEL", "D"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "D"])
 def scan_fwd_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table
     p_table,  # [D, N], bias included, or None
-    p_first,  # [M, K, N], or None
-    p_scale,  # [M, K], or None
-    p_second,  # [M, N, K], of M models
+    p_first,  # [K, N], or None
+    p_scale,  # [K], or None
+    p_second,  # [N, K]
     p_h0,  # [P B, N]
-    p_param,  # [M, 1] or [M, N], or None
+    p_param,  # [1] or [N], or None
     p_hs,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None
     p_last,  # [P B, N], or None: the state after the last step of each row; zeros where its sequence has ended
@@ -126,7 +121,6 @@ def scan_fwd_kernel(
     R,
     CHUNK,
     FIRST,
-    OF_MODEL,
     D,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -149,16 +143,9 @@ def scan_fwd_kernel(
 
     Longer than 100 lines: a line for every argument.
     """
-    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B)
+    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, BLOCK_B)
     o_last, o_end, steps = row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS)
     o_r = o_start.to(tl.int64) * B + o_b  # rows of [T * B, N]
-    i_m = tl.program_id(1).to(tl.int64)
-    p_second += i_m * (N * K)
-    if FACTORED:
-        p_first += i_m * (N * K)
-        p_scale += i_m * K
-    if PARAM != "none":
-        p_param += i_m * (N if PARAM == "N" else 1)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
     m_rn = m_row[:, None] & m_n[None, :]
@@ -247,16 +234,16 @@ def clear_later(p_delta, p_square, o_r, m_row, o_start, o_last, steps, B, CHUNK,
         o_r -= B
 
 
-@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST", "OF_MODEL"])
+@triton.jit(do_not_specialize=["T", "B", "R", "CHUNK", "FIRST"])
 def scan_bwd_kernel(
     p_grad,  # [T, B, N]
     p_hs,  # [T, B, N], or None where phi' needs no output
     p_pre,  # [T, B, N], or None where phi' needs no input
-    p_first,  # [M, K, N], or None
-    p_scale,  # [M, K], or None
-    p_second,  # [M, N, K], of M models
+    p_first,  # [K, N], or None
+    p_scale,  # [K], or None
+    p_second,  # [N, K]
     p_carry,  # [P B, N]: W^T delta of the step after the last one of each row
-    p_param,  # [M, 1] or [M, N], or None
+    p_param,  # [1] or [N], or None
     p_delta,  # [T, B, N], or None
     p_left,  # [P B, N]: W^T delta of the first step of each row
     p_square,  # [T, B], or None: |dL/dh_t|^2 of every sequence
@@ -269,7 +256,6 @@ def scan_bwd_kernel(
     R,
     CHUNK,
     FIRST,
-    OF_MODEL,
     N: tl.constexpr,
     K: tl.constexpr,
     FACTORED: tl.constexpr,
@@ -293,16 +279,9 @@ def scan_bwd_kernel(
     With CLIP, delta_t is clipped before it is used, see Note [Message clip] of the reference. Longer than 100 lines: a
     line for every argument.
     """
-    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, OF_MODEL, BLOCK_B)
+    o_b, o_row, o_start, m_row = rows_of(B, R, CHUNK, BLOCK_B)
     o_last, o_end, steps = row_ends(p_lengths, o_b, m_row, o_start, T, CHUNK, FIRST, LENGTHS)
     o_r = (o_start + (CHUNK - 1)).to(tl.int64) * B + o_b
-    i_m = tl.program_id(1).to(tl.int64)
-    p_second += i_m * (N * K)
-    if FACTORED:
-        p_first += i_m * (N * K)
-        p_scale += i_m * K
-    if PARAM != "none":
-        p_param += i_m * (N if PARAM == "N" else 1)
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < N
     m_rn = m_row[:, None] & m_n[None, :]
@@ -386,12 +365,12 @@ ROWS_WORDS = {torch.float32: 32768, torch.float64: 16384}
 # Warps by the elements of the matrices, for the tensor cores, up to what fits into the 163 KiB of shared memory of an
 # sm_80. "tf32x3" stores every factor as a high and a low part.
 DOT_WARPS = {
-    "bf16": ((4096, 4), (32768, 8), (65536, 16)),
+    "bf16": ((4096, 4), (32768, 8)),
     "tf32": ((4096, 4), (32768, 16)),
     "tf32x3": ((4096, 4), (16384, 8)),
 }
 # Warps by BLOCK_N where the matrices are read in every step.
-PANEL_WARPS = ((64, 4), (256, 8), (512, 16))
+PANEL_WARPS = ((64, 4), (128, 8))
 # Below this many rows a tile of 16 for the tensor cores is mostly padding.
 DOT_ROWS = 5
 DOT_BLOCK_B = 16
@@ -416,12 +395,11 @@ def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, preci
     warps = look_up(ROWS_WARPS, max(block_n, block_k) * (dtype.itemsize // 4))
     if warps and words * dtype.itemsize // 4 <= ROWS_WORDS[dtype]:
         return Plan("rows", 1, block_n, block_k, warps)
-    return Plan("panels", 1, block_n, block_k, look_up(PANEL_WARPS, block_n) or 16)
+    return Plan("panels", 1, block_n, block_k, look_up(PANEL_WARPS, block_n) or 8)
 
 
 def as_rows(map_: Map, *, transposed: bool = False) -> Map:
-    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous; those of
-    models have their number in front."""
+    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous."""
     first, scale, second = map_
     if first is None:
         return Map(None, None, second.mT.contiguous() if transposed else second)
@@ -452,18 +430,17 @@ def launch_forward(
 ) -> None:
     """Run ``scan_fwd_kernel`` from h0 [P B, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
-    map_ and act_param have the number of models in front where there are several. ``first``: the step of the sequences
-    that is the first one here. cut: bool [T, B] and restart [B, N], or None for both.
+    ``first``: the step of the sequences that is the first one here. cut: bool [T, B] and restart [B, N], or None for
+    both.
     """
-    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
-    R = h0.shape[0] // models
+    (N, K), R = map_.second.shape, h0.shape[0]
     way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
-        scan_fwd_kernel[(triton.cdiv(R, way.block_b), models)](
+        scan_fwd_kernel[(triton.cdiv(R, way.block_b),)](
             x, table, *map_, h0, act_param, hs, pre, last, lengths, None if cut is None else cut.view(torch.uint8),
-            restart, T, B, R, chunk, first, B // models, 0 if table is None else table.shape[0], N=N, K=K,
+            restart, T, B, R, chunk, first, 0 if table is None else table.shape[0], N=N, K=K,
             FACTORED=map_.first is not None, TOKENS=table is not None, ACTIVATION=activation,
-            PARAM=parameter_kind(act_param, models), STORE_HS=hs is not None, STORE_PRE=pre is not None,
+            PARAM=parameter_kind(act_param), STORE_HS=hs is not None, STORE_PRE=pre is not None,
             STORE_LAST=last is not None, LENGTHS=lengths is not None, CUTS=cut is not None, WAY=way.way,
             PRECISION=precision, BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,
             enable_fp_fusion=True,
@@ -494,17 +471,16 @@ def launch_backward(
 ) -> None:
     """Run ``scan_bwd_kernel`` from carry [P B, N] to left [P B, N]; clip: [1] or None; cut: bool [T, B] or None; the
     others as in ``launch_forward``."""
-    models, (N, K) = Models(map_.second).count, map_.second.shape[-2:]
-    R = carry.shape[0] // models
+    (N, K), R = map_.second.shape, carry.shape[0]
     way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
     reads = ACTIVATIONS[activation].reads
     from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
-        scan_bwd_kernel[(triton.cdiv(R, way.block_b), models)](
+        scan_bwd_kernel[(triton.cdiv(R, way.block_b),)](
             grad_hs, hs if from_hs else None, pre if from_pre else None, *map_, carry, act_param, delta, left, square,
             by_row, lengths, clip, None if cut is None else cut.view(torch.uint8), T, B, R, chunk, first,
-            B // models, N=N, K=K, FACTORED=map_.first is not None, ACTIVATION=activation,
-            PARAM=parameter_kind(act_param, models),
+            N=N, K=K, FACTORED=map_.first is not None, ACTIVATION=activation,
+            PARAM=parameter_kind(act_param),
             STORE_DELTA=delta is not None, STORE_SUM=by_row is not None, FROM_HS=from_hs, FROM_PRE=from_pre,
             LENGTHS=lengths is not None, CLIP=clip is not None, CUTS=cut is not None, WAY=way.way, PRECISION=precision,
             BLOCK_B=way.block_b, BLOCK_N=way.block_n, BLOCK_K=way.block_k, num_warps=way.num_warps,

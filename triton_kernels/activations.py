@@ -100,9 +100,9 @@ def activation_bwd_kernel(
         tl.store(p_partial + i_r * N + o_n, tl.sum(b_sum, axis=0), mask=m_n)
 
 
-def parameter_kind(act_param: Tensor | None, models: int = 1) -> str:
-    """The size of act_param of each model as the kernels name it: "none", "one" or "N"."""
-    return "none" if act_param is None else "one" if act_param.numel() == models else "N"
+def parameter_kind(act_param: Tensor | None) -> str:
+    """The size of act_param as the kernels name it: "none", "one" or "N"."""
+    return "none" if act_param is None else "one" if act_param.numel() == 1 else "N"
 
 
 def blocks(R: int, N: int) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """dense_scan: h_t = phi(W h_{t-1} + e_t), the whole time loop in one launch.
 
 Kernels, maps, memory and the ways to multiply: ``_scan.py``. Here: W is the one resident matrix, 64 KiB of registers at
-N = 128 in float32. Limits: N up to 512; from N = 129 on (float64: from 65 on) W is read in every step, see
-docs/triton-kernels.md.
+N = 128 in float32. Limits: N up to 128; in float64, W is read in every step from N = 65 on.
 """
 
 from torch import Tensor

@@ -1,8 +1,8 @@
 """factored_scan: h_t = phi(U (s * (V^T h_{t-1})) + e_t), the whole time loop in one launch; W is never formed.
 
 Kernels, maps, memory and the ways to multiply: ``_scan.py``. Here: two resident matrices, 128 KiB of registers at
-N = K = 128 in float32, and two products after one another in every step. Limits: N up to 512; from N = 129 on (float64:
-from 65 on) they are read in every step, see docs/triton-kernels.md. Chunks of time form W, and run the dense scan.
+N = K = 128 in float32, and two products after one another in every step. Limits: N up to 128; in float64 they are read
+in every step from N = 65 on, see docs/triton-kernels.md. Chunks of time form W, and run the dense scan.
 """
 
 from torch import Tensor

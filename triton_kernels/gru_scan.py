@@ -1,6 +1,6 @@
 """gru_scan: a gated recurrent unit, the whole time loop in one launch. See Note [GRU scan backward] of the reference.
 
-    program i_b, i_m  ->  one sequence of model i_m, all its steps; nothing is exchanged between programs
+    program i_b  ->  one sequence, all its steps; nothing is exchanged between programs
 
     forward   kanai   (r, z) of h, then n of r * h       two sequential products, of 2 N^2 and N^2
               torch   (r, z, q) of h                     one product of 3 N^2
@@ -15,7 +15,7 @@
                            gradient of W_n. The inputs of a step are loaded during the step before.
 
 The gradients of w and bias are torch's products over all steps afterwards. The product with a matrix and its tile's
-layout are those of ``_matrix.py``. Limits: IEEE products only; N up to 512; from N = 65 on (float64: 33) w is read in
+layout are those of ``_matrix.py``. Limits: IEEE products only; N up to 128; from N = 65 on (float64: 33) w is read in
 every step.
 """
 
@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._gpu_scans import Models, gru_parameter_gradients
-from orthokern._scan_contract import GruArgs, GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._gru_parameters import parameter_gradients
+from orthokern._scan_contract import GruArgs, GruGradients, GruOptions, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
 from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
@@ -147,9 +147,9 @@ def store_gates(p, o, b_r, b_z, b_n, m_n, N: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "B"])
 def gru_scan_fwd_kernel(
     p_x,  # [T, B, 3N]
-    p_w,  # [M, 3N, N], of M models
-    p_h0,  # [B, N], the rows of the models one after the other
-    p_bias,  # [M, 3N], or None
+    p_w,  # [3N, N]
+    p_h0,  # [B, N]
+    p_bias,  # [3N], or None
     p_hs,  # [T, B, N]
     p_gates,  # [T, B, 3N]
     p_pre,  # [T, B, N], or None
@@ -167,11 +167,10 @@ def gru_scan_fwd_kernel(
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    i_b = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    i_b = tl.program_id(0)
     steps = steps_of(p_lengths, i_b, T, LENGTHS)
     o_n = tl.arange(0, BLOCK_N)[None, :]
     m_n = o_n < N
-    p_w += tl.program_id(1).to(tl.int64) * (3 * N * N)
     p_w_z = p_w + N * N
     p_w_n = p_w + 2 * N * N
     b_w_r, b_w_z, b_w_n = (
@@ -181,7 +180,7 @@ def gru_scan_fwd_kernel(
     )
     b_bias_r, b_bias_z, b_bias_n = 0.0, 0.0, 0.0
     if BIAS:
-        b_bias_r, b_bias_z, b_bias_n = load_gates(p_bias + tl.program_id(1) * (3 * N), o_n, m_n, N)
+        b_bias_r, b_bias_z, b_bias_n = load_gates(p_bias, o_n, m_n, N)
     b_h = tl.load(p_h0 + i_b.to(tl.int64) * N + o_n, mask=m_n, other=0.0)
     o = i_b.to(tl.int64) * N + o_n  # of the step's row in [T, B, N]; times 3 but for o_n in [T, B, 3N]
     stride = B.to(tl.int64) * N
@@ -225,8 +224,8 @@ def gru_scan_bwd_kernel(
     p_hs,  # [T, B, N]
     p_gates,  # [T, B, 3N]
     p_pre,  # [T, B, N], or None
-    p_w_t,  # [M, 3, N, N]: the transposes of W_r, W_z, W_n of M models
-    p_h0,  # [B, N], the rows of the models one after the other
+    p_w_t,  # [3, N, N]: the transposes of W_r, W_z, W_n
+    p_h0,  # [B, N]
     p_grad_x,  # [T, B, 3N]
     p_factor,  # [T, B, N]: r h' (kanai) or d_q, for the gradient of W_n; or None
     p_grad_h0,  # [B, N]
@@ -247,11 +246,10 @@ def gru_scan_bwd_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Longer than 100 lines: a line for every argument."""
-    i_b = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    i_b = tl.program_id(0)
     steps = steps_of(p_lengths, i_b, T, LENGTHS)
     o_n = tl.arange(0, BLOCK_N)[None, :]
     m_n = o_n < N
-    p_w_t += tl.program_id(1).to(tl.int64) * (3 * N * N)
     p_t_z = p_w_t + N * N
     p_t_n = p_w_t + 2 * N * N
     b_t_r, b_t_z, b_t_n = (
@@ -355,14 +353,12 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
     warps = look_up(ROWS_WARPS, block_n * dtype.itemsize // 4)
     if warps:
         return Plan("rows", block_n, warps)
-    return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 16)
+    return Plan("panels", block_n, look_up(PANEL_WARPS, block_n) or 8)
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
-    """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 512."""
+    """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 128."""
     inputs, options = args.parts()
-    models = Models(inputs.w)
-    inputs, options = models.gru_rows(inputs, options)
     x, w, h0, bias, state = inputs
     assert x is not None
     T, (B, N), lengths = x.shape[0], h0.shape, options.lengths
@@ -370,21 +366,18 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     states = GruStates(h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N), pre)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
-        gru_scan_fwd_kernel[(B // models.count, models.count)](
+        gru_scan_fwd_kernel[(B,)](
             x, w, h0, bias, *states, lengths, _flags(options), h0 if state is None else state, T, B, N=N,
             KANAI=options.kanai, BIAS=bias is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
             STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
-    return GruStates(*(models.apart(tensor) for tensor in states))
+    return states
 
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     inputs, options = args.parts()
-    models = Models(inputs.w)
-    inputs, options = models.gru_rows(inputs, options)
-    grad_hs, states = models.joined(grad_hs), GruStates(*(models.joined(tensor) for tensor in states))
     w, h0, lengths, state = inputs.w, inputs.h0, options.lengths, inputs.reset_state
     T, B, N = grad_hs.shape
     grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
@@ -392,7 +385,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     grad_state = None if state is None else torch.empty_like(state)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
-        gru_scan_bwd_kernel[(B // models.count, models.count)](
+        gru_scan_bwd_kernel[(B,)](
             grad_hs, *states, w.view(-1, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0, square, lengths,
             _flags(options), h0 if state is None else state, grad_state, T, B, N=N, KANAI=options.kanai,
             FACTOR=factor is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
@@ -400,17 +393,8 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
         )  # fmt: skip
     grad_w = grad_bias = None
     if factor is not None:
-        grad_w, grad_bias = gru_parameter_gradients(models, inputs, options, states.hs, grad_x, factor)
-    norm = models.apart(square).sum(-1).sqrt()  # [T], [T, models]
-    return GruGradients(
-        models.apart(grad_x), grad_w, models.apart(grad_h0, 0), grad_bias, models.apart(grad_state, 0),
-        norm.mT if models.several else norm,
-    )  # fmt: skip
-
-
-def serves_replicas(inputs: GruInputs) -> bool:
-    """Whether a call for R models is one launch: always, since programs belong to one model each."""
-    return True
+        grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, square.sum(1).sqrt())
 
 
 def _flags(options: GruOptions) -> Tensor | None:

@@ -132,9 +132,8 @@ inline TileKernel<T> tile_kernel_for(int rows, int panels, bool narrow, bool fet
   return fetch ? tile_kernel_for_rows<T, PAIRS, 1, true>(rows) : tile_kernel_for_rows<T, PAIRS, 1, false>(rows);
 }
 
-// Not inlined: `multiply` is in many places, and takes long to compile with all tiles in each.
 template <class T>
-__attribute__((noinline)) TileKernel<T> find_tile(bool pairs, int rows, int panels, bool narrow, bool fetch) {
+TileKernel<T> find_tile(bool pairs, int rows, int panels, bool narrow, bool fetch) {
   if constexpr (kPairs<T>)
     if (pairs) return tile_kernel_for<T, true>(rows, panels, narrow, fetch);
   return tile_kernel_for<T, false>(rows, panels, narrow, fetch);
@@ -143,9 +142,9 @@ __attribute__((noinline)) TileKernel<T> find_tile(bool pairs, int rows, int pane
 // out = a . w for blocked a (its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels are
 // computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in
 // the nearest cache. out overlaps neither a nor what the transfers read.
-template <class T, class After>
-ORTHOKERN_INLINE void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
-                               ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
+template <class T>
+__attribute__((noinline)) void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows,
+                                        T* out, ptrdiff_t out_block, Transfers<T>* transfers, const Epilogue& after) {
   constexpr int L = kLanes<T>;
   constexpr int kChunk = kChunkBytes / sizeof(T);
   const int panels = w.panel_count();

@@ -48,8 +48,7 @@ struct GruForward {
     product(t, 1, h, transfers, [&](int first, int last) { update_gate(t, first, last); });
     product(t, 2, KANAI ? m.get() : h, transfers, [&](int first, int last) { new_state(t, first, last); });
   }
-  template <class After>
-  ORTHOKERN_INLINE void product(int64_t t, int g, const T* a, Transfers<T>* transfers, const After& after) const {
+  void product(int64_t t, int g, const T* a, Transfers<T>* transfers, const Epilogue& after) const {
     const Segment<T> segment = {a, rows.block, plan.N};
     multiply<T>(&segment, 1, plan.gate[g], rows.active[t], acc, rows.block, &transfers[g], after);
   }

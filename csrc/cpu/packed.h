@@ -89,6 +89,22 @@ class Transfers {
   Transfer<T> list_[kMost];
 };
 
+// What follows a product's columns, fn(first block, last block), by reference: products are compiled once for all.
+class Epilogue {
+ public:
+  template <class F>
+  Epilogue(const F& fn) : context_(&fn), call_(call<F>) {}
+  void operator()(int first, int last) const { call_(context_, first, last); }
+
+ private:
+  template <class F>
+  static void call(const void* context, int first, int last) {
+    (*static_cast<const F*>(context))(first, last);
+  }
+  const void* context_;
+  void (*call_)(const void* context, int first, int last);
+};
+
 inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
 constexpr int kTilePairs = 16;  // depth of a tile

@@ -34,7 +34,7 @@ namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
 
-template <class T, class A>
+template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const ScanArgs& args = *plan.args;
   const int64_t N = plan.N, every = args.checkpoint_every;
@@ -51,7 +51,7 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
       rows.clear_rest(t / every, kept, ckpt, N);
     }
     const int64_t at = (t * args.B + row0) * N;
-    if (t < rows.longest) rows.template step<A>(t, hs + at, pre ? pre + at : nullptr, plan.stream);
+    if (t < rows.longest) rows.step(t, hs + at, pre ? pre + at : nullptr, plan.stream);
     rows.clear_rest(t, rows.active[t], hs, N);
     if (pre) rows.clear_rest(t, rows.active[t], pre, N);
   }
@@ -62,7 +62,7 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-// run(row0, R, task, activation) for every group of rows; false if one of them ran out of memory.
+// run(row0, R, task) for every group of rows; false if one of them ran out of memory.
 template <class T, class F>
 bool each_group_of(const ScanPlan<T>& plan, const F& run) {
   bool failed = false;
@@ -70,9 +70,7 @@ bool each_group_of(const ScanPlan<T>& plan, const F& run) {
     const FlushDenormals flush;
     const TileRelease release(plan.tiles);
     each_group(plan.begin, task, kGroupRows, [&](int row0, int R) {
-      visit_activation(plan.args->activation, [&](auto a) {
-        if (!run(row0, R, task, a)) failed = true;
-      });
+      if (!run(row0, R, task)) failed = true;
     });
   });
   return !failed;
@@ -83,7 +81,7 @@ bool scan_forward(const ScanArgs& args) {
   if (direct_serves(args)) return scan_direct<T>(args);
   ScanPlan<T> plan;
   if (!prepare_scan(&plan, args, false)) return false;
-  return each_group_of(plan, [&](int row0, int R, int, auto a) { return forward_rows<T, decltype(a)>(plan, row0, R); });
+  return each_group_of(plan, [&](int row0, int R, int) { return forward_rows<T>(plan, row0, R); });
 }
 
 template <class T>
@@ -93,9 +91,7 @@ bool scan_backward(const ScanArgs& args) {
   if (!prepare_scan(&plan, args, true)) return false;
   TaskSums<ScanSums<T>> sums;
   if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
-  if (!each_group_of(plan, [&](int row0, int R, int task, auto a) {
-        return backward_rows<T, decltype(a)>(plan, &sums[task], row0, R);
-      }))
+  if (!each_group_of(plan, [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
     return false;
   collect_scan(plan, sums.get());
   return true;

@@ -46,7 +46,7 @@ struct BackwardStep {
   const uint8_t* resets;  // flags of the rows at step t + 1, or null if none resets
 };
 
-template <class T, class A>
+template <class T>
 struct BackwardRows {
   static constexpr int L = kLanes<T>;
   const ScanPlan<T>& plan;
@@ -58,6 +58,7 @@ struct BackwardRows {
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
   const bool params;           // whether gradients of the parameters are wanted
+  const bool needs_input;      // the derivative of the activation reads a_t
   T* const delta_out;          // grad_x where delta is that, or null
   const bool dx_out;           // grad_x is that of the features
   const int slots;             // steps of R rows that fit into a ring
@@ -65,6 +66,8 @@ struct BackwardRows {
   const ptrdiff_t ldc;
   int64_t token_steps;  // see add_table_part, 0 without tokens
   int used;             // rows of the ring in use
+  // finish_blocks of the activation
+  void (BackwardRows::*finish)(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square);
 
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
   // step t.
@@ -86,6 +89,7 @@ struct BackwardRows {
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
         params(args.grad_map != nullptr),
+        needs_input(reads_of(args.activation) == act::kInput),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
         slots(kRingRows / R_ > 2 ? kRingRows / R_ : 2),
@@ -93,6 +97,7 @@ struct BackwardRows {
         ldc(static_cast<ptrdiff_t>(blocks + x_blocks) * L),
         token_steps(0),
         used(0) {
+    visit_activation(args.activation, [this](auto a) { finish = &BackwardRows::finish_blocks<decltype(a)>; });
     const int64_t ring_rows = static_cast<int64_t>(slots) * R;
     if (args.tokens && params) token_steps = slots * ((plan.D + ring_rows - 1) / ring_rows);
   }
@@ -110,7 +115,7 @@ struct BackwardRows {
       return false;
     if (!every) return true;
     const size_t n = static_cast<size_t>(every < args.T ? every : args.T) * R * N;
-    return segment.allocate(n) && (!A::needs_input || segment_pre.allocate(n));
+    return segment.allocate(n) && (!needs_input || segment_pre.allocate(n));
   }
 
   T* grad_x() const { return static_cast<T*>(args.grad_x); }
@@ -133,7 +138,7 @@ struct BackwardRows {
   const T* grad_rows(int64_t t) const { return static_cast<const T*>(args.grad_hs) + (t * B + row0) * N; }
   // a_t as rows N apart, or null.
   const T* pre_rows(int64_t t) const {
-    if (!A::needs_input) return nullptr;
+    if (!needs_input) return nullptr;
     if (every) return segment_pre + static_cast<ptrdiff_t>(t - segment_start(t)) * R * N;
     return static_cast<const T*>(args.saved_pre) + (t * B + row0) * N;
   }
@@ -174,7 +179,7 @@ struct BackwardRows {
     rows.read_rows(checkpoint, N, R, N, rows.state, rows.block);
     for (int64_t k = start; k <= t; k++) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(k - start) * R * N;
-      rows.template step<A>(k, segment + at, A::needs_input ? segment_pre + at : nullptr, false);
+      rows.step(k, segment + at, needs_input ? segment_pre + at : nullptr, false);
     }
   }
 
@@ -187,7 +192,7 @@ struct BackwardRows {
 
   BackwardStep<T> step_at(int64_t t) const {
     const ptrdiff_t here = (t * B + row0) * N;
-    const bool unmasked = !A::needs_input && rows.gapless(t) && rows.gapless(t + 1);
+    const bool unmasked = !needs_input && rows.gapless(t) && rows.gapless(t + 1);
     BackwardStep<T> step;
     step.t = t;
     step.rows = rows.active[t];
@@ -206,23 +211,21 @@ struct BackwardRows {
   void compute_delta(const BackwardStep<T>& step, SquareSum<T>* square) {
     const int64_t t = step.t;
     if (t == rows.longest - 1) {
-      finish_blocks(step, 0, blocks, square);
+      (this->*finish)(step, 0, blocks, square);
       return;
     }
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
     rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
-    if (A::needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
+    if (needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
     during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
     if (step.delta_out) during_last.prefetch(step.delta_out, N, L, step.rows, blocks);
     multiply_back(t + 1, &during_first, &during_last,
-                  [&](int first, int last) { finish_blocks(step, first, last, square); });
+                  [&](int first, int last) { (this->*finish)(step, first, last, square); });
   }
 
   // message <- map^T(delta of step t).
-  template <class After>
-  ORTHOKERN_INLINE void multiply_back(int64_t t, Transfers<T>* during_first, Transfers<T>* during_last,
-                                      const After& after) {
+  void multiply_back(int64_t t, Transfers<T>* during_first, Transfers<T>* during_last, const Epilogue& after) {
     const int R_t = rows.active[t];
     const Segment<T> from = rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
     if (plan.factored) {
@@ -261,12 +264,13 @@ struct BackwardRows {
   }
 
   // delta_t for blocks [first, last), of which the message is ready.
+  template <class A>
   void finish_blocks(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square) {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
       V<T> param_grad = V<T>{};
-      const int r = rows.lanes(b) == L ? finish_unmasked_rows(step, b, square, &param_grad) : 0;
-      finish_masked_rows(step, r, b, square, &param_grad);
+      const int r = rows.lanes(b) == L ? finish_unmasked_rows<A>(step, b, square, &param_grad) : 0;
+      finish_masked_rows<A>(step, r, b, square, &param_grad);
       if (step.delta_out) write_block(step, b);
       if (step.ids) add_to_table(step, b);
       if (A::has_parameter) {
@@ -276,6 +280,7 @@ struct BackwardRows {
     }
   }
   // Nearly all rows: no branch inside the loop. Returns how many.
+  template <class A>
   ORTHOKERN_INLINE int finish_unmasked_rows(const BackwardStep<T>& step, int b, SquareSum<T>* square,
                                             V<T>* param_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
@@ -297,6 +302,7 @@ struct BackwardRows {
     return count;
   }
   // Rows from `from` on, of which some may have ended before step t or end with it, or which read a_t.
+  template <class A>
   ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, SquareSum<T>* square,
                                            V<T>* param_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
@@ -403,9 +409,9 @@ struct BackwardRows {
   }
 };
 
-template <class T, class A>
+template <class T>
 bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) {
-  BackwardRows<T, A> rows(plan, sums, row0, R);
+  BackwardRows<T> rows(plan, sums, row0, R);
   if (!rows.allocate()) return false;
   rows.run();
   return true;

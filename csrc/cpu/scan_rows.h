@@ -18,8 +18,13 @@ struct ScanRows : RowSteps {
   Scratch<T> streamed;           // [R][N]: h_{t-1} of the rows that reset at step t, where states are streamed
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
+  // activate_blocks of the activation
+  void (ScanRows::*epilogue)(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const;
+
   ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
-      : RowSteps(*plan_.args, row0_, R_), plan(plan_), args(*plan_.args), block(R_ * L) {}
+      : RowSteps(*plan_.args, row0_, R_), plan(plan_), args(*plan_.args), block(R_ * L) {
+    visit_activation(args.activation, [this](auto a) { epilogue = &ScanRows::activate_blocks<decltype(a)>; });
+  }
 
   bool allocate() {
     // The product writes whole panels: room for two blocks.
@@ -121,7 +126,6 @@ struct ScanRows : RowSteps {
 
   // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`,
   // h_t only goes to the state, and the next step's product writes it with streaming stores.
-  template <class A>
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
     // Rows that reset are overwritten before the product. With `stream`, their h_{t-1} has not been written yet, and
@@ -154,7 +158,7 @@ struct ScanRows : RowSteps {
     }
     segments[1] = factor(x, block, R_t, plan.X, paired_x);
     multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
-                [&](int first, int last) { activate_blocks<A>(first, last, R_t, has_e, out, h_out, pre_out, stream); });
+                [&](int first, int last) { (this->*epilogue)(first, last, R_t, has_e, out, h_out, pre_out, stream); });
     if (behind) {
       stream_fence();  // the streaming stores to the same place come first
       T* h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
@@ -189,8 +193,7 @@ struct ScanRows : RowSteps {
   }
   // The epilogue of a step's last product, for blocks [first, last): a_t, or what it has without e_t, becomes h_t.
   template <class A>
-  ORTHOKERN_INLINE void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out,
-                                        bool stream) {
+  void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const {
     const T* const* e = has_e ? e_rows.get() : nullptr;
     for (int b = first; b < last && b < plan.blocks(); b++) {
       const int count = lanes(b);
@@ -216,7 +219,7 @@ struct ScanRows : RowSteps {
   }
   // One block of it: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
   template <class A, bool INPUT, bool STORE>
-  ORTHOKERN_INLINE void activate_rows(int rows, T* a, int b, V<T> param, T* h_out) {
+  ORTHOKERN_INLINE void activate_rows(int rows, T* a, int b, V<T> param, T* h_out) const {
     const T* const* e = e_rows;
     for (int r = 0; r < rows; r++, a += L) {
       V<T> x_t = load(a);

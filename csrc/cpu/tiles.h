@@ -112,9 +112,9 @@ void tile_product(const Segment<float>* segments, int segment_count, ptrdiff_t s
 }
 
 // multiply() of gemm.h, in tiles and in one chunk.
-template <class T, class After>
-ORTHOKERN_INLINE void multiply_tiles(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows,
-                                     T* out, ptrdiff_t out_block, Transfers<T>* transfers, const After& after) {
+template <class T>
+void multiply_tiles(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows, T* out,
+                    ptrdiff_t out_block, Transfers<T>* transfers, const Epilogue& after) {
   constexpr int L = kLanes<T>;
   const TileRows tiles(rows);
   const int panels = w.panel_count();

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import functional
-from orthokern._scan_contract import Readout, ScanInputs
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops.modal.choice import Options
 from orthokern.ops.modal.loss import ScanLoss, choose_for
@@ -81,7 +81,9 @@ def last_step_norms(
     if modes is None:
         return None
     h0 = matrix[0].new_zeros(B, len(matrix[0])) if h0 is None else h0
-    return modal_last_step_norms(ScanInputs(x, h0, weight, bias), Readout(*layer, target), modes)
+    u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
+    args = ScanArgs(x, v, s, u, h0, weight, bias, None, "identity")
+    return modal_last_step_norms(args, Readout(*layer, target), modes)
 
 
 def save(module: nn.Module, suffixes: Iterable[str], destination: dict[str, Any], prefix: str) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from orthokern import init as init_
 from orthokern.errors import unknown_name
+from orthokern.nn._base import NONLINEARITIES
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._draws import draw
-from orthokern.nn._recurrent import NONLINEARITIES
 from orthokern.nn._weights import TorchRecurrent
 
 __all__ = ["NONLINEARITIES", "RNN"]

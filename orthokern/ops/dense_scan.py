@@ -8,7 +8,7 @@ from orthokern._scan_contract import ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops._checks import is_float, is_tensor, scan_args
 from orthokern.ops._scan import SUPPORT, scan
-from orthokern.ops.modal.loss import modal_scan
+from orthokern.ops.modal.op import modal_scan
 
 __all__ = ["SUPPORT", "dense_scan"]
 

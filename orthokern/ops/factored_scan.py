@@ -7,7 +7,7 @@ from torch import Tensor
 from orthokern._scan_contract import ScanArgs
 from orthokern.ops._checks import factors, scan_args
 from orthokern.ops._scan import SUPPORT, scan
-from orthokern.ops.modal.loss import modal_scan
+from orthokern.ops.modal.op import modal_scan
 
 __all__ = ["SUPPORT", "factored_scan"]
 

@@ -31,7 +31,7 @@ _GPU: dict[str, Any] = {"devices": ("cuda",), "features": FEATURES, "capability"
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 512}, **_GPU),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
 dispatch.register("gru_scan", SUPPORT)

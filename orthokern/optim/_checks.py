@@ -46,14 +46,11 @@ def check_rate(index: int, group: dict[str, Any]) -> None:
         if rate.is_cuda or rate.is_meta:
             return
         rate = float(rate.detach()) if rate.numel() == 1 else rate
-    number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
-    if number and rate < 0.0 and rate >= -1e-12 * abs(float(group.get("initial_lr", 1.0))):
-        return
-    if not number or not (math.isfinite(rate) and rate >= 0.0):
-        role = f" ({group['role']})" if "role" in group else ""
-        raise InputError(
-            f"lr of group {index}{role} must be finite and at least 0, got {rate!r}; no parameter was changed"
-        )
+    lowest = -1e-12 * abs(float(group.get("initial_lr", 1.0)))
+    fits = is_number(rate) and lowest <= rate < math.inf
+    role = f" ({group['role']})" if "role" in group else ""
+    accepted = "a finite number of at least 0"
+    require(fits, f"lr of group {index}{role}", accepted, f"{rate!r}; no parameter was changed")
 
 
 def parameter_label(group: dict[str, Any], index: int) -> str:
@@ -84,14 +81,12 @@ def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
     """(parameter, index of the matrix in it) of each matrix in one element of `constrained`."""
     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
     parameter, rows = item if pair else (item, slice(None))
-    if not isinstance(parameter, Tensor):
-        raise InputError(f"constrained[{index}] must be a matrix, got {type(parameter).__name__}")
-    whole(f"constrained[{index}]", parameter)
-    if parameter.ndim not in (2, 3) or 0 in parameter.detach()[..., rows, :].shape:
-        shape = list(parameter.shape)
-        raise InputError(f"constrained[{index}] must be a matrix with elements or [R, M, K], got shape {shape}")
-    if parameter.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"constrained[{index}] must be float32 or float64, got {parameter.dtype}")
+    label = f"constrained[{index}]"
+    require(isinstance(parameter, Tensor), label, "a matrix", type(parameter).__name__)
+    whole(label, parameter)
+    fits = parameter.ndim in (2, 3) and 0 not in parameter.detach()[..., rows, :].shape
+    require(fits, label, "a matrix with elements or [R, M, K]", f"shape {list(parameter.shape)}")
+    require(parameter.dtype in (torch.float32, torch.float64), label, "float32 or float64", parameter.dtype)
     if parameter.ndim == 2:
         return [(parameter, rows)]
     return [(parameter, (r, rows)) for r in range(len(parameter))]  # of stacked models

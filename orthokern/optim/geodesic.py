@@ -129,7 +129,8 @@ class GeodesicSGD(Optimizer):
 
     def _begin(self, params: Iterable[Any], **options: Any) -> None:
         """Calls torch's constructor with the options and counters of a group."""
-        require(not isinstance(params, Tensor), "params", "several matrices, as [tensor], or group dicts", "one tensor")
+        several = isinstance(params, Iterable) and not isinstance(params, (Tensor, str))
+        require(several, "params", "several matrices, as [tensor], or group dicts", f"one {type(params).__name__}")
         params = list(params)
         require(params, "params", "at least one matrix with orthonormal columns", "none")
         counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
@@ -461,7 +462,7 @@ def _check_options(group: dict[str, Any]) -> None:
     if group["max_grad_norm"] is not None:
         check_range("max_grad_norm", group["max_grad_norm"], above=True)
     every = group["correct_every"]
-    require(isinstance(every, int) and every >= 0, "correct_every", "an integer, 0 (never) or more", repr(every))
+    require(type(every) is int and every >= 0, "correct_every", "an integer, 0 (never) or more", repr(every))
     if "alpha" in group:
         alpha, eps = group["alpha"], group["eps"]
         require(is_number(alpha) and 0.0 <= alpha < 1.0, "alpha", "a number in [0, 1)", repr(alpha))

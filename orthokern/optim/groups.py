@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from orthokern._state import shown
 from orthokern.errors import InputError, require, unknown_name
 from orthokern.optim._checks import check_dense, check_new, check_range, check_rate, parameter_label
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
@@ -77,7 +78,7 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
     Example::
 
         >>> from orthokern.nn import FactorizedRNN
-        >>> sorted(name for name, found in split_parameters(FactorizedRNN(3, 8)).items() if found)
+        >>> sorted(role for role, parameters in split_parameters(FactorizedRNN(3, 8)).items() if parameters)
         ['geodesic', 'other', 'spectrum']
     """
     split = _named_split(model)
@@ -117,7 +118,7 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
-        require(parts, "parts", "at least one optimizer", "none")
+        require(isinstance(parts, Mapping) and parts, "parts", "a dict of at least one optimizer", shown(parts))
         for name, part in parts.items():
             fits = isinstance(part, Optimizer) and not isinstance(part, torch.optim.LBFGS)
             accepted = "a torch.optim.Optimizer that evaluates its closure once per step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: Mapping[str, Any]) -> Outcome:
     name = args["experiment"]
     if name not in EXPERIMENTS and name not in STUDIES:
-        raise unknown_name("experiment", name, (*EXPERIMENTS, *STUDIES))
+        raise unknown_name("experiment", textwrap.shorten(name, 80), (*EXPERIMENTS, *STUDIES))
     if args.get("report"):  # a report has all runs, and the lengths that are asked for
         for option in ("only", "jobs", "threads", "budget", "device"):
             if option in args:

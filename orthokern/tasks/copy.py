@@ -370,10 +370,10 @@ def complete(settings: Settings) -> CopyOptions:
         settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
     if settings["geodesic_lr"] is None:
         settings = {**settings, "geodesic_lr": min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)}
-    made = recurrent.complete(CopyOptions, settings)
-    if made.spectrum_lr is None:
-        made.spectrum_lr = min(SPECTRUM_RATE_TIMES_T / made.T, LARGEST_SPECTRUM_RATE)
-    return made
+    chosen = recurrent.complete(CopyOptions, settings)
+    if chosen.spectrum_lr is None:
+        chosen.spectrum_lr = min(SPECTRUM_RATE_TIMES_T / chosen.T, LARGEST_SPECTRUM_RATE)
+    return chosen
 
 
 COMMAND = cli.TaskCommand("copy", DESCRIPTION, EXAMPLES, CopyOptions, complete, CopyExperiment, PRESETS, PRESET_HELP)

@@ -176,7 +176,7 @@ class DeepMnist(DigitsTask):
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- records
 
     def diagnose(self) -> dict[str, Any]:
         """The learning rate; and for each layer, from the input to the readout: ||W W^T - I||_F^2 of the smaller Gram
@@ -184,14 +184,14 @@ class DeepMnist(DigitsTask):
         weights = self.model.weights()
         with torch.no_grad():
             distance = OrthogonalPenalty()
-            found: dict[str, Any] = {
+            result: dict[str, Any] = {
                 "lr": self.optimizer.param_groups[0]["lr"],
                 "orthogonality_by_layer": [distance(w).item() for w in weights],
             }
         gradients = [w.grad for w in weights if w.grad is not None]
         if gradients:
-            found["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
-        return found
+            result["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
+        return result
 
     def title(self) -> str:
         settings = self.settings
@@ -227,11 +227,11 @@ def complete(settings: Settings) -> DeepOptions:
     Raises:
         InputError: no --data, or settings that are not compatible.
     """
-    made = make_options(DeepOptions, settings)
-    if not made.data:
+    chosen = make_options(DeepOptions, settings)
+    if not chosen.data:
         raise InputError("--data is needed: the folder with the four MNIST files")
-    check_schedule(made)
-    return made
+    check_schedule(chosen)
+    return chosen
 
 
 COMMAND = cli.TaskCommand("deep_mnist", DESCRIPTION, EXAMPLES, DeepOptions, complete, DeepMnist, PRESETS, PRESET_HELP)

@@ -48,10 +48,10 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 
 def digest(*data: Tensor) -> int:
     """A checksum of training data, for `Task.data_digest`."""
-    found = 0
+    result = 0
     for part in data:
-        found = zlib.crc32(part.detach().cpu().contiguous().numpy().data, found)
-    return found
+        result = zlib.crc32(part.detach().cpu().contiguous().numpy().data, result)
+    return result
 
 
 def training_rows(tokens: Tensor, batch: int) -> Tensor:

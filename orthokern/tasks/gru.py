@@ -111,17 +111,17 @@ def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
     """
     if settings["init_std"] is None:
         settings = {**settings, "init_std": 1.0 / math.sqrt(settings["hidden"])}
-    made = make_options(options, settings)
-    if not made.data:
+    chosen = make_options(options, settings)
+    if not chosen.data:
         raise InputError(f"--data is needed: the folder with {what}")
-    made.variant = made.variant or ("torch" if made.model == "torch-gru" else "kanai")
-    if made.constraint is None:
-        made.constraint = "projection" if made.clip is None else "none"
-    if made.constraint == "projection":
+    chosen.variant = chosen.variant or ("torch" if chosen.model == "torch-gru" else "kanai")
+    if chosen.constraint is None:
+        chosen.constraint = "projection" if chosen.clip is None else "none"
+    if chosen.constraint == "projection":
         for key, usual in CONSTRAINED.items():
-            if getattr(made, key) is None:
-                setattr(made, key, usual)
-    return made
+            if getattr(chosen, key) is None:
+                setattr(chosen, key, usual)
+    return chosen
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
@@ -278,10 +278,10 @@ class GruTask(Task):
     def diagnose(self) -> dict[str, Any]:
         """Spectral radius of the Jacobian at h = 0 and norm of the recurrent matrix, per layer; the learning rate;
         and the number of projections that changed a matrix."""
-        found: dict[str, Any] = {**diagnose_stability(self.rnn), "lr": self.optimizer.param_groups[0]["lr"]}
+        result: dict[str, Any] = {**diagnose_stability(self.rnn), "lr": self.optimizer.param_groups[0]["lr"]}
         if self.projection is not None:
-            found["projection"] = dict(self.projection.counts)
-        return found
+            result["projection"] = dict(self.projection.counts)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return {

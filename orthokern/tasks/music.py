@@ -155,10 +155,10 @@ def complete(settings: Settings) -> MusicOptions:
     Raises:
         InputError: a rate below the floor; or as `gru.complete`.
     """
-    made = gru.complete(MusicOptions, settings, "the piano rolls")
-    if made.lr < made.lr_floor:
-        raise InputError(f"--lr {made.lr:g}: below --lr-floor, {made.lr_floor:g}, at which training ends")
-    return made
+    chosen = gru.complete(MusicOptions, settings, "the piano rolls")
+    if chosen.lr < chosen.lr_floor:
+        raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")
+    return chosen
 
 
 COMMAND = cli.TaskCommand("music", DESCRIPTION, EXAMPLES, MusicOptions, complete, MusicTask)

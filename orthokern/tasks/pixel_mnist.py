@@ -205,10 +205,10 @@ def complete(settings: Settings) -> PixelOptions:
     Raises:
         InputError: a size of pooling that does not divide the images; or as `recurrent.complete`.
     """
-    made = recurrent.complete(PixelOptions, settings, data="the four MNIST files")
-    if made.pool not in (1, 2, 4, 7, 14):
-        raise InputError(f"--pool {made.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
-    return made
+    chosen = recurrent.complete(PixelOptions, settings, data="the four MNIST files")
+    if chosen.pool not in (1, 2, 4, 7, 14):
+        raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
+    return chosen
 
 
 COMMAND = cli.TaskCommand(

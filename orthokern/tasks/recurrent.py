@@ -117,14 +117,14 @@ def complete(options: type[Chosen], settings: Settings, *, data: str | None = No
     Example:
         settings = complete(OptimizerOptions, {"hidden": 64, "iterations": 100})
     """
-    made = make_options(options, settings)
-    check_network(made)
-    check_schedule(made)
-    if made.average is not None and made.rebase_every is not None:
+    chosen = make_options(options, settings)
+    check_network(chosen)
+    check_schedule(chosen)
+    if chosen.average is not None and chosen.rebase_every is not None:
         raise InputError("--average with --rebase-every: A has another meaning after each move of its base; give one")
-    if data is not None and not getattr(made, "data", ""):
+    if data is not None and not getattr(chosen, "data", ""):
         raise InputError(f"--data is needed: the folder with {data}")
-    return made
+    return chosen
 
 
 @torch.no_grad()
@@ -132,10 +132,10 @@ def plain_numbers(rnn: RNN) -> dict[str, float]:
     """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
     ||W W^T - I||_F; and "recurrent_grad_norm", the norm of its gradient of the whole loss, after clipping."""
     weight = rnn.get_parameter("weight_hh_l0")
-    found = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
+    result = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
     if weight.grad is not None:
-        found["recurrent_grad_norm"] = torch.linalg.vector_norm(weight.grad).item()
-    return found
+        result["recurrent_grad_norm"] = torch.linalg.vector_norm(weight.grad).item()
+    return result
 
 
 class RecurrentTask(Task):
@@ -183,10 +183,10 @@ class RecurrentTask(Task):
     def diagnose(self) -> dict[str, Any]:
         """Numbers about the recurrent matrix, and "lr", the learning rate of the readout."""
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["role"] == "readout")
-        found: dict[str, Any] = {"lr": rate}
+        result: dict[str, Any] = {"lr": rate}
         if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
-            found |= diagnose_recurrence(self.rnn)
-        return found | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
+            result |= diagnose_recurrence(self.rnn)
+        return result | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
     def title(self) -> str:
         """The title of plots: the task, then `network_title`."""
@@ -245,11 +245,11 @@ class DrawnTask(RecurrentTask):
         size = self.evaluation_batch(self.settings)
         loss, right, done = 0.0, 0.0, 0
         for inputs, targets in self.held_out(iteration, size):
-            taken = min(size, count - done)
-            batch_loss, numbers = self.model(inputs[:, :taken], targets[..., :taken])
-            loss += batch_loss.item() * taken
-            right += numbers["accuracy"].item() * taken
-            done += taken
+            rows = min(size, count - done)
+            batch_loss, numbers = self.model(inputs[:, :rows], targets[..., :rows])
+            loss += batch_loss.item() * rows
+            right += numbers["accuracy"].item() * rows
+            done += rows
             if done == count or self.settled(round(right), done):
                 break
         return {"loss": loss / done, "accuracy": round(right) / done}

@@ -136,12 +136,12 @@ class WordLm(GruTask):
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The values of GruTask.evaluate, and "perplexity"."""
-        found = super().evaluate(iteration)
-        return {**found, "perplexity": _perplexity(found["loss"])}
+        result = super().evaluate(iteration)
+        return {**result, "perplexity": _perplexity(result["loss"])}
 
     def test(self) -> dict[str, float]:
-        found = super().test()
-        return {**found, "perplexity": _perplexity(found["loss"])}
+        result = super().test()
+        return {**result, "perplexity": _perplexity(result["loss"])}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         ended = super().goal_reached(evaluation)

@@ -234,8 +234,7 @@ def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[A
     """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
     of an iteration."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        context: contextlib.AbstractContextManager[Any] = module.no_sync()
-        return context
+        return module.no_sync()
     return contextlib.nullcontext()
 
 

@@ -269,14 +269,14 @@ def test_the_share_of_the_memory() -> None:
 
 def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of all steps are stored up to the limit, beyond it those of a chunk; the modal form stores none."""
-    step, sizes, scan = 3 * 16 * 4, [], scan_loss.ScanCall.__call__
+    step, sizes, scan = 3 * 16 * 4, [], scan_loss.scan
 
-    def watched(self: Any, *arguments: Any) -> Tensor:
-        hs = scan(self, *arguments)
+    def watched(args: Any) -> Tensor:
+        hs = scan(args)
         sizes.append(hs.nbytes)
         return hs
 
-    monkeypatch.setattr(scan_loss.ScanCall, "__call__", watched)
+    monkeypatch.setattr(scan_loss, "scan", watched)
     monkeypatch.setattr(scan_loss, "CHUNK", 10 * step)
     ids, target, readout = torch.randint(5, (100, 3)), torch.randint(4, (100, 3)), nn.Linear(16, 4)
     for kept, largest in ((100 * step, 100 * step), (99 * step, 10 * step)):

@@ -28,7 +28,6 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_scan_parity,
-    models_of,
     scan_problem,
     some_lengths,
     with_poisoned_padding,
@@ -36,12 +35,10 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import dispatch, nn
 from orthokern._scan_contract import Readout, ScanGradients, ScanOptions
-from orthokern.nn import _recurrent
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
-from orthokern.triton_kernels import _chunks, _gradients, _inputs, _matrix, _scan, gru_scan
+from orthokern.triton_kernels import _chunks, _gradients, _inputs, _scan, gru_scan
 
 DTYPES = (torch.float32, torch.float64)
 OPS = ("dense_scan", "factored_scan")
@@ -148,13 +145,11 @@ def test_rank_below_n() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("way", ["panels", "narrow panels", "dot"])
+@pytest.mark.parametrize("way", ["panels", "dot"])
 def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes take "rows"; here they are made to take the others."""
     if way != "dot":
         monkeypatch.setattr(_scan, "ROWS_WARPS", ())
-        if way == "narrow panels":  # as from N = 257 on: of 16 columns, of 8 in float64
-            monkeypatch.setattr(_matrix, "PANEL_WORDS", tl.constexpr(1024))
         options, dtypes = {}, DTYPES
     else:
         # the interpreter multiplies in float32 whatever precision a tensor core would have
@@ -167,7 +162,7 @@ def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.Monke
             plan = _scan.plan(
                 *sizes, factored=op == "factored_scan", dtype=dtype, precision="tf32x3" if options else "ieee"
             )
-            assert plan.way == way.removeprefix("narrow ")
+            assert plan.way == way
             check(problem, dtype, **options)
 
 
@@ -342,134 +337,6 @@ def test_lengths_of_one_backend_in_the_other(op: str) -> None:
                 assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
 
 
-# ------------------------------------------------------------------------------------------------------- several models
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, *names: str) -> list[str]:
-    """The names of the launching functions of a module, a name for each launch from now on."""
-    seen: list[str] = []
-
-    def counting(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given, **named: (seen.append(name), launch(*given, **named))[1]
-
-    for name in names:
-        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
-    return seen
-
-
-def assert_a_loop(found: dict[str, Tensor], alone: list[dict[str, Tensor]], to_the_bit: tuple[str, ...]) -> None:
-    """What several models gave is what each gave: to the bit, or, where a sum may have another order, to rounding."""
-    for name, tensor in found.items():
-        behind_time = name in ("hs", "pre", "ckpt", "gates", "grad_x")
-        expected = [one[name] for one in alone]
-        if not expected[0].numel():
-            assert not tensor.numel(), name
-            continue
-        stacked = torch.stack(expected, int(behind_time))
-        if name in to_the_bit:
-            assert torch.equal(tensor, stacked), name
-        else:
-            eps = torch.finfo(tensor.dtype).eps
-            torch.testing.assert_close(
-                tensor, stacked, rtol=100 * eps, atol=100 * eps, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-BITS = ("hs", "pre", "ckpt", "grad_h0", "grad_norm", "grad_act_param")
-MODEL_CASES = [
-    ("tanh", "dense", 17, 1, {}),
-    ("prelu", "tokens", 3, 3, {"checkpoint_every": 3}),
-    ("modrelu", "features", 5, 3, {}),
-    ("oplu", "tokens", 6, 3, {"message_clip": 0.3}),
-    ("tanh", "features", 3, 1, {"checkpoint_every": 2}),
-    ("tanh", "features", 18, 3, {"precision": "3xtf32"}),
-    ("identity", "tokens", 5, 3, {"algorithm": "chunked"}),
-    pytest.param("identity", "features", 4, 3, {"algorithm": "chunked", "checkpoint_every": 3}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("activation", "inputs", "N", "R", "options"), MODEL_CASES)
-def test_several_models_are_a_loop(
-    op: str, activation: str, inputs: str, N: int, R: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In as many launches as one model; with lengths, and with resets where they are served."""
-    monkeypatch.setattr(_scan, "DOT_ROWS", 1)
-    monkeypatch.setattr(_gradients, "BLOCK_ROWS", 4 * R)  # several blocks, the same for one model of 2 sequences
-    B, T = 2, 5
-    problems = [
-        scan_problem(
-            op, B=B, T=T, N=N, K=max(1, N - 2), D=4, activation=activation, inputs=inputs, seed=seed,
-            param_size="1" if activation == "prelu" else "N",
-        )
-        for seed in range(R)
-    ]  # fmt: skip
-    lengths = [some_lengths(B, T, "any", seed) for seed in range(R)] if activation != "tanh" else None
-    if options.get("algorithm") != "chunked":
-        problems = [with_resets(problem, state=N != 5) for problem in problems]
-    dtype = DTYPES[0 if "precision" in options else (N + OPS.index(op)) % 2]
-    of_all = [contiguous(problem.to(dtype)) for problem in problems]
-    given = {} if lengths is None else {"lengths": torch.stack(lengths)}
-    seen = launches(monkeypatch, _gradients, "launch_forward", "launch_backward", "features_term", "token_gradient")
-    in_chunks = launches(monkeypatch, _chunks, "launch_forward", "launch_backward")
-    found = run(models_of(of_all), **given, **options)
-    together = (len(seen), len(in_chunks))
-    monkeypatch.setattr(_gradients, "BLOCK_ROWS", 4)
-    seen.clear(), in_chunks.clear()
-    alone = [
-        run(problem, **({} if lengths is None else {"lengths": lengths[r]}), **options)
-        for r, problem in enumerate(of_all)
-    ]
-    assert (len(seen), len(in_chunks)) == (R * together[0], R * together[1]) != (0, 0)
-    # the products of the chunked algorithm are torch's, whose bits may depend on the number of matrices
-    assert_a_loop(found, alone, () if options.get("algorithm") == "chunked" else BITS)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_models_share_an_input(op: str) -> None:
-    """x without R, and an id out of range: NaN in all models, not a row of the next one's table."""
-    for inputs in INPUTS:
-        problems = [scan_problem(op, B=2, T=3, N=4, D=3, inputs=inputs, activation="tanh", seed=s) for s in range(3)]
-        shared = problems[0].x.clone()
-        if inputs == "tokens":
-            shared[1, 1] = 3
-        problems = [contiguous(dataclasses.replace(problem, x=shared)) for problem in problems]
-        found = run(dataclasses.replace(models_of(problems), x=shared))
-        alone = [run(problem) for problem in problems]
-        assert torch.equal(found["hs"].isnan(), torch.stack([one["hs"] for one in alone], 1).isnan())
-        assert bool(found["hs"].isnan().any()) == (inputs == "tokens")
-        if inputs != "tokens":
-            assert_a_loop(found, alone, BITS)
-
-
-@pytest.mark.parametrize(("gru", "inputs"), [(False, "features"), (False, "tokens"), (True, "features")])
-def test_both_directions_of_a_layer_are_one_launch(gru: bool, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_resolve = dispatch.resolve
-
-    def resolve(op: str, backend: str | None = None, **facts: Any) -> Any:
-        return leaf(op, "triton") if backend == "triton" else true_resolve(op, backend, **facts)
-
-    monkeypatch.setattr(dispatch, "resolve", resolve)
-    options: dict[str, Any] = {"learned_h0": True, "bidirectional": True, "backend": "triton"}
-    module = nn.GRU(4, 6, **options) if gru else nn.FactorizedRNN(4, 6, nonlinearity="modrelu", **options)
-    x = torch.randint(0, 4, (5, 2)) if inputs == "tokens" else torch.randn(5, 2, 4)
-    cotangent = torch.randn(5, 2, 12)
-    seen = launches(monkeypatch, _gradients, "launch_forward", "launch_backward")
-    if gru:
-        seen = launches(monkeypatch, leaf("gru_scan", "triton"), "gru_scan_fwd", "gru_scan_bwd")
-    results = []
-    for both, count in ((_recurrent.both_directions, 2), (lambda *_: None, 4)):
-        monkeypatch.setattr(_recurrent, "both_directions", both)
-        seen.clear()
-        output, last = module(x)
-        grads = torch.autograd.grad((output * cotangent).sum() + last.square().sum(), list(module.parameters()))
-        assert len(seen) == count
-        results.append((output, last, *grads))
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(results[0][0], results[1][0])
-
-
 # ------------------------------------------------------------------------------------------------------------------ GRU
 
 
@@ -539,24 +406,6 @@ def test_gru_with_the_reference_and_without_parameters(variant: str) -> None:
     everything, some = run_gru(problem), run_gru(problem, need_params=False)
     assert set(everything) - set(some) == {"grad_w", "grad_bias"}
     same_bits(some, {name: everything[name] for name in some})
-
-
-@pytest.mark.parametrize(("R", "N", "way"), [(1, 5, "rows"), (3, 3, "rows"), (3, 34, "panels")])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_several_grus_are_a_loop(variant: str, R: int, N: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one launch; resets and lengths of each model."""
-    monkeypatch.setattr(gru_scan, "ROWS_WARPS", GRU_WAYS[way])
-    T, B = 3, 2
-    problems = [GruProblem.random(variant, T, B, N, bias=R > 1, seed=seed) for seed in range(R)]
-    problems = [p.with_resets(state=N != 5, seed=seed) for seed, p in enumerate(problems)]
-    dtype = DTYPES[VARIANTS.index(variant)]
-    problems = [p.map(lambda t: t.to(dtype) if t.is_floating_point() else t) for p in problems]
-    lengths = [some_lengths(B, T, "any", seed) for seed in range(R)]
-    found = run_gru(models_of(problems), lengths=torch.stack(lengths))
-    alone = [run_gru(p, lengths=own) for p, own in zip(problems, lengths, strict=True)]
-    assert_a_loop(found, alone, tuple(found))
-    without = run_gru(models_of(problems), need_params=False)
-    assert_a_loop(without, [run_gru(p, need_params=False) for p in problems], tuple(without))
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens

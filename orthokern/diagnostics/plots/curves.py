@@ -209,22 +209,10 @@ def compare_curves(
         used: set[str] = set()
         for run in members:
             at, values = curves[id(run)]
-            at = at / iterations_per(run, unit)
             kind, text = kinds.index(texts[id(run)]), shown[id(run)]
-            colour, line = COLOURS[kind % len(COLOURS)], LINES[kind // len(COLOURS) % len(LINES)]
-            axis.plot(
-                at,
-                scale * values,
-                color=colour,
-                linestyle=line,
-                linewidth=1.2,
-                marker="o" if few else None,
-                markersize=3,
-                label=None if text in used else text,
-            )
+            label = None if text in used else text
+            _curve(axis, at / iterations_per(run, unit), scale * values, kind, label, "o" if few else None, top)
             used.add(text)
-            if values.max() > top:
-                axis.plot(at[values > top], np.full((values > top).sum(), top), "^", color=colour, clip_on=False)
         for value in _baselines(members, quantity, baseline):
             level(axis, scale * value, f"baseline {value:.4g}")
             ends += [scale * value] if scale == 100.0 else []
@@ -237,6 +225,16 @@ def compare_curves(
     _limit(axes[0], ends, scale == 100.0, top)
     axes[0].set_ylabel(quantity.replace("_", " ") + (" (%)" if scale == 100.0 else ""))
     return figure
+
+
+def _curve(
+    axis: Axes, at: np.ndarray, values: np.ndarray, kind: int, label: str | None, marker: str | None, top: float
+) -> None:
+    """Draws the curve of a run with the colour and stroke of its kind. Values beyond `top` are triangles there."""
+    colour, line = COLOURS[kind % len(COLOURS)], LINES[kind // len(COLOURS) % len(LINES)]
+    axis.plot(at, values, color=colour, linestyle=line, linewidth=1.2, marker=marker, markersize=3, label=label)
+    if values.max() > top:
+        axis.plot(at[values > top], np.full((values > top).sum(), top), "^", color=colour, clip_on=False)
 
 
 def _limit(axis: Axes, ends: Sequence[float], percent: bool, top: float) -> None:

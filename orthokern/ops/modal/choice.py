@@ -23,9 +23,11 @@ from torch._guards import detect_fake_mode
 
 from orthokern import dispatch
 from orthokern._memory import kept_states
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.dispatch import Support
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
+from orthokern.ops._common import needs_grad
 from orthokern.ops.modal import cpu, cuda, reference
 from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise
 from orthokern.ops.modal.gradient import close_pairs
@@ -98,6 +100,38 @@ class Call:
     def name(self) -> str:
         """W in messages."""
         return "W" if len(self.matrix) == 1 else "W = U diag(s) V^T"
+
+
+def matrix_of(args: ScanArgs) -> Matrix:
+    """W of a scan."""
+    if args.first is None or args.scale is None:
+        return (args.second,)
+    return args.second, args.scale, args.first
+
+
+def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Call:
+    """The call of a scan, or of its loss with a readout."""
+    x, layer = args.x, (None, None) if readout is None else readout[:2]
+    assert x is not None
+    tensors = (value for value in args if isinstance(value, Tensor))
+    options = Options(
+        args.activation,
+        args.message_clip,
+        args.backend,
+        args.algorithm,
+        args.lengths is not None,
+        args.resets is not None,
+    )
+    return Call(
+        matrix_of(args),
+        x.shape[0],
+        x.shape[1],
+        0 if readout is None else len(readout.weight),
+        not x.is_floating_point(),
+        needs_grad(*layer, *tensors),
+        start is not None,
+        options,
+    )
 
 
 def backend_name(call: Call) -> str:

@@ -10,24 +10,22 @@ Note [Chunks of states]
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanArgs, ScanInputs, ScanOptions
+from orthokern._scan_contract import Readout, ScanArgs, only_tensors, with_tensors, without_tensors
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import differentiable_once, needs_grad
+from orthokern.ops._common import differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.choice import Call, Matrix, Modes, Options
-from orthokern.ops.modal.op import modal_loss, modal_states
+from orthokern.ops.modal.op import modal_loss
 
 CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
@@ -48,40 +46,6 @@ class ScanLoss(NamedTuple):
     hits: Tensor
     basis: Tensor | None
     refused: str
-
-
-@dataclasses.dataclass(eq=False)
-class ScanCall(ScanOptions):
-    """The arguments of ``factored_scan`` that have no gradient."""
-
-    backend: str | None = None
-
-    def __call__(self, inputs: ScanInputs, matrix: Matrix) -> Tensor:
-        """hs [T, B, N]."""
-        x, h0, weight, bias, act_param, reset_state = inputs
-        assert x is not None
-        second, scale, first = matrix if len(matrix) == 3 else (matrix[0], None, None)
-        return scan(
-            ScanArgs(
-                x if x.is_floating_point() else x.to(torch.int64),
-                first,
-                scale,
-                second,
-                h0,
-                weight,
-                bias,
-                act_param,
-                self.activation,
-                self.checkpoint_every,
-                self.backend,
-                self.precision,
-                self.algorithm,
-                self.lengths,
-                self.message_clip,
-                self.resets,
-                reset_state,
-            )
-        )
 
 
 @torch.no_grad()
@@ -126,61 +90,62 @@ class _Norms:
         return torch.nn.functional.pad(norms, (0, self.T - len(norms)))
 
 
-def _chunk(
-    scan: ScanCall, start: int, target: Tensor, tensors: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the sum of the cross-entropies, hits [steps], the state [B, N] after it) of a chunk of steps.
-
-    Args:
-        scan: of the whole sequence; its resets are those of the chunk.
-        start: the first step.
-        target: of the chunk.
-        tensors: x of the chunk, the state before it, the other tensors of ScanInputs, the readout's weight and bias,
-            and the matrix.
-    """
-    x, h, weight, bias, act_param, state, readout, readout_bias, *matrix = tensors
-    assert x is not None and h is not None and readout is not None
-    after = h
-    if scan.lengths is not None:  # only the sequences that have steps here
-        index, resets = (scan.lengths > start).nonzero().squeeze(1), scan.resets
-        x, h, target = x[:, index], h[index], target[:, index]
-        scan = dataclasses.replace(
-            scan,
-            lengths=(scan.lengths[index] - start).clamp(max=len(x)),
-            resets=None if resets is None else resets[:, index],
+def _chunk(args: ScanArgs, readout: Readout, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(the sum of the cross-entropies, hits [steps], the state [B, N] after it) of a chunk of steps from ``start`` on.
+    args and readout hold the x, resets and target of the chunk, the state before it, and the lengths of the whole."""
+    x, after, lengths, target, index = args.x, args.h0, args.lengths, readout.target, None
+    assert x is not None
+    x = x if x.is_floating_point() else x.to(torch.int64)
+    if lengths is not None:  # only the sequences that have steps here
+        index = (lengths > start).nonzero().squeeze(1)
+        x, target = x[:, index], target[:, index]
+        args = args._replace(
+            h0=args.h0[index],
+            lengths=(lengths[index] - start).clamp(max=len(x)),
+            resets=None if args.resets is None else args.resets[:, index],
+            reset_state=None if args.reset_state is None else args.reset_state[index],
         )
-        state = None if state is None else state[index]
-    hs = scan(ScanInputs(x, h, weight, bias, act_param, state), cast(Matrix, tuple(matrix)))
-    loss, hits = _readout(hs, Readout(readout, readout_bias, target, "sum"), scan.lengths, scan.backend)
+    hs = scan(args._replace(x=x))
+    loss, hits = _readout(hs, readout._replace(target=target, reduction="sum"), args.lengths, args.backend)
     # a copy, and not a view, which would keep the states of the chunk
-    return loss, hits, hs[-1].clone() if scan.lengths is None else after.index_copy(0, index, hs[-1])
+    return loss, hits, hs[-1].clone() if index is None else after.index_copy(0, index, hs[-1])
 
 
 class _Chunk(torch.autograd.Function):
-    """Note [Chunks of states]: `_chunk`, whose states are recomputed in the backward."""
+    """Note [Chunks of states]: `_chunk`, whose states are recomputed in the backward.
+
+    fixed: its arguments without tensors; target; the readout's weight and bias; tensors: those of the arguments.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, scan: ScanCall, norms: _Norms, start: int, target: Tensor, *tensors: Tensor | None
+        ctx: Any,
+        fixed: ScanArgs,
+        norms: _Norms,
+        start: int,
+        target: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _taps.set_aside() as aside:
-            loss, hits, after = _chunk(scan, start, target, tensors)
+            loss, hits, after = _chunk(with_tensors(fixed, tensors), Readout(weight, bias, target), start)
         norms.states += aside.state_norms
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
-        ctx.scan, ctx.norms, ctx.start = dataclasses.replace(scan, lengths=None, resets=None), norms, start
-        save_tensors(ctx, target, scan.lengths, scan.resets, *tensors)
+        ctx.fixed, ctx.norms, ctx.start = fixed, norms, start
+        save_tensors(ctx, target, weight, bias, *tensors)
         return loss, hits, after
 
     @staticmethod
     @differentiable_once("the loss in chunks of states")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any, grad_after: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[4:]
-        target, lengths, resets, *tensors = saved_tensors(ctx)
-        scan = dataclasses.replace(ctx.scan, lengths=lengths, resets=resets)
-        leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+        needs, saved = ctx.needs_input_grad[3:], saved_tensors(ctx)
+        leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(saved, needs, strict=True)]
+        target, weight, bias, *tensors = leaves
+        assert target is not None and weight is not None
         with torch.enable_grad(), _taps.set_aside() as aside:
-            loss, _, after = _chunk(scan, ctx.start, target, leaves)
+            loss, _, after = _chunk(with_tensors(ctx.fixed, tensors), Readout(weight, bias, target), ctx.start)
             pairs = [(r, g) for r, g in ((loss, grad_loss), (after, grad_after)) if g is not None and r.requires_grad]
             required = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             results, cotangents = zip(*pairs, strict=True)
@@ -189,87 +154,57 @@ class _Chunk(torch.autograd.Function):
         if ctx.start == 0 and ctx.norms.grads:
             _taps.record(aside.ops[0], ctx.norms.join(ctx.norms.grads[::-1]))
             ctx.norms.grads.clear()
-        return (*(None,) * 4, *(next(grads) if need else None for need in needs))
+        return (*(None,) * 3, *(next(grads) if need else None for need in needs))
 
 
-def _in_chunks(
-    inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall, steps: int
-) -> tuple[Tensor, Tensor]:
+def _in_chunks(args: ScanArgs, readout: Readout, steps: int) -> tuple[Tensor, Tensor]:
     """(the sum of the cross-entropies in float64, hits) by chunks of ``steps`` steps."""
-    (x, after, *rest), (weight, bias, target, _) = inputs, readout
+    weight, bias, target, _ = readout
+    x, after = args.x, args.h0
     assert x is not None
-    norms, op = _Norms(len(x)), "dense_scan" if len(matrix) == 1 else "factored_scan"
-    total, hits = torch.zeros((), dtype=torch.float64, device=after.device), []
+    norms, total, hits = _Norms(len(x)), torch.zeros((), dtype=torch.float64, device=after.device), []
     for i, (part, classes) in enumerate(zip(x.split(steps), target.split(steps), strict=True)):
         start = i * steps
-        if scan.lengths is not None and not bool((scan.lengths > start).any()):
+        if args.lengths is not None and not bool((args.lengths > start).any()):
             hits.append(torch.zeros(len(classes), dtype=torch.int64, device=after.device))
             continue
-        own = scan if scan.resets is None else dataclasses.replace(scan, resets=scan.resets[start : start + steps])
-        tensors = (part, after, *rest, weight, bias, *matrix)
-        loss, hit, after = _Chunk.apply(own, norms, start, classes, *tensors)
+        resets = None if args.resets is None else args.resets[start : start + steps]
+        own = args._replace(x=part, h0=after, resets=resets)
+        loss, hit, after = _Chunk.apply(without_tensors(own), norms, start, classes, weight, bias, *only_tensors(own))
         total = total + loss.double()
         hits.append(hit)
     if norms.states:
-        _taps.record_state_norms(op, norms.join(norms.states))
+        _taps.record_state_norms(args.op, norms.join(norms.states))
     return total, torch.cat(hits)
 
 
-def _is_kept_whole(T: int, step: int, scan: ScanCall, device: torch.device) -> bool:
-    """Whether a call keeps the states of T steps of ``step`` bytes: Note [Chunks of states]. Calls of the plain
+def _is_kept_whole(args: ScanArgs, step: int) -> bool:
+    """Whether a call keeps the states of all steps, of ``step`` bytes each: Note [Chunks of states]. Calls of the plain
     reference code, forward mode and torch.func always do, since the chunks have no second derivative and no rules for
     transforms."""
-    transformed = torch._C._are_functorch_transforms_active() or _route.by_reference(scan.backend)
-    return T * step <= kept_states(device) or transformed
+    transformed = torch._C._are_functorch_transforms_active() or _route.by_reference(args.backend)
+    return args.time_steps * step <= kept_states(args.h0.device) or transformed
 
 
 def _chunk_steps(step: int) -> int:
     return max(1, CHUNK // step)
 
 
-def _sequential(inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall) -> tuple[Tensor, Tensor]:
+def _sequential(args: ScanArgs, readout: Readout) -> tuple[Tensor, Tensor]:
     """(loss, hits), step by step."""
-    (x, h0, *_), lengths = inputs, scan.lengths
+    x, h0, lengths = args.x, args.h0, args.lengths
     assert x is not None
     step = h0.numel() * h0.element_size()
-    whole = _is_kept_whole(len(x), step, scan, h0.device)
-    if whole and lengths is None:  # bitwise the result of linear_cross_entropy with this reduction
-        return _readout(scan(inputs, matrix), readout, None, scan.backend)
-    if whole:
-        loss, hits = _readout(scan(inputs, matrix), readout._replace(reduction="sum"), lengths, scan.backend)
+    if _is_kept_whole(args, step):
+        hs = scan(args if x.is_floating_point() else args._replace(x=x.to(torch.int64)))
+        if lengths is None:  # bitwise the result of linear_cross_entropy with this reduction
+            return _readout(hs, readout, None, args.backend)
+        loss, hits = _readout(hs, readout._replace(reduction="sum"), lengths, args.backend)
     else:
-        loss, hits = _in_chunks(inputs, matrix, readout, scan, _chunk_steps(step))
+        loss, hits = _in_chunks(args, readout, _chunk_steps(step))
     if readout.reduction != "sum":
         loss = loss * (1.0 / (readout.target.numel() if lengths is None else int(lengths.sum())))
     return loss.to(h0.dtype), hits
-
-
-def _call(inputs: ScanInputs, matrix: Matrix, readout: Readout | None, scan: ScanCall, started: bool) -> Call:
-    x = inputs.x
-    assert x is not None
-    layer = (None, None) if readout is None else readout[:2]
-    options = Options(
-        scan.activation,
-        scan.message_clip,
-        scan.backend,
-        scan.algorithm,
-        scan.lengths is not None,
-        scan.resets is not None,
-    )
-    backward = needs_grad(*inputs, *layer, *matrix)
-    C = 0 if readout is None else len(readout.weight)
-    return Call(matrix, x.shape[0], x.shape[1], C, not x.is_floating_point(), backward, started, options)
-
-
-@keeps_dtype
-def modal_scan(args: ScanArgs) -> Tensor:
-    """hs [T, B, N] with algorithm="modal"; InputError where the modal form is not possible."""
-    _, inputs, options = args.parts()
-    matrix = (args.second,) if args.first is None else (args.second, args.scale, args.first)
-    call = ScanCall(**{name: getattr(options, name) for name in options.__slots__}, backend=args.backend)
-    modes, _ = choice.choose(_call(inputs, cast(Matrix, matrix), None, call, started=False), None)
-    assert modes is not None
-    return modal_states(inputs, modes, args.lengths)
 
 
 @torch.no_grad()
@@ -281,11 +216,9 @@ def choose_for(
 
 
 @keeps_dtype
-def scan_loss(
-    inputs: ScanInputs, matrix: Matrix, readout: Readout, scan: ScanCall, start: Tensor | None = None
-) -> ScanLoss:
-    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. The arguments are checked."""
-    modes, why = choice.choose(_call(inputs, matrix, readout, scan, start is not None), start)
+def scan_loss(args: ScanArgs, readout: Readout, start: Tensor | None = None) -> ScanLoss:
+    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Arguments are taken as checked."""
+    modes, why = choice.choose(choice.call_of(args, readout, start), start)
     if modes is None:
-        return ScanLoss(*_sequential(inputs, matrix, readout, scan), None, why)
-    return ScanLoss(*modal_loss(inputs, readout, modes, scan.lengths), modes.basis.right, "")
+        return ScanLoss(*_sequential(args, readout), None, why)
+    return ScanLoss(*modal_loss(args, readout, modes), modes.basis.right, "")

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._products import norms_of_steps
-from orthokern._scan_contract import Readout, ScanInputs
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops.modal.basis import Basis
-from orthokern.ops.modal.choice import Modes
+from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.norms import last_step_norms, norms_through_time
 from orthokern.ops.modal.reference import Inputs, entering, sum_over_rows, turn, without_padding
@@ -144,9 +144,11 @@ class _ModalStates(torch.autograd.Function):
 
 
 @keeps_dtype
-def modal_states(inputs: ScanInputs, modes: Modes, lengths: Tensor | None) -> Tensor:
-    """hs [T, B, N] of the linear recurrence with W = ``modes.w``; inputs as those of ``factored_scan``."""
-    x, h0, weight, bias, *_ = inputs
+def modal_scan(args: ScanArgs) -> Tensor:
+    """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
+    x, h0, weight, bias, lengths = args.x, args.h0, args.weight, args.bias, args.lengths
+    modes, _ = choose(call_of(args, None, None), None)
+    assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
     alive = _alive(len(x), lengths)
@@ -161,10 +163,10 @@ def modal_states(inputs: ScanInputs, modes: Modes, lengths: Tensor | None) -> Te
     return hs
 
 
-def _into_modes(inputs: ScanInputs, readout: Readout, basis: Basis, lengths: Tensor | None) -> tuple[Inputs, Readout]:
+def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs, Readout]:
     """The arguments of a call in modal coordinates. Token ids stay, with a table that includes the bias; features are
     multiplied by the table."""
-    (x, h0, weight, bias, *_), left = inputs, basis.left
+    x, h0, weight, bias, lengths, left = args.x, args.h0, args.weight, args.bias, args.lengths, basis.left
     assert x is not None
     table = None if weight is None else (left @ weight.double()).mT
     offset = None if weight is None or bias is None else left @ bias.double()
@@ -180,13 +182,13 @@ def _into_modes(inputs: ScanInputs, readout: Readout, basis: Basis, lengths: Ten
 
 
 @keeps_dtype
-def modal_loss(inputs: ScanInputs, readout: Readout, modes: Modes, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(loss, hits) for the linear recurrence with W = ``modes.w``; inputs as those of ``factored_scan``, the readout's
-    weight [C, N]."""
+def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, Tensor]:
+    """(loss, hits) of a linear recurrence with W = ``modes.w``; the readout's weight is [C, N]."""
+    lengths = args.lengths
     check_lengths(lengths, len(readout.target))
     alive = _alive(len(readout.target), lengths)
     _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
-    modal, readout = _into_modes(inputs, readout, modes.basis, lengths)
+    modal, readout = _into_modes(args, readout, modes.basis)
     if modal.table is not None:
         _check_ids("x", modal.x, len(modal.table), "token ids", alive)
     loss, hits = _ModalLoss.apply(
@@ -196,7 +198,7 @@ def modal_loss(inputs: ScanInputs, readout: Readout, modes: Modes, lengths: Tens
 
 
 @torch.no_grad()
-def modal_last_step_norms(inputs: ScanInputs, readout: Readout, modes: Modes) -> Tensor:
+def modal_last_step_norms(args: ScanArgs, readout: Readout, modes: Modes) -> Tensor:
     """||dL/dh_t|| [T], NaN except at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone;
-    arguments as those of ``modal_loss``."""
-    return last_step_norms(modes.backend, *_into_modes(inputs, readout, modes.basis, None), modes.basis)
+    arguments as those of ``modal_loss``, without lengths."""
+    return last_step_norms(modes.backend, *_into_modes(args, readout, modes.basis), modes.basis)
