@@ -146,7 +146,7 @@ def probe_jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
     if dry:
         host = ROOT / "tests" / "cuda_host"
         more = ["-O1", "-U_FORTIFY_SOURCE", "-DORTHOKERN_CUDA_HOST", f"-I{host}", "-w", "-x", "c++"]
-        files = [str(PROBE), str(host / "runtime.cpp"), str(host / "graphs.cpp")]
+        files = [str(PROBE), str(host / "runtime.cpp")]
         command = (*(os.environ.get("CXX") or "g++").split(), *flags, *more, *files, "-o", program)
         missing = ""
     else:
