@@ -283,7 +283,7 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
     assert text.splitlines() == [
         "factored_scan (float64 on cuda, N=600, K=600): backend 'auto' takes reference",
         "  cuda: tensors are float64, it serves float32",
-        "  triton: N=600 > 512",
+        "  triton: N=600 > 128",
         "  cpu: tensors are on cuda, it serves cpu",
         "  reference: chosen",
     ]
@@ -389,7 +389,7 @@ def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.Monkey
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             leaf = dispatch.resolve(op, backend, device=device, dtype=torch.float32, N=N, K=N)
-        assert leaf.__name__.startswith("orthokern.reference") == (N > 512 or op == "skew_exp")
+        assert leaf.__name__.startswith("orthokern.reference") == (N > 128 or op == "skew_exp")
         return [str(warning.message) for warning in caught]
 
     true_leaf = dispatch.leaf
@@ -399,7 +399,7 @@ def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.Monkey
     assert resolve("factored_scan", 600, "reference") == []  # asked for
     assert resolve("factored_scan", 600) == [
         "factored_scan: backend 'auto' runs the reference, which is slow, on float32 on cuda:0, N=600, K=600: "
-        "cuda: not in this build: nvcc not found; triton: N=600 > 512"
+        "cuda: not in this build: nvcc not found; triton: N=600 > 128"
     ]
     assert resolve("factored_scan", 700) == []
     assert len(resolve("dense_scan", 600)) == 1  # another op
