@@ -322,18 +322,33 @@ def report(folder: Path, chip: str, dry: bool, planned: Sequence[str]) -> str:
     ]
     versions = records.get("versions", {}).get("result") or {}
     lines = [
-        f"# First hour on {chip}", "",
-        f"Sources {source_digest()}; " + ", ".join(f"{key} {value}" for key, value in versions.items()), "",
+        f"# First hour on {chip}",
+        "",
+        f"Sources {source_digest()}; " + ", ".join(f"{key} {value}" for key, value in versions.items()),
+        "",
         f"{sum(r['status'] == 'ok' for r in records.values())} measurements succeeded, {len(failed)} did not, "
-        f"{len(waiting)} have not run.", "",
+        f"{len(waiting)} have not run.",
+        "",
         *(["**A dry run on the CPU: no number on this page means anything.**", ""] if dry else []),
         *(["## Failed", "", *failed, ""] if failed else []),
         *(["## Not run", "", ", ".join(waiting), ""] if waiting else []),
-        "## Times", "", "Forward and backward with all gradients, B = 50, T = 10 000, medians.", "",
-        *time_rows(records, dry), "",
-        "## Parity with float64", "", "| case | largest | by kind |", "| --- | ---: | --- |", *errors, "",
-        "## Probe", "", *probe_rows(records, dry), "",
-    ]  # fmt: skip
+        "## Times",
+        "",
+        "Forward and backward with all gradients, B = 50, T = 10 000, medians.",
+        "",
+        *time_rows(records, dry),
+        "",
+        "## Parity with float64",
+        "",
+        "| case | largest | by kind |",
+        "| --- | ---: | --- |",
+        *errors,
+        "",
+        "## Probe",
+        "",
+        *probe_rows(records, dry),
+        "",
+    ]
     text = "\n".join(lines)
     (folder / "report.md").write_text(text)
     return text

@@ -144,10 +144,15 @@ class ScanArgs(NamedTuple):
             Map(self.first, self.scale, self.second),
             ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state),
             ScanOptions(
-                self.activation, self.checkpoint_every, self.precision, self.algorithm, self.lengths,
-                self.message_clip, self.resets,
+                self.activation,
+                self.checkpoint_every,
+                self.precision,
+                self.algorithm,
+                self.lengths,
+                self.message_clip,
+                self.resets,
             ),
-        )  # fmt: skip
+        )
 
 
 class ScanStates(NamedTuple):

@@ -142,9 +142,17 @@ def _explain_loss(
     call = f"{LOSS} ({dispatch.dtype_name(dtype)} on {device}, N={N}, K={K}, T={T}, B={B}, C={C}, {activation})"
     try:
         name, why = functional.explain_scan_cross_entropy(
-            (u, u.new_ones(K), v), T, B, C, lengths="lengths" in features, resets="resets" in features,
-            activation=activation, message_clip=clip, backend=backend, algorithm=algorithm,
-        )  # fmt: skip
+            (u, u.new_ones(K), v),
+            T,
+            B,
+            C,
+            lengths="lengths" in features,
+            resets="resets" in features,
+            activation=activation,
+            message_clip=clip,
+            backend=backend,
+            algorithm=algorithm,
+        )
     except InputError as error:
         return f"{call}: {error}"
     if name == "modal":

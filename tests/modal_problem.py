@@ -16,9 +16,19 @@ class Problem:
     """Random inputs, float64, eigenvalues of magnitude within 1 +- margin; the last mode is real."""
 
     def __init__(
-        self, M: int, T: int, B: int, C: int = 3, D: int = 5, *, tokens: bool = True, bias: bool = True, P: int = 3,
-        margin: float = 0.01, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        M: int,
+        T: int,
+        B: int,
+        C: int = 3,
+        D: int = 5,
+        *,
+        tokens: bool = True,
+        bias: bool = True,
+        P: int = 3,
+        margin: float = 0.01,
+        seed: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:

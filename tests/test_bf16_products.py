@@ -270,10 +270,16 @@ def test_exact_products_are_the_default(op: str) -> None:
 
     signs = integers(N, N, most=1)
     problem = ScanProblem(
-        op=op, activation="identity", x=integers(T, B, N, most=999),
+        op=op,
+        activation="identity",
+        x=integers(T, B, N, most=999),
         matrices=(signs, torch.ones(N).double(), torch.eye(N).double()) if op == "factored_scan" else (signs,),
-        h0=integers(B, N, most=999), weight=None, bias=None, act_param=None, grad_hs=integers(T, B, N, most=9),
-    )  # fmt: skip
+        h0=integers(B, N, most=999),
+        weight=None,
+        bias=None,
+        act_param=None,
+        grad_hs=integers(T, B, N, most=9),
+    )
     exact, found = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "cpu")
     for name in ("hs", "grad_x", f"grad_{problem.input_names()[1]}", "grad_h0"):
         assert torch.equal(found[name].double(), exact[name]), name

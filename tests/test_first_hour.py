@@ -247,9 +247,13 @@ def test_a_test_that_breaks_its_context_or_hangs_leaves_the_others(workers: int,
     options = ("-v", "-p", "no:cacheprovider", "-n", str(workers), "--max-worker-restart", "50", "tests/gpu")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options], cwd=tmp_path, env={**environment, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     if not workers:
         assert done.returncode == 1 and "test_breaks has broken the CUDA context (CUDA error: an illegal" in done.stdout
         return

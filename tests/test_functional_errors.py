@@ -1,8 +1,5 @@
 """Bad input to the public functions: one line that names the argument, the value given and what is accepted."""
 
-# One case, one line.
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import re
@@ -47,17 +44,32 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # x
     ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
     ({"x": torch.zeros(T, B)}, "x has shape [4, 3]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
-    ({"x": torch.zeros(T, B, N)}, "x has shape [4, 3, 6]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
+    (
+        {"x": torch.zeros(T, B, N)},
+        "x has shape [4, 3, 6]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]",
+    ),
     ({"x": torch.zeros(T, B, D).double()}, "x has dtype float64: accepted is the dtype of {m}, float32"),
     ({"x": torch.zeros(T, B, D, device="meta")}, "x is on meta: accepted is the device of {m}, cpu"),
-    ({"x": torch.zeros(T, B).bool()}, "x has dtype bool: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids"),
-    ({"x": torch.zeros(T, B, D, dtype=torch.complex64)}, "x has dtype complex64: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids"),
+    (
+        {"x": torch.zeros(T, B).bool()},
+        "x has dtype bool: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids",
+    ),
+    (
+        {"x": torch.zeros(T, B, D, dtype=torch.complex64)},
+        "x has dtype complex64: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids",
+    ),
     ({"x": torch.zeros(0, B, D)}, "x has shape [0, 3, 7]: every size of [T, B, D] must be at least 1"),
     ({"x": torch.zeros(T, 0, D), "h0": None}, "x has shape [4, 0, 7]: every size of [T, B, D] must be at least 1"),
-    ({"x": torch.zeros(T, B, D), "weight": None, "bias": None}, "x has shape [4, 3, 7]: accepted is [T, B, N] with N = 6"),
+    (
+        {"x": torch.zeros(T, B, D), "weight": None, "bias": None},
+        "x has shape [4, 3, 7]: accepted is [T, B, N] with N = 6",
+    ),
     # token ids
     ({"x": torch.zeros(T, B, D).long()}, "x has shape [4, 3, 7]: accepted for token ids is [T, B]"),
-    ({"x": torch.zeros(T, B).long(), "weight": None}, "weight is None: token ids (x of dtype int64) need the table [N, D]"),
+    (
+        {"x": torch.zeros(T, B).long(), "weight": None},
+        "weight is None: token ids (x of dtype int64) need the table [N, D]",
+    ),
     ({"x": torch.full((T, B), D)}, "x holds 7: token ids must be in [0, 7)"),
     ({"x": torch.full((T, B), -1)}, "x holds -1: token ids must be in [0, 7)"),
     ({"x": torch.zeros(T, 0).long(), "h0": None}, "x has shape [4, 0]: every size of [T, B] must be at least 1"),
@@ -68,7 +80,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"weight": 3}, "weight must be a torch.Tensor, got 3"),
     ({"bias": torch.zeros(N, 1)}, "bias has shape [6, 1]: accepted is [N] = [6]"),
     ({"bias": torch.zeros(N).half()}, "bias has dtype float16: accepted is the dtype of {m}, float32"),
-    ({"x": torch.zeros(T, B, N), "weight": None}, "bias is given without weight: accepted with weight only (add it to x)"),
+    (
+        {"x": torch.zeros(T, B, N), "weight": None},
+        "bias is given without weight: accepted with weight only (add it to x)",
+    ),
     ({"h0": torch.zeros(N)}, "h0 has shape [6]: accepted is [B, N] = [3, 6]"),
     ({"h0": torch.zeros(1, B, N)}, "h0 has shape [1, 3, 6]: accepted is [B, N] = [3, 6]"),
     ({"h0": torch.zeros(B, N).double()}, "h0 has dtype float64: accepted is the dtype of {m}, float32"),
@@ -80,15 +95,30 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"activation": "prelu"}, "act_param is None: activation 'prelu' needs its slope, a tensor [1] or [N] = [6]"),
     ({"activation": "modrelu"}, "act_param is None: activation 'modrelu' needs its bias, a tensor [1] or [N] = [6]"),
     ({"activation": "leaky_relu", "act_param": 0.01}, "act_param must be a torch.Tensor, got 0.01"),
-    ({"activation": "modrelu", "act_param": torch.zeros(2)}, "act_param has shape [2]: accepted is the bias of 'modrelu', [1] or [N] = [6]"),
-    ({"activation": "prelu", "act_param": torch.zeros(())}, "act_param has shape []: accepted is the slope of 'prelu', [1] or [N] = [6]"),
-    ({"activation": "prelu", "act_param": torch.zeros(1).double()}, "act_param has dtype float64: accepted is the dtype of {m}, float32"),
-    ({"activation": "tanh", "act_param": torch.zeros(1)}, "act_param is shape [1]: activation 'tanh' takes none (accepted with leaky_relu, prelu, modrelu)"),
+    (
+        {"activation": "modrelu", "act_param": torch.zeros(2)},
+        "act_param has shape [2]: accepted is the bias of 'modrelu', [1] or [N] = [6]",
+    ),
+    (
+        {"activation": "prelu", "act_param": torch.zeros(())},
+        "act_param has shape []: accepted is the slope of 'prelu', [1] or [N] = [6]",
+    ),
+    (
+        {"activation": "prelu", "act_param": torch.zeros(1).double()},
+        "act_param has dtype float64: accepted is the dtype of {m}, float32",
+    ),
+    (
+        {"activation": "tanh", "act_param": torch.zeros(1)},
+        "act_param is shape [1]: activation 'tanh' takes none (accepted with leaky_relu, prelu, modrelu)",
+    ),
     # checkpoints
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
     ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
     ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
-    ({"checkpoint_every": 1 << 63}, "checkpoint_every is 9223372036854775808: accepted is a number of steps below 2^63"),
+    (
+        {"checkpoint_every": 1 << 63},
+        "checkpoint_every is 9223372036854775808: accepted is a number of steps below 2^63",
+    ),
     # lengths and clip
     ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
     ({"lengths": torch.tensor([4, 2, 1]).int()}, "lengths has dtype int32: accepted is int64"),
@@ -111,8 +141,11 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # precision and algorithm
     ({"precision": "tf23"}, "unknown precision 'tf23': did you mean 'tf32'? accepted: ieee, 3xtf32, tf32, bf16"),
     ({"algorithm": "chunk"}, "unknown algorithm 'chunk': did you mean 'chunked'? accepted: auto, sequential, chunked"),
-    ({"algorithm": "chunked"}, "algorithm is 'chunked' with activation 'tanh': chunks of time can only be joined for 'identity'"),
-]  # fmt: skip
+    (
+        {"algorithm": "chunked"},
+        "algorithm is 'chunked' with activation 'tanh': chunks of time can only be joined for 'identity'",
+    ),
+]
 
 
 @pytest.mark.parametrize("op", ["factored_scan", "dense_scan"])

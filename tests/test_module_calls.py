@@ -238,10 +238,16 @@ def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, 
                 torch.set_num_threads(count)
                 found.append(
                     scan(
-                        x, *maps, h0[:batch], weight=weight, bias=bias, activation="modrelu", act_param=slope,
+                        x,
+                        *maps,
+                        h0[:batch],
+                        weight=weight,
+                        bias=bias,
+                        activation="modrelu",
+                        act_param=slope,
                         backend="cpu",
                     )
-                )  # fmt: skip
+                )
             for other in found[1:]:
                 torch.testing.assert_close(other, found[0], rtol=0, atol=0)
     finally:

@@ -56,9 +56,19 @@ layouts = st.sampled_from(["plain", "strided", "transposed", "within"])
     seed=st.integers(0, 1000),
 )
 def test_scans(
-    op: str, B: int, T: int, half_N: int, rank: float, D: int, activation: str, inputs: str, kind: str, every: int,
-    bias: bool, seed: int,
-) -> None:  # fmt: skip
+    op: str,
+    B: int,
+    T: int,
+    half_N: int,
+    rank: float,
+    D: int,
+    activation: str,
+    inputs: str,
+    kind: str,
+    every: int,
+    bias: bool,
+    seed: int,
+) -> None:
     N = 2 * half_N if activation == "oplu" else half_N
     K = math.ceil(rank * N) if op == "factored_scan" else None
     problem = scan_problem(

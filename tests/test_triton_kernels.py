@@ -149,14 +149,32 @@ def scan_arguments(
     row = ACTIVATIONS[activation]
     has_param, from_hs, from_pre = row.parameter is not None, row.reads == "output", row.reads == "input"
     arguments: dict[str, Any] = {
-        "p_second": dtype, "p_first": dtype if factored else None, "p_scale": dtype if factored else None,
-        "FACTORED": factored, "p_param": dtype if has_param else None,
-        "T": "i32", "B": "i32", "R": "i32", "CHUNK": "i32", "FIRST": "i32", "D": "i32",
-        "N": N, "K": K, "ACTIVATION": activation, "PARAM": "N" if has_param else "none", "WAY": plan.way,
-        "PRECISION": precision, "BLOCK_B": plan.block_b, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
-        "p_lengths": torch.int64 if ragged else None, "LENGTHS": ragged,
-        "p_cut": torch.uint8 if cuts else None, "p_restart": dtype if cuts else None, "CUTS": cuts,
-    }  # fmt: skip
+        "p_second": dtype,
+        "p_first": dtype if factored else None,
+        "p_scale": dtype if factored else None,
+        "FACTORED": factored,
+        "p_param": dtype if has_param else None,
+        "T": "i32",
+        "B": "i32",
+        "R": "i32",
+        "CHUNK": "i32",
+        "FIRST": "i32",
+        "D": "i32",
+        "N": N,
+        "K": K,
+        "ACTIVATION": activation,
+        "PARAM": "N" if has_param else "none",
+        "WAY": plan.way,
+        "PRECISION": precision,
+        "BLOCK_B": plan.block_b,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "p_lengths": torch.int64 if ragged else None,
+        "LENGTHS": ragged,
+        "p_cut": torch.uint8 if cuts else None,
+        "p_restart": dtype if cuts else None,
+        "CUTS": cuts,
+    }
     if direction == "fwd":
         arguments |= {
             "p_x": torch.int64 if tokens else dtype,
@@ -172,11 +190,21 @@ def scan_arguments(
         }
     else:
         arguments |= {
-            "p_grad": dtype, "p_hs": dtype if from_hs else None, "p_pre": dtype if from_pre else None, "p_carry": dtype,
-            "p_delta": dtype, "p_left": dtype, "p_square": dtype, "p_sum": dtype if has_param else None,
-            "STORE_DELTA": True, "STORE_SUM": has_param, "FROM_HS": from_hs, "FROM_PRE": from_pre,
-            "p_clip": dtype if ragged else None, "CLIP": ragged,
-        }  # fmt: skip
+            "p_grad": dtype,
+            "p_hs": dtype if from_hs else None,
+            "p_pre": dtype if from_pre else None,
+            "p_carry": dtype,
+            "p_delta": dtype,
+            "p_left": dtype,
+            "p_square": dtype,
+            "p_sum": dtype if has_param else None,
+            "STORE_DELTA": True,
+            "STORE_SUM": has_param,
+            "FROM_HS": from_hs,
+            "FROM_PRE": from_pre,
+            "p_clip": dtype if ragged else None,
+            "CLIP": ragged,
+        }
     return arguments, plan
 
 

@@ -79,15 +79,33 @@ def forward_in_chunks(
     if P > 1:
         last = torch.empty(P, B, N, dtype=h0.dtype, device=h0.device)
         launch_forward(
-            dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=None,
-            last=last.view(P * B, N), lengths=lengths, **options,
-        )  # fmt: skip
+            dense,
+            x,
+            table,
+            entering.view(P * B, N),
+            None,
+            T=T,
+            B=B,
+            chunk=C,
+            hs=None,
+            last=last.view(P * B, N),
+            lengths=lengths,
+            **options,
+        )
         # last[0] includes h0, so the scan over chunks 1 ... starts from zero
         carried = Map(None, None, power(w, C).to(h0.dtype))
         launch_forward(
-            carried, last[: P - 1], None, torch.zeros_like(h0), None, T=P - 1, B=B,
-            chunk=P - 1, hs=entering[1:], **options,
-        )  # fmt: skip
+            carried,
+            last[: P - 1],
+            None,
+            torch.zeros_like(h0),
+            None,
+            T=P - 1,
+            B=B,
+            chunk=P - 1,
+            hs=entering[1:],
+            **options,
+        )
     launch_forward(dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options)
 
 
@@ -112,19 +130,51 @@ def backward_in_chunks(
     if P > 1:
         alone = torch.empty_like(carry)  # what each chunk passes on if its carry is zero
         launch_backward(
-            dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=None,
-            left=alone.view(P * B, N), square=None, lengths=lengths, **options,
-        )  # fmt: skip
+            dense,
+            grad_hs,
+            None,
+            None,
+            carry.view(P * B, N),
+            T=T,
+            B=B,
+            chunk=C,
+            delta=None,
+            left=alone.view(P * B, N),
+            square=None,
+            lengths=lengths,
+            **options,
+        )
         # carry[p] = alone[p + 1] + (W^T)^C carry[p + 1]: the adjoint scan itself, whose delta_p is carry[p]
         rest = torch.empty_like(left)
         carried = Map(None, None, power(w, C).to(grad_hs.dtype))
         launch_backward(
-            carried, alone[1:], None, None, torch.zeros_like(left), T=P - 1, B=B,
-            chunk=P - 1, delta=carry[: P - 1], left=rest, square=square.new_empty(P - 1, B), **options,
-        )  # fmt: skip
+            carried,
+            alone[1:],
+            None,
+            None,
+            torch.zeros_like(left),
+            T=P - 1,
+            B=B,
+            chunk=P - 1,
+            delta=carry[: P - 1],
+            left=rest,
+            square=square.new_empty(P - 1, B),
+            **options,
+        )
     lefts = torch.empty_like(carry)
     launch_backward(
-        dense, grad_hs, None, None, carry.view(P * B, N), T=T, B=B, chunk=C, delta=delta,
-        left=lefts.view(P * B, N), square=square, lengths=lengths, **options,
-    )  # fmt: skip
+        dense,
+        grad_hs,
+        None,
+        None,
+        carry.view(P * B, N),
+        T=T,
+        B=B,
+        chunk=C,
+        delta=delta,
+        left=lefts.view(P * B, N),
+        square=square,
+        lengths=lengths,
+        **options,
+    )
     left.copy_(lefts[0])

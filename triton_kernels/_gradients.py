@@ -54,9 +54,22 @@ def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStat
         cut, restart = cuts_of(options, inputs)
         start = started(h0, None if options.resets is None else options.resets[0], reset_state)
         launch_forward(
-            as_rows(map_), source, table, start, act_param, T=T, B=B, chunk=T, activation=options.activation,
-            precision=precision, hs=hs, pre=pre, lengths=options.lengths, cut=cut, restart=restart,
-        )  # fmt: skip
+            as_rows(map_),
+            source,
+            table,
+            start,
+            act_param,
+            T=T,
+            B=B,
+            chunk=T,
+            activation=options.activation,
+            precision=precision,
+            hs=hs,
+            pre=pre,
+            lengths=options.lengths,
+            cut=cut,
+            restart=restart,
+        )
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
     return ScanStates(hs, ckpt, pre)
@@ -218,9 +231,21 @@ def run_backward(
         )
     elif not checkpoint_every:
         launch_backward(
-            transposed, grad_hs, states, pre, carry, act_param, T=T, B=B, chunk=T, delta=delta_all,
-            left=left, square=square, cut=resets, **scan,
-        )  # fmt: skip
+            transposed,
+            grad_hs,
+            states,
+            pre,
+            carry,
+            act_param,
+            T=T,
+            B=B,
+            chunk=T,
+            delta=delta_all,
+            left=left,
+            square=square,
+            cut=resets,
+            **scan,
+        )
 
     steps = max(1, BLOCK_ROWS // B)
     for low in reversed(range(0, T, steps)):
@@ -231,9 +256,22 @@ def run_backward(
         delta = delta_all[low:high] if delta_all is not None else h0.new_empty(high - low, B, N)
         if one_block:
             launch_backward(
-                transposed, grad_hs[low:high], hs_block, pre_block, carry, act_param, T=high - low, B=B,
-                chunk=high - low, delta=delta, left=left, square=square[low:high], first=low, cut=here, **scan,
-            )  # fmt: skip
+                transposed,
+                grad_hs[low:high],
+                hs_block,
+                pre_block,
+                carry,
+                act_param,
+                T=high - low,
+                B=B,
+                chunk=high - low,
+                delta=delta,
+                left=left,
+                square=square[low:high],
+                first=low,
+                cut=here,
+                **scan,
+            )
             carry, left = left, carry
         if cut_sum is not None and here is not None:
             cut_sum += started(delta, ~here, None).sum(0)

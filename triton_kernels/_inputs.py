@@ -106,11 +106,22 @@ def features_term(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str
     grid = (triton.cdiv(T * B, FEATURES_BLOCK_R), triton.cdiv(N, FEATURES_BLOCK_N))
     with torch.cuda.device_of(x):
         features_kernel[grid](
-            x, weight, bias, e, T * B, D=D, N=N, BIAS=bias is not None,
-            DOT=DOT_F64 or x.dtype != torch.float64, PRECISION=precision if x.dtype == torch.float32 else "ieee",
-            BLOCK_R=FEATURES_BLOCK_R, BLOCK_N=FEATURES_BLOCK_N, BLOCK_D=FEATURES_BLOCK_D, num_warps=FEATURES_WARPS,
+            x,
+            weight,
+            bias,
+            e,
+            T * B,
+            D=D,
+            N=N,
+            BIAS=bias is not None,
+            DOT=DOT_F64 or x.dtype != torch.float64,
+            PRECISION=precision if x.dtype == torch.float32 else "ieee",
+            BLOCK_R=FEATURES_BLOCK_R,
+            BLOCK_N=FEATURES_BLOCK_N,
+            BLOCK_D=FEATURES_BLOCK_D,
+            num_warps=FEATURES_WARPS,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return e
 
 
@@ -124,7 +135,16 @@ def token_gradient(delta: Tensor, ids: Tensor, D: int) -> Tensor:
     bounds = torch.searchsorted(ordered, torch.arange(D + 1, device=ids.device))
     with torch.cuda.device_of(delta):
         token_gradient_kernel[(D, splits)](
-            delta, order, bounds, partial, D, splits, N=N, BLOCK_R=max(1, TOKENS_TILE // block_n), BLOCK_N=block_n,
-            num_warps=TOKENS_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+            delta,
+            order,
+            bounds,
+            partial,
+            D,
+            splits,
+            N=N,
+            BLOCK_R=max(1, TOKENS_TILE // block_n),
+            BLOCK_N=block_n,
+            num_warps=TOKENS_WARPS,
+            enable_fp_fusion=True,
+        )
     return partial.sum(0)

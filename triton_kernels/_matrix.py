@@ -101,8 +101,18 @@ def multiply_rows(b_x, b_fragments, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def resident(p_first, p_scale, p_second, N: tl.constexpr, K: tl.constexpr, FACTORED: tl.constexpr, WAY: tl.constexpr,
-             PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def resident(
+    p_first,
+    p_scale,
+    p_second,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FACTORED: tl.constexpr,
+    WAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """(first, scale, second) as ``product`` reads them from registers; 0.0 for what it does not read."""
     b_first = 0.0
     b_scale = 0.0
@@ -123,9 +133,22 @@ def resident(p_first, p_scale, p_second, N: tl.constexpr, K: tl.constexpr, FACTO
 
 
 @triton.jit
-def product(b_x, b_first, b_scale, b_second, p_first, p_scale, p_second, N: tl.constexpr, K: tl.constexpr,
-            FACTORED: tl.constexpr, WAY: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr):  # fmt: skip
+def product(
+    b_x,
+    b_first,
+    b_scale,
+    b_second,
+    p_first,
+    p_scale,
+    p_second,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FACTORED: tl.constexpr,
+    WAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """second (scale * (first x)), or second x, for the rows b_x [BLOCK_B, BLOCK_N]. The result has the same shape."""
     if WAY == "rows":
         if FACTORED:

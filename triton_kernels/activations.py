@@ -123,10 +123,18 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
         grid = (triton.cdiv(R, block_r), triton.cdiv(N, block_n))
         with torch.cuda.device_of(x):
             activation_fwd_kernel[grid](
-                x, act_param, y, R, N=N, ACTIVATION=activation, PARAM=parameter_kind(act_param),
-                BLOCK_R=block_r, BLOCK_N=block_n, num_warps=NUM_WARPS,
+                x,
+                act_param,
+                y,
+                R,
+                N=N,
+                ACTIVATION=activation,
+                PARAM=parameter_kind(act_param),
+                BLOCK_R=block_r,
+                BLOCK_N=block_n,
+                num_warps=NUM_WARPS,
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
     return y
 
 
@@ -144,10 +152,21 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
     partial = None if act_param is None else torch.empty(programs, N, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         activation_bwd_kernel[(programs, triton.cdiv(N, block_n))](
-            grad_y, x, act_param, grad_x, partial, R, tiles, N=N, ACTIVATION=activation,
-            PARAM=parameter_kind(act_param), BLOCK_R=block_r, BLOCK_N=block_n, num_warps=NUM_WARPS,
+            grad_y,
+            x,
+            act_param,
+            grad_x,
+            partial,
+            R,
+            tiles,
+            N=N,
+            ACTIVATION=activation,
+            PARAM=parameter_kind(act_param),
+            BLOCK_R=block_r,
+            BLOCK_N=block_n,
+            num_warps=NUM_WARPS,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     if act_param is None or partial is None:
         return grad_x, x.new_empty(0)
     return grad_x, partial.sum_to_size(act_param.shape) if act_param.numel() == 1 else partial.sum(0)

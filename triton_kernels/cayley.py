@@ -105,9 +105,17 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
         order = torch.empty(batch, rows, dtype=torch.int64, device=matrix.device)
         with torch.cuda.device_of(matrix):
             cayley_panel_kernel[(batch,)](
-                rest, panel, order, rows, columns, w, BLOCK_R=block_r, BLOCK_C=triton.next_power_of_2(width),
-                num_warps=warps, enable_fp_fusion=True,
-            )  # fmt: skip
+                rest,
+                panel,
+                order,
+                rows,
+                columns,
+                w,
+                BLOCK_R=block_r,
+                BLOCK_C=triton.next_power_of_2(width),
+                num_warps=warps,
+                enable_fp_fusion=True,
+            )
         moved = rest[:, :, w:].gather(1, order.unsqueeze(-1).expand(-1, -1, columns - w))
         upper = torch.linalg.solve_triangular(panel[:, :w], moved[:, :w], upper=False, unitriangular=True)
         rest = torch.baddbmm(moved[:, w:], panel[:, w:], upper, alpha=-1).contiguous()

@@ -69,8 +69,18 @@ def product(b_x, b_matrix, p_matrix, N: tl.constexpr, WAY: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def two_products(b_x, b_y, b_first, b_second, p_first, p_second, SAME: tl.constexpr, N: tl.constexpr,
-                 WAY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def two_products(
+    b_x,
+    b_y,
+    b_first,
+    b_second,
+    p_first,
+    p_second,
+    SAME: tl.constexpr,
+    N: tl.constexpr,
+    WAY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """(first x, second y), each as in ``product``. SAME: y is x, which is then distributed once."""
     b_row_x = once(b_x)
     b_row_y = b_row_x
@@ -367,11 +377,27 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
-            x, w, h0, bias, *states, lengths, _flags(options), h0 if state is None else state, T, B, N=N,
-            KANAI=options.kanai, BIAS=bias is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
-            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps,
+            x,
+            w,
+            h0,
+            bias,
+            *states,
+            lengths,
+            _flags(options),
+            h0 if state is None else state,
+            T,
+            B,
+            N=N,
+            KANAI=options.kanai,
+            BIAS=bias is not None,
+            LENGTHS=lengths is not None,
+            RESETS=options.resets is not None,
+            STATE=state is not None,
+            WAY=way.way,
+            BLOCK_N=way.block_n,
+            num_warps=way.num_warps,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return states
 
 
@@ -386,11 +412,31 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_bwd_kernel[(B,)](
-            grad_hs, *states, w.view(-1, N, N).mT.contiguous(), h0, grad_x, factor, grad_h0, square, lengths,
-            _flags(options), h0 if state is None else state, grad_state, T, B, N=N, KANAI=options.kanai,
-            FACTOR=factor is not None, LENGTHS=lengths is not None, RESETS=options.resets is not None,
-            STATE=state is not None, WAY=way.way, BLOCK_N=way.block_n, num_warps=way.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+            grad_hs,
+            *states,
+            w.view(-1, N, N).mT.contiguous(),
+            h0,
+            grad_x,
+            factor,
+            grad_h0,
+            square,
+            lengths,
+            _flags(options),
+            h0 if state is None else state,
+            grad_state,
+            T,
+            B,
+            N=N,
+            KANAI=options.kanai,
+            FACTOR=factor is not None,
+            LENGTHS=lengths is not None,
+            RESETS=options.resets is not None,
+            STATE=state is not None,
+            WAY=way.way,
+            BLOCK_N=way.block_n,
+            num_warps=way.num_warps,
+            enable_fp_fusion=True,
+        )
     grad_w = grad_bias = None
     if factor is not None:
         grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)

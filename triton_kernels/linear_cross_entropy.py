@@ -188,10 +188,26 @@ def _fused(
     d = None if grad is None else hidden.new_empty(R, C)
     with torch.cuda.device_of(hidden):
         linear_cross_entropy_fwd_kernel[(programs,)](
-            hidden, weight, bias, target, grad, d, losses, R, rows, N=N, C=C, BIAS=bias is not None, MEAN=mean,
-            NEED_GRAD=grad is not None, BLOCK_R=block_r, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=FUSED_WARPS,
+            hidden,
+            weight,
+            bias,
+            target,
+            grad,
+            d,
+            losses,
+            R,
+            rows,
+            N=N,
+            C=C,
+            BIAS=bias is not None,
+            MEAN=mean,
+            NEED_GRAD=grad is not None,
+            BLOCK_R=block_r,
+            BLOCK_N=block_n,
+            BLOCK_C=block_c,
+            num_warps=FUSED_WARPS,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     return losses, d
 
 
@@ -203,10 +219,17 @@ def _by_rows(
     losses = hidden.new_empty(len(hidden))
     with torch.cuda.device_of(hidden):
         linear_cross_entropy_row_kernel[(len(hidden),)](
-            z, target, losses, rows, C=weight.shape[0], MEAN=mean, NEED_GRAD=grad is not None,
-            BLOCK_C=min(ROW_BLOCK_C, triton.next_power_of_2(weight.shape[0])), num_warps=ROW_WARPS,
+            z,
+            target,
+            losses,
+            rows,
+            C=weight.shape[0],
+            MEAN=mean,
+            NEED_GRAD=grad is not None,
+            BLOCK_C=min(ROW_BLOCK_C, triton.next_power_of_2(weight.shape[0])),
+            num_warps=ROW_WARPS,
             enable_fp_fusion=True,
-        )  # fmt: skip
+        )
     if grad is None:
         return losses, None
     torch.mm(z, weight, out=grad)

@@ -173,9 +173,16 @@ def chunk_length(options: ScanOptions, steps: int, B: int, N: int) -> int:
 
 
 def _chunked(
-    map_: Map, options: ScanOptions, chunk: int, inputs: dict[str, Any], start: Tensor | None, out: Tensor,
-    *, backward: bool, table: Tensor | None = None,
-) -> None:  # fmt: skip
+    map_: Map,
+    options: ScanOptions,
+    chunk: int,
+    inputs: dict[str, Any],
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    backward: bool,
+    table: Tensor | None = None,
+) -> None:
     """The recurrence without activation, in parallel over chunks of time; out [T, B, N].
 
     (a) Every chunk but the last runs from a zero state, and only its end is kept. (b) The states between chunks are
@@ -410,9 +417,15 @@ def _adjoint_scan(
             else:
                 of_steps = None if norms is None else norms[start:stop]
                 scan.run(
-                    stop - start, x=g, gate=gate, start=carry, out=place, norms=of_steps, sums=running,
+                    stop - start,
+                    x=g,
+                    gate=gate,
+                    start=carry,
+                    out=place,
+                    norms=of_steps,
+                    sums=running,
                     time=start,
-                )  # fmt: skip
+                )
             # the kernel of the next segment may overwrite this row
             carry = place[0] if keep_delta else place[0].clone()
             if resets is not None:

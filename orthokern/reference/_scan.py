@@ -165,8 +165,11 @@ def scan_bwd(
     """
     x, h0, weight, bias, act_param = args.x, args.h0, args.weight, args.bias, args.act_param
     activation, checkpoint_every, resets, reset_state = (
-        args.activation, args.checkpoint_every, args.resets, args.reset_state
-    )  # fmt: skip
+        args.activation,
+        args.checkpoint_every,
+        args.resets,
+        args.reset_state,
+    )
     T, B, N = grad_hs.shape
     alive = running(T, args.lengths)
     grad_hs = without_padding(grad_hs, alive)

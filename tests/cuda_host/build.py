@@ -27,10 +27,22 @@ NAME = "orthokern_cuda_host"
 # Every load and store checks its address (-fsanitize=alignment); runtime.cpp holds what a failed check calls.
 # _FORTIFY_SOURCE would take the switch between two fibers' stacks for an attack.
 FLAGS = [
-    "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall",
-    "-fsanitize=alignment", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-DORTHOKERN_CUDA_HOST",
-    f"-I{HERE}", f"-I{CSRC}",
-]  # fmt: skip
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-U_FORTIFY_SOURCE",
+    "-Wall",
+    "-fsanitize=alignment",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+    "-DORTHOKERN_CUDA_HOST",
+    f"-I{HERE}",
+    f"-I{CSRC}",
+]
 ORDERS = {"forward": (0, 0), "reverse": (1, 0), "random": (2, 1)}
 
 

@@ -78,10 +78,20 @@ def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harnes
 
     def planned(N: int, sequences: int, asked: str, **overrides: int) -> dict[str, int]:
         sizes = {
-            "B": sequences, "N": N, "K": N if op == "factored_scan" else 0, "sequences": sequences,
-            "precision": numbers[asked], "activation": 1, "act_param_stride": 0, "backward": 0,
-            "T": 1, "chunk": 1, "tokens": 0, "device": 0, "cut": 0,
-        }  # fmt: skip
+            "B": sequences,
+            "N": N,
+            "K": N if op == "factored_scan" else 0,
+            "sequences": sequences,
+            "precision": numbers[asked],
+            "activation": 1,
+            "act_param_stride": 0,
+            "backward": 0,
+            "T": 1,
+            "chunk": 1,
+            "tokens": 0,
+            "device": 0,
+            "cut": 0,
+        }
         return dict(getattr(harness, f"{op}_plan")({**sizes, "overrides": overrides}))
 
     for N in (64, 128, 250, 500, 1000, 1100):

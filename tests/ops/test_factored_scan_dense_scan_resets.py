@@ -80,9 +80,16 @@ def check_against_cuts(
 
     def op(inputs: list[Tensor | None], own: Tensor) -> Tensor:
         args = scan_args(
-            problem.op, inputs, problem.activation, checkpoint_every=every, backend=backend, lengths=lengths,
-            message_clip=clip, resets=resets, reset_state=own,
-        )  # fmt: skip
+            problem.op,
+            inputs,
+            problem.activation,
+            checkpoint_every=every,
+            backend=backend,
+            lengths=lengths,
+            message_clip=clip,
+            resets=resets,
+            reset_state=own,
+        )
         found: Tensor = getattr(torch.ops.orthokern, f"{problem.op}_fwd")(*args)[0]
         return found
 

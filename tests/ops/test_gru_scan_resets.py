@@ -74,10 +74,16 @@ def check_against_cuts(p: GruProblem, lengths: Tensor) -> None:
 
 @settings(max_examples=30)
 @given(
-    T=st.integers(1, 7), B=st.integers(1, 5), N=st.integers(1, 19), variant=st.sampled_from(VARIANTS),
-    bias=st.booleans(), state=st.booleans(), share=st.sampled_from((0.0, 0.2, 0.7, 1.0)),
-    order=st.sampled_from(("full", "any", "falling", "rising")), seed=st.integers(0, 10**6),
-)  # fmt: skip
+    T=st.integers(1, 7),
+    B=st.integers(1, 5),
+    N=st.integers(1, 19),
+    variant=st.sampled_from(VARIANTS),
+    bias=st.booleans(),
+    state=st.booleans(),
+    share=st.sampled_from((0.0, 0.2, 0.7, 1.0)),
+    order=st.sampled_from(("full", "any", "falling", "rising")),
+    seed=st.integers(0, 10**6),
+)
 def test_resets_and_lengths_are_cuts(
     T: int, B: int, N: int, variant: str, bias: bool, state: bool, share: float, order: str, seed: int
 ) -> None:

@@ -378,9 +378,14 @@ def test_padding_of_states_may_hold_anything(weighted: bool) -> None:
         leaf[4:, 1], grad_hs[4:, 1] = garbage, garbage
         leaf.requires_grad_()
         hs = functional.dense_scan(
-            leaf, w, weight=weight if weighted else None, bias=bias if weighted else None, lengths=lengths,
-            activation="identity", algorithm="modal",
-        )  # fmt: skip
+            leaf,
+            w,
+            weight=weight if weighted else None,
+            bias=bias if weighted else None,
+            lengths=lengths,
+            activation="identity",
+            algorithm="modal",
+        )
         required = [leaf, w, *([weight, bias] if weighted else [])]
         results.append([hs, *torch.autograd.grad(hs, required, grad_hs)])
     assert (results[0][0] == results[0][0] * alive).all()

@@ -130,9 +130,13 @@ def test_parity_with_resets(op: str, activation: str) -> None:
     turn = NAMES.index(activation)
     for index, (B, T, N) in enumerate(((3, 7, 3), (2, 5, 17), (1, 4, 5))):
         problem = scan_problem(
-            op, B=B, T=T, N=N + 1 if activation == "oplu" else N, activation=activation,
+            op,
+            B=B,
+            T=T,
+            N=N + 1 if activation == "oplu" else N,
+            activation=activation,
             inputs=INPUTS[(turn + index) % 3],
-        )  # fmt: skip
+        )
         problem, lengths = with_resets(problem, state=index < 2), some_lengths(B, T, "any") if index else None
         found = check(problem, DTYPES[(turn + index) % 2], lengths=lengths)
         same_bits(found, run(contiguous(problem.to(DTYPES[(turn + index) % 2])), checkpoint_every=2, lengths=lengths))
