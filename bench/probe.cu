@@ -2,8 +2,8 @@
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -Icsrc bench/probe.cu -o probe && ./probe
 //
-// Prints one JSON object a line: {"name", "size", "value", "unit"}. The kernels keep the rules of csrc/cuda/launch.h, so
-// that `first_hour.py --dry-run` runs them on the CPU (there is no clock then: all times are 0).
+// Prints one JSON object a line: {"name", "size", "value", "unit"}. The kernels keep the rules of csrc/cuda/launch.h,
+// so that `first_hour.py --dry-run` runs them on the CPU (there is no clock then: all times are 0).
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -44,9 +44,9 @@ void report(const char* name, const char* size, double value, const char* unit) 
   fflush(stdout);
 }
 
-// One exchange of the cluster scan, over and over: every block sends its part of a vector of `bytes` to every block, and
-// waits for all parts. Two vectors in turn, as with a dense map. Threads that send nothing take no part: they could be
-// overtaken by two phases.
+// One exchange of the cluster scan, over and over: every block sends its part of a vector of `bytes` to every block,
+// and waits for all parts. Two vectors in turn, as with a dense map. Threads that send nothing take no part: they could
+// be overtaken by two phases.
 template <bool kBulk>
 __global__ void __launch_bounds__(kThreads) exchange_kernel(int bytes, int repeats, int64_t* clocks) {
   unsigned char* const vectors = dynamic_shared<unsigned char>();  // [2][bytes]
@@ -164,7 +164,8 @@ void probe_stream(const DeviceLimits& limits, int64_t* clocks) {
     char size[96];
     snprintf(size, sizeof(size), "%d blocks, %d KiB in flight", blocks, stages * stage_bytes >> 10);
     const double took = static_cast<double>(read_back(clocks));
-    report("L2 stream", size, took > 0 ? copies * static_cast<double>(stage_bytes) / took : 0, "bytes per clock and block");
+    report("L2 stream", size, took > 0 ? copies * static_cast<double>(stage_bytes) / took : 0,
+           "bytes per clock and block");
   }
 }
 

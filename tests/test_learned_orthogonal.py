@@ -174,7 +174,7 @@ def test_refusals() -> None:
         (lambda: learned_orthogonal_([[1.0]]), "got list"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=0.25), "lr must be a number above 0 and below 0.25, got 0.25"),
         (lambda: learned_orthogonal_(w, lr=0), "got 0"),
-        (lambda: learned_orthogonal_(w, lr="a"), "lr must be a number above 0 and below 0.25, got 'a'"),  # type: ignore[arg-type]
+        (lambda: learned_orthogonal_(w, lr="a"), "lr must be a number above 0 and below 0.25, got 'a'"),
         (lambda: learned_orthogonal_(w, tol=None), "got None"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(None), "got NoneType"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=math.nan), "got nan"),

@@ -373,7 +373,7 @@ REFUSED = [
         lambda: optimizer_for(RNN(2, 3), euclidean="adam"),
         "euclidean must be an optimizer class or a function.*, got 'adam'",
     ),  # type: ignore[arg-type]
-    (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic must be an optimizer class or a function.*, got None"),  # type: ignore[arg-type]
+    (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic must be an optimizer class or a function.*, got None"),
     (lambda: CombinedOptimizer({}), "parts must be a dict of at least one optimizer, got {}"),
     (lambda: CombinedOptimizer(3), "parts must be a dict of at least one optimizer, got 3"),  # type: ignore[arg-type]
     (lambda: GeodesicSGD(3, 0.1), "params must be several matrices.*, got one int"),  # type: ignore[arg-type]

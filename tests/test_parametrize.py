@@ -200,7 +200,7 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
             parameter.zero_()[1, 0] = value
         with pytest.raises(OutOfRange) as caught:
             x(torch.ones(1, 4, dtype=F64))
-        assert str(caught.value).startswith(f"{kind.__name__}: the parameter") and message in str(caught.value)  # type: ignore[attr-defined]
+        assert str(caught.value).startswith(f"{kind.__name__}: the parameter") and message in str(caught.value)
 
 
 def test_training_a_torch_rnn() -> None:

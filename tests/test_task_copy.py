@@ -202,7 +202,7 @@ def start(folder: Path, *options: object) -> subprocess.Popen[str]:
 def wait_for_iterations(process: subprocess.Popen[str], folder: Path, count: int) -> None:
     deadline = time.monotonic() + 60
     while len(read_metrics(folder / "metrics.jsonl")) < count:
-        assert process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()}"  # type: ignore[union-attr]
+        assert process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()}"
         assert time.monotonic() < deadline, "no progress within a minute"
         time.sleep(0.002)
 

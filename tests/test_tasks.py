@@ -372,7 +372,7 @@ def test_penalties_are_added(small: dict[str, list[str]]) -> None:
     total, _ = task.loss(batch)
     w = task.rnn.recurrent_matrix().double()  # type: ignore[operator]
     s = torch.linalg.svdvals(w)
-    squares = sum(p.double().square().sum() for p in (w, task.rnn.weight_ih_l0, task.readout.weight))  # type: ignore[union-attr, misc, operator]
+    squares = sum(p.double().square().sum() for p in (w, task.rnn.weight_ih_l0, task.readout.weight))
     expected = 0.3 * (w.mT @ w - torch.eye(16)).square().sum() + 0.2 * (s - 1).square().sum() + 0.1 * squares
     assert (total - plain).item() == pytest.approx(expected.item(), rel=1e-4)
 

@@ -1,5 +1,5 @@
-// The pointwise parts of a step of gru_scan whose products are a library's (GruPath::kLibrary). The caller multiplies, and
-// calls a part for each product:
+// The pointwise parts of a step of gru_scan whose products are a library's (GruPath::kLibrary). The caller multiplies,
+// and calls a part for each product:
 //
 //              forward                                         backward
 //   kanai      kGates      of h W_rz^T: r, z; m = r * h        kReset  of d_n W_n: d_r, factor
@@ -16,8 +16,8 @@ namespace orthokern::cuda {
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// product: a row for each sequence, null for zeros. passed: what the next product reads; forward m or the state that step
-// t + 1 starts from [B, N], backward (d_r, d_z, d_q) [B, 3N] of the variant "torch". kCarry: t = -1 gives grad_h0.
+// product: a row for each sequence, null for zeros. passed: what the next product reads; forward m or the state that
+// step t + 1 starts from [B, N], backward (d_r, d_z, d_q) [B, 3N] of the variant "torch". kCarry: t = -1 gives grad_h0.
 template <bool kKanai, GruStep kStep>
 __global__ void __launch_bounds__(kStepThreads)
     gru_step_kernel(const GruScanArgs a, const float* product, float* passed, const int t) {

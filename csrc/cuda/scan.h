@@ -136,8 +136,8 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 // `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
-// ScanPath::kLibrary: the end of step `i`, from the products [Q, N] of the map and the states that enter it. Sets `state`
-// [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not written.
+// ScanPath::kLibrary: the end of step `i`, from the products [Q, N] of the map and the states that enter it. Sets
+// `state` [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not written.
 void run_scan_step(const ScanArgs& args, bool backward, const float* product, float* state, int64_t i, void* stream);
 void run_scan_carry(const ScanCarryArgs& args);
 

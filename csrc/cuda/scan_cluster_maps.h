@@ -335,8 +335,8 @@ struct ClusterMaps {
 #pragma unroll
     for (int v = 0; v < kVectors; v++) fetch(from, v);
   }
-  // product += `count` chunks in registers times `vector`. Without branches in between, the loads of a chunk run while the
-  // chunk before is multiplied.
+  // product += `count` chunks in registers times `vector`. Without branches in between, the loads of a chunk run while
+  // the chunk before is multiplied.
   template <int kMost>
   static __device__ __forceinline__ void multiply_registers(Product& product, const float4 (&weights)[kMost][kVectors],
                                                             int count, const float* vector, int pitch) {
@@ -368,8 +368,8 @@ struct ClusterMaps {
 
  private:
   static constexpr int kParts = Product::kParts, kOfPart = kVectors / kParts;  // parts of a chunk; their vectors
-  // Whether operands are loaded while those before them are multiplied: two warps of a scheduler do not hide the latency
-  // of shared memory. There are registers for it with up to 4 sequences.
+  // Whether operands are loaded while those before them are multiplied: two warps of a scheduler do not hide the
+  // latency of shared memory. There are registers for it with up to 4 sequences.
   static constexpr bool kAhead = !Traits::kTensor && Traits::kGroup <= 4;
 
   static __device__ __forceinline__ void multiply_chunk(Product& product, const float4 (&weights)[kVectors],
@@ -396,7 +396,8 @@ struct ClusterMaps {
 #pragma unroll
     for (int v = 0; v < kOfPart; v++) product.multiply(part * kOfPart + v, loaded.weights[v], loaded.x);
   }
-  // product += chunk r, which is in the ring; fetches the next one. A vector is read while the one before is multiplied.
+  // product += chunk r, which is in the ring; fetches the next one. A vector is read while the one before is
+  // multiplied.
   __device__ __forceinline__ void multiply_streamed(Product& product, int r, const float* vector, int pitch) const {
     const float* const later = source(order.streamed_after(r));
     const float* const words = ring + lane_words;

@@ -132,10 +132,10 @@ int chunks_outside(const ScanPlan& plan) {
          in_registers(plan.chunks2, Traits::kRegisters2);
 }
 
-// Clocks of a step of all sequences, to choose between the kernels of clusters: multiply-adds, or tensor cores (8 clocks
-// of a scheduler for each of their products), shared memory at 128 bytes a clock, and reads from L2 at 25; the sums that lanes or warps exchange;
-// and the exchange of a vector between blocks. On an H200 multiply-adds and reads from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes
-// (docs/gpu.md).
+// Clocks of a step of all sequences, to choose between the kernels of clusters: multiply-adds, or tensor cores (8
+// clocks of a scheduler for each of their products), shared memory at 128 bytes a clock, and reads from L2 at 25; the
+// sums that lanes or warps exchange; and the exchange of a vector between blocks. On an H200 multiply-adds and reads
+// from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes (docs/gpu.md).
 template <class Traits>
 double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   const int chunks = plan.chunks1 + plan.chunks2, outside = chunks_outside<Traits>(plan);

@@ -178,8 +178,8 @@ __device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t ro
   return a.tokens + row_offset / a.N;
 }
 
-// Whether the state of sequence b is replaced after step i, and by what, of unit n. There are no chunks: a sequence is a
-// row.
+// Whether the state of sequence b is replaced after step i, and by what, of unit n. There are no chunks: a sequence is
+// a row.
 template <bool kBackward>
 __device__ __forceinline__ bool is_cut(const ScanArgs& a, int64_t b, int64_t i) {
   return a.cut && a.cut[(kBackward ? a.T - 1 - i : i) * a.B + b];

@@ -1,16 +1,18 @@
 // The functions of csrc/cuda/ptx.h, whose comments say what they do, on the CPU.
 //
-// Asynchronous copies and stores are carried out as late as the rules allow: when somebody waits for them. Until then their destination is
-// poisoned: a kernel that does not wait, or sends while the receiver still reads, computes something else.
+// Asynchronous copies and stores are carried out as late as the rules allow: when somebody waits for them. Until then
+// their destination is poisoned: a kernel that does not wait, or sends while the receiver still reads, computes
+// something else.
 #pragma once
 
 namespace orthokern {
 namespace cuda {
 
-// ------------------------------------------------------------------------------------------------------ asynchronous copies
+// ------------------------------------------------------------------------------------------------- asynchronous copies
 
 inline void require_aligned(const void* address, int bytes, const char* what) {
-  if (reinterpret_cast<uintptr_t>(address) % static_cast<unsigned>(bytes)) cuda_host::fail(std::string(what) + ": a misaligned address");
+  if (reinterpret_cast<uintptr_t>(address) % static_cast<unsigned>(bytes))
+    cuda_host::fail(std::string(what) + ": a misaligned address");
 }
 
 template <int bytes>
@@ -45,7 +47,7 @@ void cp_async_wait() {
   thread.copies.resize(kept);
 }
 
-// --------------------------------------------------------------------------------------------------------------- mbarriers
+// ----------------------------------------------------------------------------------------------------------- mbarriers
 
 struct MbarrierState {  // in the 64 bits of an Mbarrier
   int32_t bytes;        // still to come in this phase
@@ -110,13 +112,14 @@ inline void mbarrier_wait(Mbarrier* barrier, int parity, CUDA_HOST_SITE) {
       {"mbarrier_wait", file, line});
 }
 
-// ---------------------------------------------------------------------------------------------------------------- clusters
+// ------------------------------------------------------------------------------------------------------------ clusters
 
 inline int cluster_rank() { return cuda_host::current->block->rank; }
 inline int cluster_size() { return static_cast<int>(cuda_host::cluster->blocks.size()); }
 inline void cluster_arrive(CUDA_HOST_SITE) {
   const int threads = static_cast<int>(cuda_host::cluster->threads.size());
-  cuda_host::current->cluster_arrived = cuda_host::cluster->barrier.arrive(threads, false, {"cluster_arrive", file, line}, false);
+  cuda_host::current->cluster_arrived =
+      cuda_host::cluster->barrier.arrive(threads, false, {"cluster_arrive", file, line}, false);
 }
 inline void cluster_wait(CUDA_HOST_SITE) {
   cuda_host::cluster->barrier.wait(cuda_host::current->cluster_arrived, {"cluster_wait", file, line});
@@ -125,11 +128,16 @@ inline void cluster_sync(CUDA_HOST_SITE) {
   cluster_arrive(file, line);
   cluster_wait(file, line);
 }
-inline ClusterAddress cluster_address(const void* own, int rank) { return reinterpret_cast<uintptr_t>(cuda_host::in_block(own, rank)); }
-inline void send(ClusterAddress to, const void* from, const void* value, int bytes, ClusterAddress barrier, int alignment, const char* what) {
-  cuda_host::Delivery one{reinterpret_cast<void*>(to), from, bytes, reinterpret_cast<Mbarrier*>(barrier), {}, cuda_host::rounds + cuda_host::travel_rounds()};
+inline ClusterAddress cluster_address(const void* own, int rank) {
+  return reinterpret_cast<uintptr_t>(cuda_host::in_block(own, rank));
+}
+inline void send(ClusterAddress to, const void* from, const void* value, int bytes, ClusterAddress barrier,
+                 int alignment, const char* what) {
+  cuda_host::Delivery one{reinterpret_cast<void*>(to),          from, bytes,
+                          reinterpret_cast<Mbarrier*>(barrier), {},   cuda_host::rounds + cuda_host::travel_rounds()};
   cuda_host::Block& block = cuda_host::owner(one.to, what);
-  if (&block != &cuda_host::owner(one.barrier, what)) cuda_host::fail(std::string(what) + ": destination and mbarrier are in different blocks");
+  if (&block != &cuda_host::owner(one.barrier, what))
+    cuda_host::fail(std::string(what) + ": destination and mbarrier are in different blocks");
   require_aligned(one.to, alignment, what);
   if (from) require_aligned(from, alignment, what);
   if (bytes % alignment) cuda_host::fail(std::string(what) + ": a size that is no multiple of 16 bytes");
@@ -141,14 +149,15 @@ inline void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
   send(to, nullptr, &value, sizeof(value), barrier, sizeof(value), "st_async");
 }
 inline void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
-  send(reinterpret_cast<uintptr_t>(shared), global, nullptr, bytes, reinterpret_cast<uintptr_t>(barrier), 16, "bulk_load");
+  send(reinterpret_cast<uintptr_t>(shared), global, nullptr, bytes, reinterpret_cast<uintptr_t>(barrier), 16,
+       "bulk_load");
 }
 inline void bulk_send(ClusterAddress to, const void* from, int bytes, ClusterAddress barrier) {
   send(to, from, nullptr, bytes, barrier, 16, "bulk_send");
 }
 inline void async_proxy_fence() {}
 
-// ------------------------------------------------------------------------------------------------------------ tensor cores
+// -------------------------------------------------------------------------------------------------------- tensor cores
 
 inline uint32_t to_tf32(float x) {  // to nearest, ties away from zero
   const uint32_t bits = __float_as_uint(x);
@@ -163,12 +172,13 @@ inline uint32_t to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16
 struct MmaOperands {
   uint32_t a[4], b[2];
 };
-inline cuda_host::Lanes<MmaOperands> mma_operands(const uint32_t (&a)[4], const uint32_t (&b)[2], cuda_host::Site site) {
+inline cuda_host::Lanes<MmaOperands> mma_operands(const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                                  cuda_host::Site site) {
   return cuda_host::exchange(~0u, MmaOperands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}}, site);
 }
-// c + the sum of the products, as tensor cores add: every term is cut to the bits that it has beside the largest one, one bit more than a
-// float has, and the sum is cut to a float. Nothing is rounded to nearest, so a long sum in one accumulator drifts towards zero (Fasi et al.
-// 2021, "Numerical behavior of NVIDIA tensor cores").
+// c + the sum of the products, as tensor cores add: every term is cut to the bits that it has beside the largest one,
+// one bit more than a float has, and the sum is cut to a float. Nothing is rounded to nearest, so a long sum in one
+// accumulator drifts towards zero (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores").
 template <int kTerms>
 float tensor_core_sum(float c, const double (&products)[kTerms]) {
   double largest = fabs(static_cast<double>(c)), sum = c;
@@ -192,7 +202,8 @@ inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   for (int i = 0; i < 4; i++) {
     const int column = 2 * t + i % 2;
     double products[8];
-    for (int k = 0; k < 8; k++) {  // element (row, k) of a lies with lane 4 row + k % 4, (k, column) of b with lane 4 column + k % 4
+    for (int k = 0; k < 8;
+         k++) {  // element (row, k) of a lies with lane 4 row + k % 4, (k, column) of b with lane 4 column + k % 4
       const uint32_t x = lanes[4 * g + k % 4].a[i / 2 + 2 * (k / 4)], y = lanes[4 * column + k % 4].b[k / 4];
       products[k] = static_cast<double>(__uint_as_float(x & 0xffffe000u)) * __uint_as_float(y & 0xffffe000u);
     }
@@ -207,7 +218,8 @@ inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     double products[16];
     for (int k = 0; k < 16; k++) {
       const uint32_t x = lanes[4 * g + k / 2 % 4].a[i / 2 + 2 * (k / 8)], y = lanes[4 * column + k / 2 % 4].b[k / 8];
-      products[k] = static_cast<double>(__uint_as_float(k % 2 ? x & 0xffff0000u : x << 16)) * __uint_as_float(k % 2 ? y & 0xffff0000u : y << 16);
+      products[k] = static_cast<double>(__uint_as_float(k % 2 ? x & 0xffff0000u : x << 16)) *
+                    __uint_as_float(k % 2 ? y & 0xffff0000u : y << 16);
     }
     c[i] = tensor_core_sum(c[i], products);
   }

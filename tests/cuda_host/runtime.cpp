@@ -18,9 +18,10 @@ namespace {
 Order order = kForward;
 std::minstd_rand generator;
 
-// ------------------------------------------------------------------------------------------------------------------ fibers
+// -------------------------------------------------------------------------------------------------------------- fibers
 
-// ucontext only gives a fiber its stack; switching with it would make a system call each time, so _setjmp and _longjmp do that.
+// ucontext only gives a fiber its stack; switching with it would make a system call each time, so _setjmp and _longjmp
+// do that.
 struct Fiber {
   jmp_buf state;
   ucontext_t context;
@@ -48,7 +49,8 @@ void fiber_main(int index) {
 
 void make_fiber(Fiber& fiber, size_t index) {
   if (!fiber.context.uc_stack.ss_sp) {
-    char* stack = static_cast<char*>(mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    char* stack = static_cast<char*>(
+        mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(stack, kPage, PROT_NONE);  // what grows beyond its stack crashes instead of writing to a neighbour's
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack + kPage;
@@ -72,9 +74,9 @@ void resume(size_t index) {
   in_fiber = false;
 }
 
-// ----------------------------------------------------------------------------------------------------------- shared memory
+// ------------------------------------------------------------------------------------------------------- shared memory
 
-bool asked_for_shared_memory = false;  // by the launch that runs
+bool asked_for_shared_memory = false;                // by the launch that runs
 constexpr size_t kRedZone = 16 << 10, kAlign = 128;  // how far beyond its memory a kernel's write is noticed
 
 size_t padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -91,20 +93,25 @@ bool untouched(const unsigned char* from, const unsigned char* to, const unsigne
     if (*from != pattern[static_cast<size_t>(from - phase) % 4]) return false;
   return true;
 }
-// Called when the last thread of a block has ended. From then on nobody may touch its memory, which is made all red zone.
+// Called when the last thread of a block has ended. From then on nobody may touch its memory, which is made all red
+// zone.
 void close_memory(std::vector<unsigned char>& memory, size_t bytes, const char* what) {
   const unsigned char *begin = memory.data(), *first = inside(memory);
-  if (!untouched(begin, first, begin)) error = std::string("a write in front of the block's ") + what + " shared memory";
-  if (!untouched(first + bytes, begin + memory.size(), begin)) error = std::string("a write behind the end of the block's ") + what + " shared memory";
+  if (!untouched(begin, first, begin))
+    error = std::string("a write in front of the block's ") + what + " shared memory";
+  if (!untouched(first + bytes, begin + memory.size(), begin))
+    error = std::string("a write behind the end of the block's ") + what + " shared memory";
   poison(memory.data(), memory.size());
 }
 void close_block(Block& block, size_t dynamic_bytes) {
   close_memory(block.dynamic_memory, dynamic_bytes, "dynamic");
-  for (auto& [site, memory] : block.static_memory) close_memory(memory, memory.size() - 2 * kRedZone - 2 * kAlign, "static");
+  for (auto& [site, memory] : block.static_memory)
+    close_memory(memory, memory.size() - 2 * kRedZone - 2 * kAlign, "static");
   if (!block.deliveries.empty()) error = "a block ended before an asynchronous copy or store to it was waited for";
 }
 void check_closed(const std::vector<unsigned char>& memory) {
-  if (!untouched(memory.data(), memory.data() + memory.size(), memory.data())) error = "a write to the shared memory of a block that has ended";
+  if (!untouched(memory.data(), memory.data() + memory.size(), memory.data()))
+    error = "a write to the shared memory of a block that has ended";
 }
 
 std::string describe(const Site& site) {
@@ -115,8 +122,8 @@ std::string describe(const Site& site) {
 }
 std::string describe(const Thread& thread) {
   std::ostringstream text;
-  text << "thread (" << thread.index.x << ", " << thread.index.y << ", " << thread.index.z << ") of block (" << thread.block->index.x << ", "
-       << thread.block->index.y << ", " << thread.block->index.z << ")";
+  text << "thread (" << thread.index.x << ", " << thread.index.y << ", " << thread.index.z << ") of block ("
+       << thread.block->index.x << ", " << thread.block->index.y << ", " << thread.block->index.z << ")";
   return text.str();
 }
 std::string deadlock() {
@@ -128,7 +135,8 @@ std::string deadlock() {
       if (!first) first = &thread;
     }
   std::ostringstream text;
-  text << left << " of " << cluster->threads.size() << " threads wait forever; the first, " << describe(*first) << ", in " << describe(first->site);
+  text << left << " of " << cluster->threads.size() << " threads wait forever; the first, " << describe(*first)
+       << ", in " << describe(first->site);
   for (const Thread& thread : cluster->threads)
     if (!thread.done && (thread.site.line != first->site.line || thread.site.what != first->site.what)) {
       text << "; " << describe(thread) << " in " << describe(thread.site);
@@ -137,7 +145,7 @@ std::string deadlock() {
   return text.str();
 }
 
-// -------------------------------------------------------------------------------------------------------------- one cluster
+// --------------------------------------------------------------------------------------------------------- one cluster
 
 void run_cluster(const Shape& shape, uint3 first_block) {
   const size_t threads = size_t{shape.block.x} * shape.block.y * shape.block.z;
@@ -196,16 +204,20 @@ void run_cluster(const Shape& shape, uint3 first_block) {
 std::string refuse(const Shape& s) {
   const size_t threads = size_t{s.block.x} * s.block.y * s.block.z;
   std::ostringstream text;
-  if (threads < 1 || threads > 1024 || s.block.z > 64) text << "invalid configuration: " << threads << " threads in a block";
+  if (threads < 1 || threads > 1024 || s.block.z > 64)
+    text << "invalid configuration: " << threads << " threads in a block";
   else if (s.grid.y > chip.largest_grid_yz || s.grid.z > chip.largest_grid_yz)
     text << "invalid configuration: more than " << chip.largest_grid_yz << " blocks along y or z";
-  else if (s.shared_bytes > chip.shared_per_block) text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the device has " << chip.shared_per_block;
+  else if (s.shared_bytes > chip.shared_per_block)
+    text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the device has " << chip.shared_per_block;
   else if (!s.asks_for_shared_memory && s.shared_bytes > chip.shared_by_default)
-    text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the launch did not ask for more than " << chip.shared_by_default;
+    text << "invalid value: " << s.shared_bytes << " bytes of shared memory, the launch did not ask for more than "
+         << chip.shared_by_default;
   else if (s.cluster > 1 && chip.major < 9) text << "clusters need compute capability 9.0";
   else if (s.cluster > 1 && compiled_for() < 90) text << "clusters need code for compute capability 9.0";
   else if (s.cluster < 1 || s.cluster > chip.largest_cluster) text << "invalid cluster of " << s.cluster << " blocks";
-  else if (s.grid.x % static_cast<unsigned>(s.cluster)) text << "invalid configuration: " << s.grid.x << " blocks in clusters of " << s.cluster;
+  else if (s.grid.x % static_cast<unsigned>(s.cluster))
+    text << "invalid configuration: " << s.grid.x << " blocks in clusters of " << s.cluster;
   return text.str();
 }
 
@@ -223,7 +235,8 @@ uint64_t travel_rounds() {
 
 int max_active_clusters(const Shape& shape) {
   if (shape.cluster > chip.largest_cluster || chip.major < 9 || shape.shared_bytes > chip.shared_per_block) return 0;
-  return chip.multiprocessors / shape.cluster * static_cast<int>(chip.shared_per_multiprocessor / (shape.shared_bytes + 1024));
+  return chip.multiprocessors / shape.cluster *
+         static_cast<int>(chip.shared_per_multiprocessor / (shape.shared_bytes + 1024));
 }
 
 std::string run(const Shape& shape, void (*kernel)(void*), void* argument) {
@@ -232,21 +245,24 @@ std::string run(const Shape& shape, void (*kernel)(void*), void* argument) {
   asked_for_shared_memory = shape.asks_for_shared_memory;
   body = kernel, body_argument = argument;
   blockDim = shape.block, gridDim = shape.grid;
-  const size_t across = shape.grid.x / static_cast<unsigned>(shape.cluster), count = across * shape.grid.y * shape.grid.z;
+  const size_t across = shape.grid.x / static_cast<unsigned>(shape.cluster),
+               count = across * shape.grid.y * shape.grid.z;
   std::vector<size_t> sequence(count);
   std::iota(sequence.begin(), sequence.end(), size_t{0});
   if (order == kReverse) std::reverse(sequence.begin(), sequence.end());
   if (order == kRandom) std::shuffle(sequence.begin(), sequence.end(), generator);
   for (size_t i = 0; i < count && error.empty(); i++) {
     const size_t c = sequence[i];
-    run_cluster(shape, {static_cast<unsigned>(c % across) * static_cast<unsigned>(shape.cluster), static_cast<unsigned>(c / across % shape.grid.y),
-                        static_cast<unsigned>(c / across / shape.grid.y)});
+    run_cluster(shape,
+                {static_cast<unsigned>(c % across) * static_cast<unsigned>(shape.cluster),
+                 static_cast<unsigned>(c / across % shape.grid.y), static_cast<unsigned>(c / across / shape.grid.y)});
   }
   return error;
 }
 
 void poison(void* memory, size_t bytes) {
-  for (size_t i = 0; i < bytes; i++) static_cast<unsigned char*>(memory)[i] = reinterpret_cast<const unsigned char*>(&kPoison)[i % 4];
+  for (size_t i = 0; i < bytes; i++)
+    static_cast<unsigned char*>(memory)[i] = reinterpret_cast<const unsigned char*>(&kPoison)[i % 4];
 }
 
 void fail(const std::string& message) {
@@ -263,7 +279,9 @@ void wait_until(bool (*ready)(void*), void* argument, Site site) {
 
 unsigned Barrier::arrive(int threads, bool vote, Site site, bool same_place) {
   if (!arrived) expected = threads, first = site;
-  if (threads != expected) fail(describe(site) + " counts " + std::to_string(threads) + " threads, " + describe(first) + " " + std::to_string(expected));
+  if (threads != expected)
+    fail(describe(site) + " counts " + std::to_string(threads) + " threads, " + describe(first) + " " +
+         std::to_string(expected));
   if (same_place && (site.line != first.line || strcmp(site.file, first.file)))
     fail("threads of a block wait at different barriers: " + describe(first) + " and " + describe(site));
   votes += vote;
@@ -304,15 +322,16 @@ void* static_shared(const void* site, size_t bytes) {
     const size_t limit = asked_for_shared_memory ? chip.shared_per_block : chip.shared_by_default;
     const size_t dynamic_bytes = block.dynamic_memory.size() - 2 * kRedZone - 2 * kAlign;
     if (block.static_bytes + dynamic_bytes > limit)
-      fail("invalid value: " + std::to_string(dynamic_bytes) + " bytes of dynamic and " + std::to_string(block.static_bytes) +
-           " of static shared memory, the limit of this launch is " + std::to_string(limit));
+      fail("invalid value: " + std::to_string(dynamic_bytes) + " bytes of dynamic and " +
+           std::to_string(block.static_bytes) + " of static shared memory, the limit of this launch is " +
+           std::to_string(limit));
     make_memory(memory, bytes);
   }
   return inside(memory);
 }
 
-// The compiler puts a call of this in front of a load or store through a misaligned address (-fsanitize=alignment, build.py), which on a
-// GPU is an error that ends the context. `type` begins as the compiler's TypeMismatchData does.
+// The compiler puts a call of this in front of a load or store through a misaligned address (-fsanitize=alignment,
+// build.py), which on a GPU is an error that ends the context. `type` begins as the compiler's TypeMismatchData does.
 struct Misalignment {
   const char* file;
   uint32_t line, column;
@@ -343,7 +362,8 @@ Block& owner(const void* shared, const char* what) {
 }
 
 void* in_block(const void* own, int rank) {
-  if (rank < 0 || rank >= static_cast<int>(cluster->blocks.size())) fail("rank " + std::to_string(rank) + " is not in the cluster");
+  if (rank < 0 || rank >= static_cast<int>(cluster->blocks.size()))
+    fail("rank " + std::to_string(rank) + " is not in the cluster");
   Block &from = *current->block, &to = cluster->blocks[static_cast<size_t>(rank)];
   if (!to.threads_left) fail("shared memory of a block that has ended");
   const unsigned char* address = static_cast<const unsigned char*>(own);
@@ -370,6 +390,7 @@ int kernels_run() { return std::exchange(kernels, 0); }
 
 }  // namespace cuda_host
 
-extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const cuda_host::Misalignment* where, const void* address) {
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(
+    const cuda_host::Misalignment* where, const void* address) {
   cuda_host::misaligned(*where, address);
 }

@@ -1,11 +1,12 @@
-// A small CUDA on the CPU, for tests: enough of the language and of the machine to run the sources of csrc/cuda as plain C++.
+// A small CUDA on the CPU, for tests: enough of the language and of the machine to run the sources of csrc/cuda as
+// plain C++.
 //
 //   g++ -std=c++17 -x c++ -DORTHOKERN_CUDA_HOST -Itests/cuda_host -Icsrc csrc/cuda/<op>.cu ...      (build.py does it)
 //
-// The threads of a cluster (a block alone is a cluster of one) are fibers of one thread of the CPU: each runs until it waits, then the
-// next one does. Clusters run one after another. In which order is the schedule's choice, and a kernel whose result depends on it has a
-// race. runtime.cpp holds the scheduler, ptx_host.h the instructions of csrc/cuda/ptx.h; docs/cuda-host-harness.md says what this can
-// and cannot show.
+// The threads of a cluster (a block alone is a cluster of one) are fibers of one thread of the CPU: each runs until it
+// waits, then the next one does. Clusters run one after another. In which order is the schedule's choice, and a kernel
+// whose result depends on it has a race. runtime.cpp holds the scheduler, ptx_host.h the instructions of
+// csrc/cuda/ptx.h; docs/cuda-host-harness.md says what this can and cannot show.
 #pragma once
 
 #include <math.h>
@@ -21,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-// --------------------------------------------------------------------------------------------------- words of the language
+// ----------------------------------------------------------------------------------------------- words of the language
 
 #define __global__
 #define __device__
@@ -37,12 +38,14 @@ struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-#define CUDA_HOST_VECTORS(type, name)                                                         \
-  struct name##2 { type x, y; } __align__(2 * sizeof(type));                                  \
-  struct name##3 { type x, y, z; };                                                           \
-  struct name##4 { type x, y, z, w; } __align__(sizeof(type) < 8 ? 4 * sizeof(type) : 16);    \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                            \
-  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                 \
+#define CUDA_HOST_VECTORS(type, name)                                         \
+  struct name##2 { type x, y; }                                               \
+  __align__(2 * sizeof(type));                                                \
+  struct name##3 { type x, y, z; };                                           \
+  struct name##4 { type x, y, z, w; }                                         \
+  __align__(sizeof(type) < 8 ? 4 * sizeof(type) : 16);                        \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; }            \
+  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; } \
   inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 CUDA_HOST_VECTORS(float, float)
 CUDA_HOST_VECTORS(double, double)
@@ -55,7 +58,7 @@ inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
-// ----------------------------------------------------------------------------------------------------------------- machine
+// ------------------------------------------------------------------------------------------------------------- machine
 
 namespace cuda_host {
 
@@ -71,7 +74,8 @@ struct Chip {
 inline Chip chip;
 inline int compiled_for() { return chip.code ? chip.code : 10 * chip.major + chip.minor; }
 
-// The current device, and the devices on which something was launched or asked for: the machine has any number of them, all alike.
+// The current device, and the devices on which something was launched or asked for: the machine has any number of them,
+// all alike.
 inline int device = 0;
 inline std::set<int> devices_used;
 inline void note_device() { devices_used.insert(device); }
@@ -83,7 +87,8 @@ struct Shape {
   dim3 grid, block;
   size_t shared_bytes;  // dynamic
   int cluster = 1;
-  bool asks_for_shared_memory = false;  // the launch raised the limit on it; otherwise static and dynamic memory share 48 KB
+  bool asks_for_shared_memory =
+      false;  // the launch raised the limit on it; otherwise static and dynamic memory share 48 KB
 };
 int max_active_clusters(const Shape& shape);
 // Run every thread of a grid. Returns what went wrong, in one line, or nothing.
@@ -93,7 +98,8 @@ std::string run(const Shape& shape, const Body& body) {
   return run(shape, [](void* b) { (*static_cast<const Body*>(b))(); }, const_cast<Body*>(&body));
 }
 
-// Where a thread of a kernel waits, for reports. Functions of the kernel's vocabulary take file and line of their call by default arguments.
+// Where a thread of a kernel waits, for reports. Functions of the kernel's vocabulary take file and line of their call
+// by default arguments.
 struct Site {
   const char* what;
   const char* file;
@@ -142,8 +148,8 @@ struct Delivery {  // st.async and bulk copies, on the way to a block
   unsigned char value[16];
   uint64_t due = 0;  // the round from which on it may arrive
 };
-// Every thread that can move does so once in a round. Stores and copies to other blocks keep no order: where the order is random, each
-// takes a time of its own, mostly none and now and then longer than the products of several steps.
+// Every thread that can move does so once in a round. Stores and copies to other blocks keep no order: where the order
+// is random, each takes a time of its own, mostly none and now and then longer than the products of several steps.
 inline uint64_t rounds = 0;
 inline bool in_flight = false;  // somebody waits for what is under way: no deadlock
 uint64_t travel_rounds();
@@ -165,9 +171,9 @@ struct Thread {
 };
 struct Block {
   uint3 index;
-  int rank;            // in the cluster
+  int rank;  // in the cluster
   int threads_left;
-  std::vector<unsigned char> dynamic_memory;                       // with red zones around what the kernel may use
+  std::vector<unsigned char> dynamic_memory;  // with red zones around what the kernel may use
   std::map<const void*, std::vector<unsigned char>> static_memory;
   size_t static_bytes = 0;
   Barrier barriers[16];
@@ -179,8 +185,8 @@ struct Cluster {
   std::vector<Thread> threads;
   Barrier barrier;
 };
-inline Cluster* cluster;   // the one that runs
-inline Thread* current;    // its thread that runs
+inline Cluster* cluster;  // the one that runs
+inline Thread* current;   // its thread that runs
 
 void* dynamic_shared_memory();
 void* static_shared(const void* site, size_t bytes);
@@ -188,7 +194,8 @@ void* static_shared(const void* site, size_t bytes);
 Block& owner(const void* shared, const char* what);
 void* in_block(const void* own, int rank);
 
-// Every lane of `mask` gives a value and sees all of them. The reference is good until the thread's next exchange but one.
+// Every lane of `mask` gives a value and sees all of them. The reference is good until the thread's next exchange but
+// one.
 const unsigned char (&exchange_bytes(unsigned mask, const void* mine, size_t bytes, Site site))[32][64];
 template <class T>
 struct Lanes {
@@ -235,13 +242,21 @@ int kernels_run();
 
 }  // namespace cuda_host
 
-// ------------------------------------------------------------------------------------------------ functions of the language
+// ------------------------------------------------------------------------------------------- functions of the language
 
 inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::sync_block(false, {"__syncthreads", file, line}); }
-inline int __syncthreads_count(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(p, {"__syncthreads_count", file, line}); }
-inline int __syncthreads_or(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(p, {"__syncthreads_or", file, line}) > 0; }
-inline int __syncthreads_and(int p, CUDA_HOST_SITE) { return cuda_host::sync_block(!p, {"__syncthreads_and", file, line}) == 0; }
-inline void __syncwarp(unsigned mask = ~0u, CUDA_HOST_SITE) { cuda_host::exchange(mask, 0, {"__syncwarp", file, line}); }
+inline int __syncthreads_count(int p, CUDA_HOST_SITE) {
+  return cuda_host::sync_block(p, {"__syncthreads_count", file, line});
+}
+inline int __syncthreads_or(int p, CUDA_HOST_SITE) {
+  return cuda_host::sync_block(p, {"__syncthreads_or", file, line}) > 0;
+}
+inline int __syncthreads_and(int p, CUDA_HOST_SITE) {
+  return cuda_host::sync_block(!p, {"__syncthreads_and", file, line}) == 0;
+}
+inline void __syncwarp(unsigned mask = ~0u, CUDA_HOST_SITE) {
+  cuda_host::exchange(mask, 0, {"__syncwarp", file, line});
+}
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_HOST_SITE) {
@@ -251,17 +266,20 @@ T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_HOST_SITE
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUDA_HOST_SITE) {
   const int lane = cuda_host::current->lane(), source = lane ^ bits;
-  return cuda_host::shuffle(mask, value, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : lane, {"__shfl_xor_sync", file, line});
+  return cuda_host::shuffle(mask, value, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : lane,
+                            {"__shfl_xor_sync", file, line});
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
   const int lane = cuda_host::current->lane(), source = lane - static_cast<int>(delta);
-  return cuda_host::shuffle(mask, value, source >= (lane & ~(width - 1)) ? source : lane, {"__shfl_up_sync", file, line});
+  return cuda_host::shuffle(mask, value, source >= (lane & ~(width - 1)) ? source : lane,
+                            {"__shfl_up_sync", file, line});
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
   const int lane = cuda_host::current->lane(), source = lane + static_cast<int>(delta);
-  return cuda_host::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane, {"__shfl_down_sync", file, line});
+  return cuda_host::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane,
+                            {"__shfl_down_sync", file, line});
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   const cuda_host::Lanes<int> lanes = cuda_host::exchange(mask, predicate, {"__ballot_sync", file, line});
@@ -270,15 +288,30 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
     if (mask >> lane & 1) bits |= static_cast<unsigned>(lanes[lane] != 0) << lane;
   return bits;
 }
-inline int __any_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __ballot_sync(mask, predicate, file, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, CUDA_HOST_SITE) { return __ballot_sync(mask, predicate, file, line) == mask; }
+inline int __any_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
+  return __ballot_sync(mask, predicate, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
+  return __ballot_sync(mask, predicate, file, line) == mask;
+}
 
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { cuda_host::fail("__trap was reached"); }
-template <class T> T atomicAdd(T* p, T value) { const T old = *p; *p = old + value; return old; }
+template <class T>
+T atomicAdd(T* p, T value) {
+  const T old = *p;
+  *p = old + value;
+  return old;
+}
 
-template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
-template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return expf(a); }

@@ -1,4 +1,5 @@
-// Kernels that test the harness itself: what it has to compute, and bugs that it has to catch. test_cuda_host.py says what it expects.
+// Kernels that test the harness itself: what it has to compute, and bugs that it has to catch. test_cuda_host.py says
+// what it expects.
 #include "cuda/launch.h"
 #include "cuda/ptx.h"
 
@@ -25,7 +26,8 @@ __global__ void reverse_kernel(const float* in, float* out, int size, int bug) {
   out[i] = tile[size - 1 - i];
 }
 
-// out[i] = sum of in up to i: steps that read and write the same static shared array. kNoBarrier leaves out the one before the write.
+// out[i] = sum of in up to i: steps that read and write the same static shared array. kNoBarrier leaves out the one
+// before the write.
 __global__ void prefix_kernel(const float* in, float* out, int size, int bug) {
   ORTHOKERN_SHARED(float, sums, [256]);
   const int i = threadIdx.x;
@@ -52,7 +54,8 @@ __global__ void warp_kernel(const float* in, float* out, int, int bug) {
   out[4 * 32 + lane] = __shfl_down_sync(~0u, x, 2, 16);
   out[5 * 32 + lane] = __popc(__ballot_sync(~0u, x > 0));
   out[6 * 32 + lane] = __any_sync(~0u, x > 1e9f) + 2 * __all_sync(~0u, x < 1e9f);
-  out[7 * 32 + lane] = __syncthreads_count(x > 0) + 100 * __syncthreads_or(lane == 7) + 1000 * __syncthreads_and(lane == 7);
+  out[7 * 32 + lane] =
+      __syncthreads_count(x > 0) + 100 * __syncthreads_or(lane == 7) + 1000 * __syncthreads_and(lane == 7);
   float sum = 0;
   if (lane < 16) {  // half a warp on its own
     sum = x;
@@ -79,7 +82,8 @@ __global__ void pipeline_kernel(const float* in, float* out, int size, int bug) 
   }
 }
 
-// A ring of blocks: block r of a cluster sends its 32 numbers to block r + 1, `size` / 32 blocks in all, clusters of 4. Each way of sending.
+// A ring of blocks: block r of a cluster sends its 32 numbers to block r + 1, `size` / 32 blocks in all, clusters of 4.
+// Each way of sending.
 __global__ void ring_kernel(const float* in, float* out, int, int bug, int way) {
   float* mine = dynamic_shared<float>();  // [32] own, then [32] received
   float* received = mine + 32;
@@ -97,7 +101,10 @@ __global__ void ring_kernel(const float* in, float* out, int, int bug, int way) 
   const ClusterAddress to = cluster_address(received, next), done = cluster_address(barrier, next);
   if (way == 0 && lane < 8) st_async(to + 16 * lane, *reinterpret_cast<float4*>(mine + 4 * lane), done);
   if (way == 1 && lane == 0) bulk_send(to, mine, 128, done);
-  if (way == 2 && lane == 0) bulk_load(received, in + (blockIdx.x - cluster_rank() + (cluster_rank() + cluster_size() - 1) % cluster_size()) * 32, 128, barrier);
+  if (way == 2 && lane == 0)
+    bulk_load(received,
+              in + (blockIdx.x - cluster_rank() + (cluster_rank() + cluster_size() - 1) % cluster_size()) * 32, 128,
+              barrier);
   if (bug != kNoWait) mbarrier_wait(&barrier[0], bug == kTooEarly);
   out[blockIdx.x * 32 + lane] = received[lane];
   cluster_sync();  // nobody leaves while another block may still send
@@ -118,7 +125,8 @@ __global__ void mma_kernel(const float* in, float* out) {
   }
   auto pair = [&](int row, int k) { return to_bf16x2(a[row * 16 + k], a[row * 16 + k + 1]); };
   auto column = [&](int k) { return to_bf16x2(b[k * 8 + g], b[(k + 1) * 8 + g]); };
-  mma_bf16(d, {pair(g, 2 * t), pair(g + 8, 2 * t), pair(g, 2 * t + 8), pair(g + 8, 2 * t + 8)}, {column(2 * t), column(2 * t + 8)});
+  mma_bf16(d, {pair(g, 2 * t), pair(g + 8, 2 * t), pair(g, 2 * t + 8), pair(g + 8, 2 * t + 8)},
+           {column(2 * t), column(2 * t + 8)});
   for (int i = 0; i < 4; i++) {
     const int at = (g + 8 * (i / 2)) * 8 + 2 * t + i % 2;
     out[at] = c[i], out[128 + at] = d[i];
@@ -136,7 +144,8 @@ void selftest(const std::string& name, uintptr_t in_address, uintptr_t out_addre
   else if (name == "prefix") launch(prefix_kernel, {dim3(1), dim3(threads), nullptr}, in, out, size, variant);
   else if (name == "warp") launch(warp_kernel, {dim3(1), dim3(32), nullptr}, in, out, size, variant);
   else if (name == "pipeline") launch(pipeline_kernel, {dim3(1), dim3(64), nullptr, 384}, in, out, size, variant);
-  else if (name == "ring") launch(ring_kernel, {dim3(threads / 32), dim3(32), nullptr, 256, 4}, in, out, size, variant % 10, variant / 10);
+  else if (name == "ring")
+    launch(ring_kernel, {dim3(threads / 32), dim3(32), nullptr, 256, 4}, in, out, size, variant % 10, variant / 10);
   else if (name == "mma") launch(mma_kernel, {dim3(1), dim3(32), nullptr, 1024}, in, out);
   else throw Error("no kernel " + name);
 }

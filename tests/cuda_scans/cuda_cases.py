@@ -45,7 +45,7 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
         gradient = name.startswith("grad_")
         assert_matches_reference(actual[name], expected[name], plain[name], name=name, gradient=gradient)
     for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
-        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
     return actual
 
 
@@ -58,7 +58,7 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
     for name, tensor in actual.items():
         assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
     for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
-        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))  # type: ignore[arg-type]
+        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
     return actual
 
 

@@ -51,7 +51,7 @@ def test_kernels(op: str, backend: str, sizes: tuple[int, int, int], dtype: torc
     inputs, grad_hs, grad_cs = problem(*sizes)
     cotangents = (None if given == "grad_cs" else grad_hs, None if given == "grad_hs" else grad_cs)
     narrow = PeepholeInputs(*to(dtype, *inputs))  # type: ignore[arg-type]
-    exact = leaf_results("reference", PeepholeInputs(*to(torch.float64, *narrow)), *cotangents)  # type: ignore[arg-type]
+    exact = leaf_results("reference", PeepholeInputs(*to(torch.float64, *narrow)), *cotangents)
     rounded = leaf_results("reference", narrow, *to(dtype, *cotangents))
     for name, actual in leaf_results(backend, narrow, *to(dtype, *cotangents)).items():
         assert_matches_reference(actual, exact[name], rounded[name], name=name, gradient=name.startswith("grad"))
