@@ -1,4 +1,3 @@
-# Longer than 600 lines: most of them are the docstrings of the public functions.
 """The public functions: all ops, with checks of their arguments.
 
 Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.

@@ -284,7 +284,8 @@ def a_run(folder: Path, steps: int = 220, count: int = 5, fade: float = 1.0, **s
 
 def test_a_run_that_training_wrote_is_read_back(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "copy", {"T": 3, "margin": None, "seed": 1})
-    log = metrics.MetricsLog(folder.metrics, lock=folder.lock())
+    log = folder.log
+    assert log is not None
     log.append({"iteration": 1, "loss": math.nan})
     log.append({"iteration": 2, "loss": 0.5, "spectrum": {"mean": 1.0}})
     log.close()

@@ -29,9 +29,8 @@ Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tens
 class _Frozen(Recurrent):
     """The common base class: buffers instead of parameters, no gradients, and `step`."""
 
-    # By batch size and ids of the buffers, which _held keeps alive. A change of a buffer's values needs no new call.
-    _calls: dict[tuple[int, ...], list[Call]]
-    _held: list[Tensor | None]
+    # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
+    _calls: dict[tuple[Any, ...], list[Call]]
 
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
         """As the forward of the module that this one was made from, without gradients."""
@@ -97,7 +96,7 @@ class _Frozen(Recurrent):
         if weight is None or _taps.SINKS or not quiet():
             return None
         B, N, layers, dtype = x.shape[0], self.hidden_size, self.num_layers, weight.dtype
-        key = (B, *map(id, self._buffers.values()))
+        key = (B, dtype, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None
@@ -116,7 +115,7 @@ class _Frozen(Recurrent):
             x = call(x, h[index], output[index], resets, None if reset_state is None else reset_state[index])
         return x.clone(), output
 
-    def _prepare(self, x: Tensor, key: tuple[int, ...]) -> list[Call] | None:
+    def _prepare(self, x: Tensor, key: tuple[Any, ...]) -> list[Call] | None:
         """The prepared calls of all layers for the batch size of x, if the cpu backend serves them."""
         weight = self._tensor("weight_ih_l0")
         op, sizes = self._op()
@@ -127,7 +126,6 @@ class _Frozen(Recurrent):
         if len(self._calls) >= 16:
             self._calls.clear()
         self._calls[key] = [self._prepared(suffix, x.shape[0]) for suffix in self._suffixes()]
-        self._held = list(self._buffers.values())  # while the keys contain their ids
         return self._calls[key]
 
     def _prepared(self, suffix: str, B: int) -> Call:
@@ -143,7 +141,7 @@ class _Frozen(Recurrent):
         return call
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_calls": {}, "_held": []}
+        return {**vars(self), "_calls": {}}
 
     def frozen(self) -> Recurrent:
         """The module itself."""
@@ -184,7 +182,7 @@ class FrozenRNN(_Frozen):
             learned_h0=source.learned_h0, backend=source.backend, precision=source.precision,
         )  # fmt: skip
         self._half_ok = source._half_ok
-        self._calls, self._held = {}, []
+        self._calls = {}
         self.rank: int | None = None  # of the factors; None for a dense W
         learned = ACTIVATIONS[self.nonlinearity].learned
         for suffix in self._suffixes():
@@ -237,7 +235,7 @@ class FrozenGRU(_Frozen, GRU):
             if name not in vars(self) and name not in source._shapes:
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
-        self._calls, self._held = {}, []
+        self._calls = {}
         for name in self._shapes:
             self.register_buffer(name, source._tensor(name).detach().clone(memory_format=torch.contiguous_format))
         self.eval()

@@ -78,7 +78,7 @@ def _backend_module(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | Non
     size would synchronise with the host, kernels take steps of every size."""
     N, K = m.shape[-2:]
     module = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=N, K=K)
-    if K < N and not read_waits(m.device) and not m.is_meta:
+    if K < N and dispatch.backend_of(module) == "cpu":
         rate = float(lr.abs().max()) if isinstance(lr, Tensor) else abs(lr)
         if not rate * float(torch.linalg.vector_norm(g)) <= LARGE_TURN:
             return dispatch.leaf("cayley", "reference")
