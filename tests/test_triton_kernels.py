@@ -138,14 +138,14 @@ def scan_arguments(
     ragged: bool = False,
     cuts: bool = False,
 ) -> tuple[dict[str, Any], Any]:
-    """Arguments of a kernel as ``_scan.launch_forward`` and ``launch_backward`` give them, and the plan.
+    """Arguments of a kernel as ``_launch.launch_forward`` and ``launch_backward`` give them, and the plan.
 
     ragged: with lengths and, backward, a message clip. cuts: with resets.
     """
-    from orthokern.triton_kernels import _scan
+    from orthokern.triton_kernels import _launch
 
     factored = op == "factored_scan"
-    plan = _scan.plan(N, K, 50, factored=factored, dtype=dtype, precision=precision)
+    plan = _launch.plan(N, K, 50, factored=factored, dtype=dtype, precision=precision)
     row = ACTIVATIONS[activation]
     has_param, from_hs, from_pre = row.parameter is not None, row.reads == "output", row.reads == "input"
     arguments: dict[str, Any] = {
@@ -281,13 +281,13 @@ def test_the_launches_of_chunks_fit_on_a_processor() -> None:
 
 def test_the_tables_are_covered() -> None:
     """SCANS has an entry for every row of every launch table."""
-    from orthokern.triton_kernels import _scan
+    from orthokern.triton_kernels import _launch
 
-    tables = {"rows": {w for _, w in _scan.ROWS_WARPS}, "panels": {w for _, w in _scan.PANEL_WARPS if w > 4}}
-    tables |= {precision: {w for _, w in table} for precision, table in _scan.DOT_WARPS.items()}
+    tables = {"rows": {w for _, w in _launch.ROWS_WARPS}, "panels": {w for _, w in _launch.PANEL_WARPS if w > 4}}
+    tables |= {precision: {w for _, w in table} for precision, table in _launch.DOT_WARPS.items()}
     seen: dict[str, set[int]] = {name: set() for name in tables}
     for op, N, K, precision, dtype in SCANS:
-        plan = _scan.plan(N, K, 50, factored=op == "factored_scan", dtype=dtype, precision=precision)
+        plan = _launch.plan(N, K, 50, factored=op == "factored_scan", dtype=dtype, precision=precision)
         seen[precision if plan.way == "dot" else plan.way].add(plan.num_warps)
     for name, warps in tables.items():
         assert seen[name] >= warps, f"{name}: {warps - seen[name]} warps are in no case"

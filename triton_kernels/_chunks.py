@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orthokern._gpu_scans import composed, power
 from orthokern._scan_contract import Map, ScanOptions
-from orthokern.triton_kernels._scan import launch_backward, launch_forward
+from orthokern.triton_kernels._launch import launch_backward, launch_forward
 
 # Note [Chunks of time]
 #     With the identity, h_t = W h_{t-1} + e_t is linear. A chunk of C steps maps its initial state h to W^C h + r,

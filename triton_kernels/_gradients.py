@@ -23,7 +23,7 @@ from orthokern._products import ieee_products
 from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
 from orthokern.triton_kernels._chunks import backward_in_chunks, forward_in_chunks, wants_chunks
 from orthokern.triton_kernels._inputs import features_term, token_gradient
-from orthokern.triton_kernels._scan import TRITON_PRECISION, as_rows, launch_backward, launch_forward
+from orthokern.triton_kernels._launch import TRITON_PRECISION, as_rows, launch_backward, launch_forward
 
 BLOCK_ROWS = 65536
 

@@ -34,8 +34,8 @@ from torch import Tensor
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruArgs, GruGradients, GruOptions, GruStates
 from orthokern.triton_kernels._activation import tanh
+from orthokern.triton_kernels._launch import PANEL_WARPS, look_up
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
-from orthokern.triton_kernels._scan import PANEL_WARPS, look_up
 
 # ------------------------------------------------------------------------------------------------------------ products
 

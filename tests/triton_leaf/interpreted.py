@@ -38,7 +38,7 @@ from torch import Tensor
 from orthokern._scan_contract import Readout, ScanGradients, ScanOptions
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
-from orthokern.triton_kernels import _chunks, _gradients, _inputs, _scan, gru_scan
+from orthokern.triton_kernels import _chunks, _gradients, _inputs, _launch, gru_scan
 
 DTYPES = (torch.float32, torch.float64)
 OPS = ("dense_scan", "factored_scan")
@@ -153,17 +153,17 @@ def test_rank_below_n() -> None:
 def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes take "rows"; here they are made to take the others."""
     if way != "dot":
-        monkeypatch.setattr(_scan, "ROWS_WARPS", ())
+        monkeypatch.setattr(_launch, "ROWS_WARPS", ())
         options, dtypes = {}, DTYPES
     else:
         # the interpreter multiplies in float32 whatever precision a tensor core would have
-        monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+        monkeypatch.setattr(_launch, "DOT_ROWS", 1)
         options, dtypes = {"precision": "3xtf32"}, (torch.float32,)
     for activation, inputs in (("prelu", "features"), ("oplu", "tokens"), ("tanh", "dense")):
         for dtype in dtypes:
             problem = scan_problem(op, B=3, T=3, N=34, activation=activation, inputs=inputs)
             sizes = (34, 34, 3)
-            plan = _scan.plan(
+            plan = _launch.plan(
                 *sizes, factored=op == "factored_scan", dtype=dtype, precision="tf32x3" if options else "ieee"
             )
             assert plan.way == way
@@ -173,7 +173,7 @@ def test_the_other_ways_to_multiply(op: str, way: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_lower_precision_is_near(op: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+    monkeypatch.setattr(_launch, "DOT_ROWS", 1)
     problem = contiguous(scan_problem(op, B=3, T=3, N=5, activation="tanh", inputs="features").to(torch.float32))
     expected, actual = run(problem, "reference", "reference"), run(problem, precision=precision)
     if precision == "bf16":
@@ -252,9 +252,9 @@ WAYS = ("rows", "panels", "dot")
 def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let small sizes take a way to multiply; returns the options of the call."""
     if way == "panels":
-        monkeypatch.setattr(_scan, "ROWS_WARPS", ())
+        monkeypatch.setattr(_launch, "ROWS_WARPS", ())
     if way == "dot":
-        monkeypatch.setattr(_scan, "DOT_ROWS", 1)
+        monkeypatch.setattr(_launch, "DOT_ROWS", 1)
         return {"precision": "3xtf32"}
     return {}
 
