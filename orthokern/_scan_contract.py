@@ -73,17 +73,26 @@ class ScanOptions:
 
 def without_tensors(args: Any) -> Any:
     """The arguments of an op, a named tuple, with None in place of tensors."""
-    return args._make(None if isinstance(value, Tensor) else value for value in args)
+    return args._make([None if isinstance(value, Tensor) else value for value in args])
 
 
 def with_tensors(args: Any, values: Sequence[Tensor | None]) -> Any:
     """The arguments with those of the values, one for each, that are not None."""
-    return args._make(given if value is None else value for given, value in zip(args, values, strict=True))
+    return args._make([given if value is None else value for given, value in zip(args, values, strict=True)])
 
 
 def only_tensors(args: Any) -> tuple[Tensor | None, ...]:
     """The tensors among the arguments, None for the others."""
-    return tuple(value if isinstance(value, Tensor) else None for value in args)
+    return tuple([value if isinstance(value, Tensor) else None for value in args])
+
+
+def _contiguous(args: Any) -> dict[str, Any]:
+    """Contiguous copies of the tensors that are not contiguous, by name."""
+    copies = {}
+    for name, value in zip(args._fields, args, strict=True):
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            copies[name] = value.contiguous()
+    return copies
 
 
 class ScanArgs(NamedTuple):
@@ -134,9 +143,7 @@ class ScanArgs(NamedTuple):
 
     def contiguous(self) -> ScanArgs:
         """The arguments with contiguous tensors."""
-        if all(value.is_contiguous() for value in self if isinstance(value, Tensor)):
-            return self
-        return ScanArgs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)
+        return self._replace(**changed) if (changed := _contiguous(self)) else self
 
     def parts(self) -> tuple[Map, ScanInputs, ScanOptions]:
         """The map, the other tensors and the options."""
@@ -199,7 +206,7 @@ class GruArgs(NamedTuple):
 
     def contiguous(self) -> GruArgs:
         """The arguments with contiguous tensors."""
-        return GruArgs._make(value.contiguous() if isinstance(value, Tensor) else value for value in self)
+        return self._replace(**changed) if (changed := _contiguous(self)) else self
 
     def parts(self) -> tuple[GruInputs, GruOptions]:
         """The tensors and the options."""

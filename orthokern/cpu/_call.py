@@ -63,9 +63,10 @@ POOLED_BYTES = 1 << 20
 
 def new(*shape: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor. Large ones use memory that is kept between iterations, see csrc/buffer.h."""
-    if math.prod(shape) * dtype.itemsize < POOLED_BYTES:
+    size = math.prod(shape) * dtype.itemsize
+    if size < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(_C.Buffer(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
+    return torch.frombuffer(_C.Buffer(size), dtype=dtype).view(*shape)
 
 
 def as_bytes(ids: Tensor) -> Tensor:
@@ -136,7 +137,9 @@ def _addresses(
         if tensor is None:
             addresses[key] = None
             continue
-        check(name, key, tensor, _OWN_DTYPE.get(key, dtype), "cpu", elements[key])
+        expected = _OWN_DTYPE.get(key, dtype)
+        if tensor.dtype is not expected or tensor.numel() != elements[key] or not tensor.is_cpu:
+            check(name, key, tensor, expected, "cpu", elements[key])
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
             copies.append(tensor)

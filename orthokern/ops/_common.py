@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,11 +68,11 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def filled(results: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """The results of a leaf with an empty tensor in place of each None: a result of an op is a tensor."""
+def filled(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """The results with an empty tensor in place of each None: a result of a torch op is a tensor."""
+    like = next(result for result in results if result is not None)
     # torch.empty: new_empty is many times slower below autograd
-    dtype, device = like.dtype, like.device
-    return tuple(torch.empty(0, dtype=dtype, device=device) if result is None else result for result in results)
+    return tuple([torch.empty(0, dtype=like.dtype, device=like.device) if t is None else t for t in results])
 
 
 def refusal(op: str, way_out: str) -> RuntimeError:

@@ -23,6 +23,7 @@ from orthokern._autocast import keeps_dtype, without_autocast
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
 from orthokern.ops._alone import alone, vmapped
+from orthokern.ops._common import filled
 from orthokern.ops._engine import note_dtypes, one_cotangent_at_a_time, saved_tensors
 
 NAMESPACE = "orthokern"
@@ -63,6 +64,7 @@ class CustomOp:
         self.kernel = kernel
         self.guarded = self._guarded(keeps_dtype(kernel))
         self.derivative: Any = None  # the autograd.Function, where there is one
+        self.apply_at_one_level: Any = None  # its apply
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         self._vmap_rule = _vmap.one_by_one(self)
@@ -76,7 +78,8 @@ class CustomOp:
             return self.packet(*given) if level is None else _vmap.apply(level, self, self._batched, given)
         try:
             if torch.is_grad_enabled() and self.derivative is not None:
-                return self.derivative.apply(*given, *self.defaults[len(given) :], None)
+                # without the processing of torch.func's wrappers, of which there are none here
+                return self.apply_at_one_level(*given, *self.defaults[len(given) :], None)
             return self.kernel(*given)
         except RuntimeError as error:
             self._report_memory(error, given)
@@ -105,10 +108,11 @@ class CustomOp:
                         f"{self.name}: {name} is a {kind} tensor: accepted is a strided one of at least one dimension"
                     )
             try:
-                return function(*given)
+                results = function(*given)
             except RuntimeError as error:
                 self._report_memory(error, given)
                 raise
+            return filled(results) if isinstance(results, tuple) else results
 
         return call
 
@@ -172,6 +176,7 @@ class CustomOp:
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
         self.derivative = derivative
         apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
+        self.apply_at_one_level = apply_at_one_level
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])

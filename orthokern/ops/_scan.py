@@ -13,7 +13,7 @@ from orthokern._products import ieee_products
 from orthokern._scan_contract import ScanArgs, ScanGradients, only_tensors, with_tensors, without_tensors
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_lengths, check_tokens, filled, no_second_derivative
+from orthokern.ops._common import check_lengths, check_tokens, no_second_derivative
 from orthokern.ops._register import custom_op
 
 FEATURES = ("lengths", "message_clip", "resets")  # optional arguments that a backend may lack, see Support.features
@@ -57,7 +57,7 @@ class ScanOp:
         self.fwd = custom_op(f"{name}_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")(self._forward)
         self.bwd = custom_op(
             f"{name}_bwd",
-            "(Tensor grad_hs, Tensor states, Tensor pre, bool need_x, bool need_params, "
+            "(Tensor grad_hs, Tensor states, Tensor? pre, bool need_x, bool need_params, "
             f"Tensor? x, {_SCHEMA}) -> ({', '.join(['Tensor'] * len(ScanGradients._fields))})",
         )(self._backward)
         self.fwd.register_fake(self._forward_fake)
@@ -99,24 +99,24 @@ class ScanOp:
         check_values(args, T)
         return module, args.contiguous()
 
-    def _forward(self, *fields: Any) -> tuple[Tensor, ...]:
+    def _forward(self, *fields: Any) -> tuple[Tensor | None, ...]:
         args = ScanArgs(*fields)
         module, args = self._backend_module(args, args.time_steps)
         states = getattr(module, f"{self.name}_fwd")(args)
         _taps.record_states(self.name, states.hs)
-        return filled(states, states.hs)
+        return tuple(states)
 
     def _backward(
-        self, grad_hs: Tensor, states: Tensor, pre: Tensor, need_x: bool, need_params: bool, *fields: Any
-    ) -> tuple[Tensor, ...]:
+        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool, need_params: bool, *fields: Any
+    ) -> tuple[Tensor | None, ...]:
         module, args = self._backend_module(ScanArgs(*fields), grad_hs.shape[0])
-        result = getattr(module, f"{self.name}_bwd")(
-            args, grad_hs.contiguous(), states.contiguous(), pre.contiguous() if args.keeps_pre else None,
-            need_x=need_x, need_params=need_params,
-        )  # fmt: skip
+        pre = pre.contiguous() if pre is not None and args.keeps_pre else None
+        backward = getattr(module, f"{self.name}_bwd")
+        saved = grad_hs.contiguous(), states.contiguous(), pre
+        result = backward(args, *saved, need_x=need_x, need_params=need_params)
         if _taps.SINKS:
             _taps.record(self.name, result.norm)
-        return filled(result, result.h0)
+        return tuple(result)
 
     def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
         args = ScanArgs(*fields)
@@ -126,7 +126,7 @@ class ScanOp:
         return new(T, B, N), ckpt, new(T, B, N) if args.keeps_pre else new(0)
 
     def _backward_fake(
-        self, grad_hs: Tensor, states: Tensor, pre: Tensor, need_x: bool, need_params: bool, *fields: Any
+        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool, need_params: bool, *fields: Any
     ) -> tuple[Tensor, ...]:
         args = ScanArgs(*fields)
         new, (T, B, N), dtype = args.h0.new_empty, grad_hs.shape, args.h0.dtype
@@ -148,10 +148,10 @@ class ScanOp:
             new(T, dtype=wide),
         )
 
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         args, (hs, ckpt, pre) = ScanArgs(*inputs), output
         # pre has a gradient in a second derivative
-        ctx.mark_non_differentiable(*((ckpt,) if args.keeps_pre else (ckpt, pre)))
+        ctx.mark_non_differentiable(*[t for t in ((ckpt,) if args.keeps_pre else (ckpt, pre)) if t is not None])
         ctx.set_materialize_grads(False)
         # a precomputed input term is only needed to recompute states, and may be as large as all of them
         x = args.x if args.weight is not None or args.checkpoint_every else None
@@ -173,16 +173,16 @@ class ScanOp:
         else:
             grads = ScanGradients(*self.bwd(grad_hs, states, pre, needs.x, need_params, *args))
         first, scale, second = map_gradients(args, grads.m) if of_map else (None, None, None)
-        of_args = {**grads._asdict(), "first": first, "scale": scale, "second": second}
-        if args.resets is None:
-            del of_args["reset_state"]
-        return tuple(of_args.get(name) if need else None for name, need in needs._asdict().items())
+        of_reset_state = None if args.resets is None else grads.reset_state
+        of_tensors = grads.x, first, scale, second, grads.h0, grads.weight, grads.bias, grads.act_param
+        of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state)  # type: ignore[arg-type]
+        return tuple([grad if need else None for grad, need in zip(of_args, needs, strict=True)])
 
     def _differentiable(
         self,
         args: ScanArgs,
         states: Tensor,
-        pre: Tensor,
+        pre: Tensor | None,
         grad_hs: Tensor | None,
         grad_pre: Tensor | None,
         need_x: bool,

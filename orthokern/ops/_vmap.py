@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
+from orthokern.ops._common import filled
+
 Rule = Callable[..., tuple[Any, Any]]
 
 
@@ -63,6 +65,7 @@ def one_by_one(op: Callable[..., Any], wanted: int | None = None) -> Rule:
         found = [op(*of_one) for of_one in zip(*given, strict=True)]
         if isinstance(found[0], Tensor):
             return torch.stack(found), 0
+        found = [filled(results) for results in found]
         results = [torch.stack(of_all) for of_all in list(zip(*found, strict=True))[:wanted]]
         kept = [result.new_empty(0) for result in found[0][len(results) :]]
         return (*results, *kept), (0,) * len(results) + (None,) * len(kept)

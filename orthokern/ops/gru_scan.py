@@ -21,7 +21,7 @@ from orthokern._scan_contract import (
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
 from orthokern.ops._checks import gru_args
-from orthokern.ops._common import check_lengths, filled, no_second_derivative
+from orthokern.ops._common import check_lengths, no_second_derivative
 from orthokern.ops._register import custom_op
 
 VARIANTS = GRU_VARIANTS
@@ -145,12 +145,12 @@ def _backend_module(args: GruArgs, T: int) -> tuple[Any, GruArgs]:
 
 
 @custom_op("gru_scan_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
     """From the fields of GruArgs, those of GruStates; pre is empty in variant "kanai"."""
     module, args = _backend_module(GruArgs(x, *fields), x.shape[0])
     states = module.gru_scan_fwd(args)
     _taps.record_states("gru_scan", states.hs)
-    return filled(states, states.hs)
+    return tuple(states)
 
 
 @_fwd.register_fake
@@ -162,19 +162,19 @@ def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
 
 @custom_op(
     "gru_scan_bwd",
-    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor pre, bool need_params, Tensor? x, {_SCHEMA}) "
+    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, bool need_params, Tensor? x, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, need_params: bool, *fields: Any
-) -> tuple[Tensor, ...]:
+    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, need_params: bool, *fields: Any
+) -> tuple[Tensor | None, ...]:
     """The fields of GruGradients; what is not needed is empty. x is not read."""
     module, args = _backend_module(GruArgs(*fields), grad_hs.shape[0])
-    states = GruStates(hs.contiguous(), gates.contiguous(), None if args.kanai else pre.contiguous())
+    states = GruStates(hs.contiguous(), gates.contiguous(), None if pre is None or args.kanai else pre.contiguous())
     grads = module.gru_scan_bwd(args, grad_hs.contiguous(), states, need_params=need_params)
     if _taps.SINKS:
         _taps.record("gru_scan", grads.norm)
-    return filled(grads, args.h0)
+    return tuple(grads)
 
 
 @_bwd.register_fake
@@ -200,7 +200,7 @@ def _bwd_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     args, (hs, gates, pre) = GruArgs(*inputs), output
-    if args.kanai:
+    if args.kanai and pre is not None:
         ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
     ctx.set_materialize_grads(False)
     ctx.options = without_tensors(args)

@@ -112,7 +112,7 @@ def _fwd(
     hidden, target = _checked(hidden, target, weight.shape[0], for_reference=plain)
     readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
     found = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
-    return filled(found, hidden)
+    return filled(tuple(found))
 
 
 @_fwd.register_fake
