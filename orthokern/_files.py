@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,50 +61,6 @@ def read_file(path: Path, limit: int = FILE_LIMIT) -> bytes:
     file, _ = open_regular(path, limit)
     with file:
         return file.read()
-
-
-@contextlib.contextmanager
-def decoding(path: Path, what: str, size: int, error_type: type[InputError] = InputError) -> Iterator[None]:
-    """Context manager: converts any error of a decoder to an error of one line.
-
-    Args:
-        path: path of the file.
-        what: description of the problem, e.g. "damaged or no .npz file".
-        size: bytes of the file, for the message.
-        error_type: type of the new error.
-
-    Raises:
-        InputError: the decoder failed. An InputError from within the block stays as it is.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # zlib.error, zipfile's, struct.error, KeyError, ...: decoders share no base class
-        text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())[:120] or type(error).__name__
-        raise error_type(f"{path} is {what} ({size} bytes): {text}") from None
-
-
-def inflate(content: bytes, limit: int, *, gzip: bool = False) -> bytes:
-    """Decompresses at most `limit` bytes of a zlib or gzip stream, so that memory is bounded by the limit. A gzip
-    stream may have several members. The checksum is verified only if the stream ends within the limit: request one byte
-    more than expected.
-
-    Raises:
-        EOFError: the stream is cut off.
-        zlib.error: it is damaged.
-    """
-    parts: list[bytes] = []
-    room, left = limit, memoryview(content)
-    while True:
-        unpacker = zlib.decompressobj(31 if gzip else 15)
-        parts.append(unpacker.decompress(left, room))
-        room -= len(parts[-1])
-        if not unpacker.eof and room > 0:
-            raise EOFError("the compressed stream ends early")
-        left = memoryview(unpacker.unused_data.lstrip(b"\0"))  # gzip files may be padded with zeros
-        if room == 0 or not gzip or not len(left):
-            return b"".join(parts)
 
 
 def parse_json(content: bytes) -> Any:

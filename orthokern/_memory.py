@@ -41,13 +41,13 @@ def machine_memory(device: str, *, swap: bool = True) -> int | None:
     place = torch.device(device)
     if place.type == "cuda":
         return int(torch.cuda.get_device_properties(place).total_memory)
-    found = _main_memory()
-    if found is None:
+    result = _main_memory()
+    if result is None:
         return None
     limit = _number(Path("/sys/fs/cgroup/memory.max"))
     if not swap:
-        return found[0] if limit is None else min(found[0], limit)
-    limits, swap_limit = [sum(found)], _number(Path("/sys/fs/cgroup/memory.swap.max"))
+        return result[0] if limit is None else min(result[0], limit)
+    limits, swap_limit = [sum(result)], _number(Path("/sys/fs/cgroup/memory.swap.max"))
     if limit is not None and swap_limit is not None:
         limits.append(limit + swap_limit)
     return min(limits)

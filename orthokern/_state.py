@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from orthokern._files import LARGEST_INTEGER
@@ -30,20 +28,4 @@ def check_integer(name: str, value: Any, minimum: int = 0, maximum: int = LARGES
     if type(value) is not int or not minimum <= value <= maximum:
         most = "" if maximum == LARGEST_INTEGER else f" and at most {maximum}"
         raise misfit(name, value, f"an integer of at least {minimum}{most}")
-    return value
-
-
-def check_real(name: str, value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> float:
-    """The value, if it is a finite float, or an integer, in [minimum, maximum]; InputError otherwise."""
-    if type(value) not in (int, float) or not (minimum <= value <= maximum and math.isfinite(value)):
-        bounds = f" of at least {minimum:g}" if minimum > -math.inf else ""
-        bounds += f" {'and' if bounds else 'of'} at most {maximum:g}" if maximum < math.inf else ""
-        raise misfit(name, value, f"a finite number{bounds}")
-    return float(value)
-
-
-def check_tensor(name: str, value: Any, like: Tensor) -> Tensor:
-    """The value, if it is a tensor of the shape and dtype of `like`; InputError otherwise."""
-    if not isinstance(value, torch.Tensor) or value.shape != like.shape or value.dtype != like.dtype:
-        raise misfit(name, value, shown(like))
     return value

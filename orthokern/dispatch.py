@@ -48,25 +48,25 @@ class Support:
         device, dtype, facts, algorithm, features = call
         if self.missing is not None:
             return [self.missing]
-        found = []
+        result = []
         if self.devices is not None and device.type not in self.devices:
-            found.append(f"tensors are on {device.type}, it serves {', '.join(self.devices)}")
+            result.append(f"tensors are on {device.type}, it serves {', '.join(self.devices)}")
         if dtype not in self.dtypes:
-            found.append(f"tensors are {dtype_name(dtype)}, it serves {', '.join(map(dtype_name, self.dtypes))}")
+            result.append(f"tensors are {dtype_name(dtype)}, it serves {', '.join(map(dtype_name, self.dtypes))}")
         for letter, largest in self.limits.items():
             if facts.get(letter, 0) > largest:
-                found.append(f"{letter}={facts[letter]} > {largest}")
+                result.append(f"{letter}={facts[letter]} > {largest}")
         if algorithm not in ("auto", *self.algorithms):
-            found.append(f"algorithm is {algorithm}, it serves {', '.join(self.algorithms)}")
+            result.append(f"algorithm is {algorithm}, it serves {', '.join(self.algorithms)}")
         lacking = [name for name in features if name not in self.features]
         if lacking:
-            found.append(f"it does not serve {', '.join(lacking)}")
+            result.append(f"it does not serve {', '.join(lacking)}")
         if self.capability is not None and device.type == "cuda":
             has = torch.cuda.get_device_capability(device)
             if has < self.capability:
                 least = ".".join(map(str, self.capability))
-                found.append(f"{device} has compute capability {has[0]}.{has[1]}, it needs {least} or later")
-        return found
+                result.append(f"{device} has compute capability {has[0]}.{has[1]}, it needs {least} or later")
+        return result
 
 
 class Call(NamedTuple):
@@ -119,7 +119,7 @@ def requested(backend: str | None) -> str:
     return backend
 
 
-def beside(backend: str | None) -> str:
+def auxiliary_backend(backend: str | None) -> str:
     """The backend of an op that only some backends have, beside the recurrence of a module, whose argument this is:
     "auto", or "reference" where that is asked for."""
     return "reference" if requested(backend) == "reference" else "auto"
@@ -216,22 +216,22 @@ def resolve(
 ) -> Any:
     """The leaf of the backend that ``choose`` selects for a call, with the same errors; see ``Call`` and ``leaf``."""
     key = (op, backend, device, dtype, algorithm, features, *facts.values())
-    found = _chosen.get(key)
-    if found is None:
+    result = _chosen.get(key)
+    if result is None:
         call = Call(device, dtype, facts, algorithm, features)
         name = choose(op, backend, call)
-        found = _chosen[key] = leaf(op, name)
+        result = _chosen[key] = leaf(op, name)
         if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
             _warn_of_reference(op, call)
-    return found
+    return result
 
 
 def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> Any:
     """The leaf of the cpu backend if ``resolve`` selects it for a call with CPU tensors, else None."""
-    found = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
-    if found is None:
-        found = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
-    return found if found.__name__.startswith(_LEAVES["cpu"]) else None
+    result = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
+    if result is None:
+        result = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
+    return result if result.__name__.startswith(_LEAVES["cpu"]) else None
 
 
 def _warn_of_reference(op: str, call: Call) -> None:

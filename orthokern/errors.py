@@ -34,8 +34,8 @@ class CheckpointError(InputError):
 def nearest(name: object, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to ``name`` (ignoring case), or None if no choice is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    result = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.6)
+    return by_lower[result[0]] if result else None
 
 
 def unknown_name(argument: str, name: object, choices: Iterable[str]) -> InputError:

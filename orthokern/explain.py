@@ -165,10 +165,10 @@ def _explain_loss(
 
 
 def _dtype(given: torch.dtype | str) -> torch.dtype:
-    found = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    result = given if isinstance(given, torch.dtype) else getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(result, torch.dtype):
         raise InputError(f"unknown dtype {given!r}; accepted: float64, float32, bfloat16, float16")
-    return found
+    return result
 
 
 def _device(given: torch.device | str) -> torch.device:

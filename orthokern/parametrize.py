@@ -88,7 +88,7 @@ class _Trivialized(_Based):
 
 def _exponential(name: str, x: Tensor) -> Tensor:
     """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
-    p = functional.skew_exp(2 * x.tril(-1), backend=dispatch.beside(None))
+    p = functional.skew_exp(2 * x.tril(-1), backend=dispatch.auxiliary_backend(None))
     check_exponential(f"{name}: the parameter", x, p)
     return p
 

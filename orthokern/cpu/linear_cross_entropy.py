@@ -21,13 +21,13 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
     def like(tensor: Tensor | None) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and need_grad else None
 
-    found = LinearLoss(torch.empty((), dtype=dtype, device="cpu"), like(hidden), like(weight), like(bias))
+    result = LinearLoss(torch.empty((), dtype=dtype, device="cpu"), like(hidden), like(weight), like(bias))
     (R, N), C = hidden.shape, weight.shape[0]
-    tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target, "loss": found.loss}
-    grads = {"grad_hidden": found.hidden, "grad_weight": found.weight, "grad_bias": found.bias}
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target, "loss": result.loss}
+    grads = {"grad_hidden": result.hidden, "grad_weight": result.weight, "grad_bias": result.bias}
     sizes = {"rows": R, "N": N, "C": C, "mean": int(reduction == "mean")}
     call("linear_cross_entropy_fwd", dtype, sizes, {**tensors, **grads})
-    return found
+    return result
 
 
 _LARGE_READOUT = 6 << 20  # bytes of weight

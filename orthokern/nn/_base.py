@@ -26,7 +26,7 @@ from orthokern.nn._checks import (
     settings_text,
 )
 from orthokern.nn._draws import draw
-from orthokern.nn._layouts import Cuts
+from orthokern.nn._layouts import Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._checks import strided
 
@@ -189,7 +189,7 @@ class Layers(nn.Module):
         shape: Sequence[int],
         device: torch.device,
         batched: bool,
-    ) -> Cuts | None:
+    ) -> Resets | None:
         """resets and reset_state of a call of shape (T, B), checked and with a batch."""
         (T, B), ways = shape, 2 if self.bidirectional else 1
         if resets is None:
@@ -202,7 +202,7 @@ class Layers(nn.Module):
         if reset_state is not None:
             self._check_hx(reset_state, B if batched else None, device, "reset_state")
             reset_state = reset_state if batched else reset_state.unsqueeze(1)
-        return Cuts(self._time_first(resets, batched), reset_state)
+        return Resets(self._time_first(resets, batched), reset_state)
 
     def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
         """Checks the input except T and B; True for token ids."""

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import dispatch
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.ops._alone import quiet
 from orthokern.ops._checks import as_int, strided
+from orthokern.ops._dispatcher import no_dispatch_modes
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 
@@ -68,18 +68,18 @@ def number(name: str, value: Any, accepted: str) -> float:
 def finite(name: str, value: Any, bound: Literal["", " above 0", ", 0 or more"] = "") -> float:
     """A finite number within the bound."""
     accepted = f"a finite number{bound}"
-    found = number(name, value, accepted)
-    if not math.isfinite(found) or (bound and found < 0.0) or (bound == " above 0" and found == 0.0):
+    result = number(name, value, accepted)
+    if not math.isfinite(result) or (bound and result < 0.0) or (bound == " above 0" and result == 0.0):
         raise InputError(f"{name} must be {accepted}, got {value!r}")
-    return found
+    return result
 
 
 def share(name: str, value: Any) -> float:
     """A number in [0, 1]."""
-    found = number(name, value, "a number in [0, 1]")
-    if not 0.0 <= found <= 1.0:
+    result = number(name, value, "a number in [0, 1]")
+    if not 0.0 <= result <= 1.0:
         raise InputError(f"{name} must be a number in [0, 1], got {value!r}")
-    return found
+    return result
 
 
 class Settings(NamedTuple):
@@ -106,7 +106,7 @@ def recurrent_settings(
     stacklevel: int,
 ) -> Settings:
     """The checked arguments. Warns of a dropout without effect, as torch does; stacklevel: of the module's caller."""
-    found = Settings(
+    result = Settings(
         positive_int("input_size", input_size),
         positive_int("hidden_size", hidden_size),
         positive_int("num_layers", num_layers),
@@ -115,11 +115,11 @@ def recurrent_settings(
         share("dropout", dropout),
         flag("bidirectional", bidirectional),
     )
-    if found.dropout > 0.0 and found.num_layers == 1:
+    if result.dropout > 0.0 and result.num_layers == 1:
         warnings.warn(
             f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1", stacklevel=stacklevel
         )
-    return found
+    return result
 
 
 def parameter_dtype(value: torch.dtype | None, *, half: bool) -> torch.dtype:
@@ -232,8 +232,8 @@ def check_packed(packed: PackedSequence) -> None:
     """Rejects a PackedSequence that torch's functions do not create. Tensors on a GPU are not read."""
     sizes, data = packed.batch_sizes, packed.data
     if not isinstance(sizes, Tensor) or sizes.dim() != 1 or sizes.dtype != torch.int64 or len(sizes) == 0:
-        found = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, Tensor) else type(sizes).__name__
-        raise InputError(f"batch_sizes of the input is {found}; accepted: torch.int64 [T], T at least 1")
+        result = f"{sizes.dtype} {tuple(sizes.shape)}" if isinstance(sizes, Tensor) else type(sizes).__name__
+        raise InputError(f"batch_sizes of the input is {result}; accepted: torch.int64 [T], T at least 1")
     orders = (("sorted_indices", packed.sorted_indices), ("unsorted_indices", packed.unsorted_indices))
     if (orders[0][1] is None) != (orders[1][1] is None):
         raise InputError("the input has one of sorted_indices and unsorted_indices; accepted: both or neither")
@@ -346,7 +346,7 @@ def watch_bases(module: nn.Module, suffix: str, u: Tensor, v: Tensor) -> None:
     They are measured at the 1st, 2nd, 4th, 8th, ... change of their versions, so that the cost does not depend on the
     length of the training. On a GPU they are not measured: the host would wait for the device.
     """
-    if not module.training or not quiet() or not all(type(m) is nn.Parameter and m.is_cpu for m in (u, v)):
+    if not module.training or not no_dispatch_modes() or not all(type(m) is nn.Parameter and m.is_cpu for m in (u, v)):
         return
     known = _watched.setdefault(module, {})
     if known is None:

@@ -130,7 +130,7 @@ class _Exponential(Recurrent):
         name = "identity" if self.init == "legacy" else self.init
         init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
         if self.rebase_every is not None and not parameter.is_meta:
-            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.beside(None)))
+            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)))
             nn.init.zeros_(parameter)
 
     @_autocast.keeps_dtype
@@ -140,7 +140,7 @@ class _Exponential(Recurrent):
         p = functional.skew_exp(
             # the op uses the skew part of its argument: that of 2 L is L - L^T
             2 * parameter.tril(-1),
-            backend=dispatch.beside(self.backend),
+            backend=dispatch.auxiliary_backend(self.backend),
         )
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
@@ -261,7 +261,9 @@ class _Exponential(Recurrent):
         self._rebases += 1
         self._uses = 0
         for parameter, base in self._skews():
-            moved = base.double() @ functional.skew_exp(skew_from(parameter.double()), backend=dispatch.beside(None))
+            moved = base.double() @ functional.skew_exp(
+                skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)
+            )
             if self._rebases % self.project_every == 0:
                 moved = _nearest_orthogonal(moved)
             for optimizer in _optimizers.get(self, ()):
@@ -342,13 +344,13 @@ def _around(optimizer: Optimizer) -> list[Optimizer]:
 
     Read from the stack: a count by hooks before and after a step would be wrong after a step that raises.
     """
-    found: list[Optimizer] = []
+    result: list[Optimizer] = []
     frame = sys._getframe().f_back
     while frame is not None:
         if _place(frame.f_code) == _STEP:
-            found.append(frame.f_locals["args"][0])
+            result.append(frame.f_locals["args"][0])
         frame = frame.f_back
-    return [outer for outer in found if outer is not optimizer and _parts(outer) == [outer]]
+    return [outer for outer in result if outer is not optimizer and _parts(outer) == [outer]]
 
 
 @untraced

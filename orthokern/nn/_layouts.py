@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from orthokern.ops._alone import quiet
+from orthokern.ops._dispatcher import no_dispatch_modes
 
 # (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
-class Cuts(NamedTuple):
+class Resets(NamedTuple):
     """The resets of a batch."""
 
     resets: Tensor  # bool [T, B]
     reset_state: Tensor | None  # [recurrences, B, N], or [B, N] for one; None: the initial state
 
-    def of(self, index: int) -> Cuts:
+    def of(self, index: int) -> Resets:
         """The resets for one recurrence."""
-        return Cuts(self.resets, None if self.reset_state is None else self.reset_state[index])
+        return Resets(self.resets, None if self.reset_state is None else self.reset_state[index])
 
-    def rows(self, order: Tensor) -> Cuts:
+    def rows(self, order: Tensor) -> Resets:
         """The resets with the sequences in another order."""
         state = None if self.reset_state is None else self.reset_state.index_select(1, order)
-        return Cuts(self.resets.index_select(1, order), state)
+        return Resets(self.resets.index_select(1, order), state)
 
 
 class _Rows(torch.autograd.Function):
@@ -48,9 +48,9 @@ class _Rows(torch.autograd.Function):
 
 def _rows(rows: Tensor, place: Tensor) -> Tensor:
     """Rows at distinct places."""
-    if torch.is_grad_enabled() and quiet():
-        found: Tensor = _Rows.apply(rows, place)
-        return found
+    if torch.is_grad_enabled() and no_dispatch_modes():
+        result: Tensor = _Rows.apply(rows, place)
+        return result
     return rows.index_select(0, place)
 
 

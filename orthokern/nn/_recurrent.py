@@ -19,7 +19,7 @@ from orthokern.nn._base import Layers
 from orthokern.nn._checks import (
     check_packed,
 )
-from orthokern.nn._layouts import Cuts, Dense, Layout, Packed
+from orthokern.nn._layouts import Dense, Layout, Packed, Resets
 from orthokern.ops._scan import scan
 
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
@@ -55,13 +55,13 @@ class Recurrent(Layers):
         return frozen(self)
 
     def _scan(
-        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+        self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         """The states [T,B,N] of one recurrence; factors: the result of `_factors`."""
         return scan(self._args(suffix, factors, cuts, x, h0, lengths))
 
     def _args(
-        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+        self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Any:
         """The arguments of the scan of one recurrence."""
         matrix, bias = factors
@@ -115,7 +115,7 @@ class Recurrent(Layers):
         chosen = dispatch.choose(op, self.backend, call)
         return dispatch.has_feature(op, chosen, "lengths")
 
-    def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Cuts | None = None) -> dict[str, Any]:
+    def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None = None) -> dict[str, Any]:
         """The arguments of both scans besides matrices and bias."""
         return {
             "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
@@ -312,7 +312,7 @@ class Recurrent(Layers):
         return result.loss, result.hits
 
     def _loss_arguments(
-        self, lengths: Tensor | None = None, cuts: Cuts | None = None
+        self, lengths: Tensor | None = None, cuts: Resets | None = None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """The matrix of the last layer, and the other arguments of ``scan_cross_entropy`` that the module has."""
         suffix = self._suffix(-1, False)
@@ -372,7 +372,9 @@ class Recurrent(Layers):
             return hx[index]
         return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
 
-    def _run(self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Cuts | None = None) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Resets | None = None
+    ) -> tuple[Tensor, Tensor]:
         self._begin()
         data, last = self._layers(data, hx, layout, self.num_layers, cuts)
         return data, torch.stack(last)
@@ -385,7 +387,7 @@ class Recurrent(Layers):
         return nothing.expand(len(data), 0, ways * N), nothing.expand(self.num_layers * ways, 0, N)
 
     def _layers(
-        self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Cuts | None = None
+        self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Resets | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the first `count` layers. Returns the input of the next one, and the last states."""
         last: list[Tensor] = []

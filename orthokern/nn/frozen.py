@@ -17,7 +17,7 @@ from orthokern.errors import InputError
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
 from orthokern.ops import _taps
-from orthokern.ops._alone import quiet
+from orthokern.ops._dispatcher import no_dispatch_modes
 
 __all__ = ["FrozenGRU", "FrozenRNN", "frozen"]
 
@@ -93,7 +93,7 @@ class _Frozen(Recurrent):
         """`step` by kernel calls that are prepared at the first call of a batch size. None if a tensor is not a plain
         float tensor of the right shape on the CPU, or torch observes the call: then `forward` runs."""
         weight = self._buffers["weight_ih_l0"]
-        if weight is None or _taps.SINKS or not quiet():
+        if weight is None or _taps.SINKS or not no_dispatch_modes():
             return None
         B, N, layers, dtype = x.shape[0], self.hidden_size, self.num_layers, weight.dtype
         key = (B, dtype, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))

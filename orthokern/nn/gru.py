@@ -14,7 +14,7 @@ from orthokern._scan_contract import GruArgs
 from orthokern.errors import InputError, unknown_name
 from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
 from orthokern.nn._draws import draw
-from orthokern.nn._layouts import Cuts
+from orthokern.nn._layouts import Resets
 from orthokern.nn._recurrent import Factors
 from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops._checks import own_parameter
@@ -157,9 +157,9 @@ class GRU(TorchRecurrent):
         """
         names = constrained_weights(self._suffixes(), inputs)
         rows = slice(2 * self.hidden_size, 3 * self.hidden_size)
-        found = [own_parameter(self, name) for name in names if name not in self._buffers]
+        result = [own_parameter(self, name) for name in names if name not in self._buffers]
         # torch.func.functional_call puts other tensors in the place of parameters
-        return [(parameter, rows) for parameter in found if isinstance(parameter, nn.Parameter)]
+        return [(parameter, rows) for parameter in result if isinstance(parameter, nn.Parameter)]
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         return (self._tensor(f"weight_hh_{suffix}"),)
@@ -183,7 +183,7 @@ class GRU(TorchRecurrent):
         return scan(self._args(suffix, factors, *args))
 
     def _args(
-        self, suffix: str, factors: Factors, cuts: Cuts | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+        self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> GruArgs:
         (w,), bias = factors
         return GruArgs(

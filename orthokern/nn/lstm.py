@@ -230,8 +230,8 @@ class PeepholeLSTM(nn.Module):
         shape = (rows, n) if batch is None else (rows, batch, n)
         for name, state in zip("hc", hx, strict=True):
             if not isinstance(state, Tensor) or tuple(state.shape) != shape:
-                found = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-                raise InputError(f"{name} of hx is {found}; accepted: {shape}")
+                result = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+                raise InputError(f"{name} of hx is {result}; accepted: {shape}")
             strided(f"{name} of hx", state)
             if state.dtype != weight.dtype or state.device != weight.device:
                 raise InputError(

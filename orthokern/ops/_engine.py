@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.ops._alone import vmapped
+from orthokern.ops._dispatcher import vmapped
 
 
 def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
@@ -76,27 +76,3 @@ def _stacked(found: list[Any]) -> Any:
     if isinstance(found[0], Tensor):
         return torch.stack(found)
     return tuple(None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*found, strict=True))
-
-
-def again(
-    function: Callable[[list[Tensor | None]], tuple[Tensor | None, ...]],
-    tensors: list[Tensor | None],
-    needs: tuple[bool, ...],
-    cotangents: tuple[Tensor | None, ...],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the tensors that need one, from the cotangents of a function's results, by torch's autograd: as
-    functions that can be derived again if gradients are being recorded."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # views: a hook of a tensor must see its gradient once, not in here too
-        tensors = [t if t is None or not need else t.view_as(t) for t, need in zip(tensors, needs, strict=True)]
-        results = function(tensors)
-        pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r is not None and c is not None]
-        wanted = [t for t, need in zip(tensors, needs, strict=True) if need and t is not None]
-        grads = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs], wanted, [cotangent for _, cotangent in pairs],
-                create_graph=create_graph, allow_unused=True,
-            )
-        )  # fmt: skip
-    return tuple(next(grads) if need and t is not None else None for t, need in zip(tensors, needs, strict=True))

@@ -23,8 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     traced = torch.compiler.is_compiling() or transformed or _route.by_reference(None, x, weight)
     if traced or not onednn_serves(x, weight.shape[0]):
         return torch.nn.functional.linear(x, weight, bias)
-    found: Tensor = _Linear.apply(x, weight, bias)
-    return found
+    result: Tensor = _Linear.apply(x, weight, bias)
+    return result
 
 
 class _Linear(torch.autograd.Function):

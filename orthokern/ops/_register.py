@@ -22,8 +22,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from orthokern._autocast import keeps_dtype, without_autocast
 from orthokern.errors import InputError
 from orthokern.ops import _vmap
-from orthokern.ops._alone import alone, vmapped
 from orthokern.ops._common import filled
+from orthokern.ops._dispatcher import can_bypass_dispatcher, vmapped
 from orthokern.ops._engine import note_dtypes, one_cotangent_at_a_time, saved_tensors
 
 NAMESPACE = "orthokern"
@@ -64,7 +64,6 @@ class CustomOp:
         self.kernel = kernel
         self.guarded = self._guarded(keeps_dtype(kernel))
         self.derivative: Any = None  # the autograd.Function, where there is one
-        self.apply_at_one_level: Any = None  # its apply
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         self._vmap_rule = _vmap.one_by_one(self)
@@ -72,14 +71,13 @@ class CustomOp:
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
-        """Call the op, without torch's dispatcher where ``orthokern/ops/_alone.py`` permits that."""
-        if not alone(given):
+        """Call the op, without torch's dispatcher where ``orthokern/ops/_dispatcher.py`` permits that."""
+        if not can_bypass_dispatcher(given):
             level = _vmap.only_level()
             return self.packet(*given) if level is None else _vmap.apply(level, self, self._batched, given)
         try:
             if torch.is_grad_enabled() and self.derivative is not None:
-                # without the processing of torch.func's wrappers, of which there are none here
-                return self.apply_at_one_level(*given, *self.defaults[len(given) :], None)
+                return self.derivative.apply(*given, *self.defaults[len(given) :], None)
             return self.kernel(*given)
         except RuntimeError as error:
             self._report_memory(error, given)
@@ -126,10 +124,6 @@ class CustomOp:
             f"{self.name}: there is no memory for the results of {', '.join(shapes)}: accepted are smaller sizes"
         ) from None
 
-    def indices(self, *names: str) -> tuple[int, ...]:
-        """The positions of these arguments in the schema, without those that it does not have."""
-        return tuple(i for i, argument in enumerate(self.overload._schema.arguments) if argument.name in names)
-
     def register_vmap(self, rule: Function) -> None:
         """Set the rule for torch.func.vmap, by default one call per model: see ``orthokern.ops._vmap``."""
         self._vmap_rule = rule
@@ -166,17 +160,16 @@ class CustomOp:
             saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
             if recorded:
-                found = backward(ctx, saved, *grads)
+                result = backward(ctx, saved, *grads)
             else:  # without create_graph nothing is recorded: call the kernels of the ops without autograd
                 with torch._C._AutoDispatchBelowAutograd():
-                    found = backward(ctx, saved, *grads)
-            return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+                    result = backward(ctx, saved, *grads)
+            return (*result, *(None,) * (len(ctx.needs_input_grad) - len(result)))
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
         self.derivative = derivative
         apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
-        self.apply_at_one_level = apply_at_one_level
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])

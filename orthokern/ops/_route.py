@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from orthokern import dispatch
-from orthokern.ops._alone import vmapped
 from orthokern.ops._common import values
+from orthokern.ops._dispatcher import vmapped
 
 
 def by_reference(backend: str | None, *arguments: Any) -> bool:

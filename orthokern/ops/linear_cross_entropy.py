@@ -111,8 +111,8 @@ def _fwd(
     plain = dispatch.backend_of(leaf) == "reference"
     hidden, target = _checked(hidden, target, weight.shape[0], for_reference=plain)
     readout = Readout(weight.contiguous(), contiguous(bias), target.contiguous(), reduction)
-    found = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
-    return filled(tuple(found))
+    result = leaf.linear_cross_entropy_fwd(hidden.contiguous(), readout, need_grad=need_grad)
+    return filled(tuple(result))
 
 
 @_fwd.register_fake
@@ -130,10 +130,10 @@ def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...
     if not _is_read(target):  # on a CPU the forward has checked it
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
     reference = dispatch.leaf("linear_cross_entropy", "reference")
-    found: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
+    result: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
         grad_loss, hidden, Readout(weight, bias, target, reduction)
     )
-    return found
+    return result
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

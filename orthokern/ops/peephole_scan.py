@@ -68,8 +68,8 @@ def peephole_scan(
 
 def _plain(*tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Differentiable torch code, for tangents, torch.func and the reference backend."""
-    found: tuple[Tensor, Tensor] = dispatch.leaf("peephole_scan", "reference").differentiable_scan(*tensors)
-    return found
+    result: tuple[Tensor, Tensor] = dispatch.leaf("peephole_scan", "reference").differentiable_scan(*tensors)
+    return result
 
 
 def _leaf(x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Any, PeepholeInputs]:

@@ -66,9 +66,9 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     try:
         return Outcome(_written(folder, spec, names, reports))
     except (KeyError, TypeError):
-        found = ", ".join(f"{name}.json" for name, report in zip(names, reports, strict=True) if report)
+        result = ", ".join(f"{name}.json" for name, report in zip(names, reports, strict=True) if report)
         raise InputError(
-            f"{folder}: one of {found} is not a report of this program: write it again, or move it away"
+            f"{folder}: one of {result} is not a report of this program: write it again, or move it away"
         ) from None
 
 

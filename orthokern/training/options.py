@@ -121,18 +121,6 @@ def defaults(options: type[Options]) -> Settings:
     return {field.name: field.default for field in dataclasses.fields(options) if field.name in names}
 
 
-def first_defaults(options: type[Options]) -> Settings:
-    """The defaults in the classes that declare the options first, by name.
-
-    A new option is declared with a default that has no effect; a task may assign another one. The JSON files of
-    docs/results hold runs that are older than some options: their settings have to be read with the former.
-    """
-    first: Settings = {}
-    for base in options.__mro__:  # from derived to base classes
-        first |= {name: vars(base)[name] for name in vars(base).get("__annotations__", {}) if name in vars(base)}
-    return {name: first[name] for name in defaults(options)}
-
-
 def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
     """Settings as an object. Names that the class does not have (from other versions) are left out."""
     known = {field.name for field in dataclasses.fields(options)}

@@ -34,7 +34,7 @@ def vmapped() -> bool:
     return torch._C._are_functorch_transforms_active() or (_KNOWN and _INCLUDED(_VMAP_MODE))
 
 
-def quiet() -> bool:
+def no_dispatch_modes() -> bool:
     """Whether no tracing, transformation, mode or autocast is active for this thread."""
     return (
         not torch.compiler.is_compiling()
@@ -50,9 +50,9 @@ def quiet() -> bool:
     )
 
 
-def alone(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of an op may bypass the dispatcher: `quiet`, and all tensors are plain CPU tensors."""
-    if not quiet():
+def can_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call of an op may bypass the dispatcher: `no_dispatch_modes`, and all tensors are plain CPU tensors."""
+    if not no_dispatch_modes():
         return False
     for argument in arguments:
         kind = type(argument)
