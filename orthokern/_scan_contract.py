@@ -21,7 +21,7 @@ names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -71,19 +71,19 @@ class ScanOptions:
         return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
 
 
-def without_tensors(args: Any) -> Any:
-    """The arguments of an op, a named tuple, with None in place of tensors."""
-    return args._make([None if isinstance(value, Tensor) else value for value in args])
+_SAVED = object()  # in place of a tensor
 
 
-def with_tensors(args: Any, values: Sequence[Tensor | None]) -> Any:
-    """The arguments with those of the values, one for each, that are not None."""
-    return args._make([given if value is None else value for given, value in zip(args, values, strict=True)])
+def split_tensors(args: Any) -> tuple[Any, list[Tensor]]:
+    """The arguments of an op, a named tuple, without their tensors, and the tensors, for ``ctx.save_for_backward``."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    return args._make([_SAVED if isinstance(value, Tensor) else value for value in args]), tensors
 
 
-def only_tensors(args: Any) -> tuple[Tensor | None, ...]:
-    """The tensors among the arguments, None for the others."""
-    return tuple([value if isinstance(value, Tensor) else None for value in args])
+def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:
+    """The arguments from the results of `split_tensors`."""
+    saved = iter(tensors)
+    return args._make([next(saved) if value is _SAVED else value for value in args])
 
 
 def _contiguous(args: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from orthokern._native_check import check
-from orthokern.cpu._elements import ELEMENTS
+from orthokern.cpu._elements import elements_of
 
 _C: Any
 try:
@@ -98,7 +98,7 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, Any], tensors: Mappi
     of this dtype. An input that is not contiguous is copied; results must be contiguous.
     """
     copies: list[Tensor] = []  # until the kernel has read them
-    arguments = _addresses(name, dtype, ELEMENTS[name](sizes), tensors, copies)
+    arguments = _addresses(name, dtype, elements_of(name, sizes), tensors, copies)
     getattr(_C, name)({**sizes, **arguments, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()})
 
 
@@ -112,7 +112,7 @@ class Prepared:
     def __init__(
         self, name: str, dtype: torch.dtype, sizes: Mapping[str, Any], fixed: Mapping[str, Tensor | None]
     ) -> None:
-        self._name, self._dtype, self._elements = name, dtype, ELEMENTS[name](sizes)
+        self._name, self._dtype, self._elements = name, dtype, elements_of(name, sizes)
         self._held: list[Tensor] = [tensor for tensor in fixed.values() if tensor is not None]
         addresses = _addresses(name, dtype, self._elements, fixed, self._held)
         self._fixed = {**sizes, **addresses, "dtype": _DTYPES[dtype]}

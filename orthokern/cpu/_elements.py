@@ -5,6 +5,7 @@ One function for each struct of arguments in ``csrc/cpu/ops.h``, whose comments 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 Sizes = Mapping[str, int]
@@ -161,3 +162,13 @@ ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
     **dict.fromkeys(("modal_scan", "modal_loss"), _modal),
     "cayley": _cayley,
 }
+
+
+def elements_of(kernel: str, sizes: Sizes) -> dict[str, int]:
+    """The number of elements of each tensor of a kernel, by its name."""
+    return _cached(kernel, tuple(sizes), tuple(sizes.values()))
+
+
+@functools.lru_cache(maxsize=64)
+def _cached(kernel: str, names: tuple[str, ...], values: tuple[int, ...]) -> dict[str, int]:
+    return ELEMENTS[kernel](dict(zip(names, values, strict=True)))

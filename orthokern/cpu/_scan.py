@@ -12,8 +12,17 @@ from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
 
 # T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
-# the fields of ScanGradients by their names in ScanArgs
-_NAMES = ("x", "map", "h0", "weight", "bias", "act_param", "reset_state", "norm")
+# the fields of ScanGradients by their names in ScanArgs of csrc/cpu/ops.h
+_GRADIENTS = (
+    "grad_x",
+    "grad_map",
+    "grad_h0",
+    "grad_weight",
+    "grad_bias",
+    "grad_act_param",
+    "grad_reset_state",
+    "grad_norm",
+)
 
 
 def _bf16() -> int:
@@ -103,6 +112,6 @@ def scan_bwd(
     )
     sizes["message_clip"] = args.message_clip
     tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
-    tensors |= {f"grad_{name}": grad for name, grad in zip(_NAMES, grads, strict=True)}
+    tensors |= zip(_GRADIENTS, grads, strict=True)
     call(f"{args.op}_bwd", dtype, sizes, tensors)
     return grads

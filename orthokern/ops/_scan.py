@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
-from orthokern._scan_contract import ScanArgs, ScanGradients, only_tensors, with_tensors, without_tensors
+from orthokern._scan_contract import ScanArgs, ScanGradients, join_tensors, split_tensors
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_lengths, check_tokens, no_second_derivative
@@ -155,8 +155,8 @@ class ScanOp:
         ctx.set_materialize_grads(False)
         # a precomputed input term is only needed to recompute states, and may be as large as all of them
         x = args.x if args.weight is not None or args.checkpoint_every else None
-        ctx.options = without_tensors(args)
-        ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *only_tensors(args._replace(x=x)))
+        ctx.options, tensors = split_tensors(args if x is args.x else args._replace(x=x))
+        ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *tensors)
 
     def _derivative(
         self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
@@ -164,7 +164,7 @@ class ScanOp:
         if grad_hs is None and grad_pre is None:
             return ()
         states, pre, *tensors = saved
-        args: ScanArgs = with_tensors(ctx.options, tensors)
+        args: ScanArgs = join_tensors(ctx.options, tensors)
         needs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
         of_map = needs.first or needs.scale or needs.second
         need_params = bool(of_map or needs.weight or needs.bias or needs.act_param)

@@ -14,9 +14,8 @@ from orthokern._scan_contract import (
     GruArgs,
     GruGradients,
     GruStates,
-    only_tensors,
-    with_tensors,
-    without_tensors,
+    join_tensors,
+    split_tensors,
 )
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
@@ -203,8 +202,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if args.kanai and pre is not None:
         ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
     ctx.set_materialize_grads(False)
-    ctx.options = without_tensors(args)
-    ctx.save_for_backward(hs, gates, pre, *only_tensors(args._replace(x=None)))
+    ctx.options, tensors = split_tensors(args._replace(x=None))
+    ctx.save_for_backward(hs, gates, pre, *tensors)
 
 
 def _backward(
@@ -214,7 +213,7 @@ def _backward(
     if grad_hs is None and not of_saved:
         return ()
     hs, gates, pre, *tensors = saved
-    args: GruArgs = with_tensors(ctx.options, tensors)
+    args: GruArgs = join_tensors(ctx.options, tensors)
     needs: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
     need_params = bool(needs.w or needs.bias)
     if of_saved or _route.recording():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanArgs, only_tensors, with_tensors, without_tensors
+from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
@@ -129,7 +129,7 @@ class _Chunk(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _taps.set_aside() as aside:
-            loss, hits, after = _chunk(with_tensors(fixed, tensors), Readout(weight, bias, target), start)
+            loss, hits, after = _chunk(join_tensors(fixed, tensors), Readout(weight, bias, target), start)
         norms.states += aside.state_norms
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
@@ -145,7 +145,7 @@ class _Chunk(torch.autograd.Function):
         target, weight, bias, *tensors = leaves
         assert target is not None and weight is not None
         with torch.enable_grad(), _taps.set_aside() as aside:
-            loss, _, after = _chunk(with_tensors(ctx.fixed, tensors), Readout(weight, bias, target), ctx.start)
+            loss, _, after = _chunk(join_tensors(ctx.fixed, tensors), Readout(weight, bias, target), ctx.start)
             pairs = [(r, g) for r, g in ((loss, grad_loss), (after, grad_after)) if g is not None and r.requires_grad]
             required = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
             results, cotangents = zip(*pairs, strict=True)
@@ -170,7 +170,8 @@ def _in_chunks(args: ScanArgs, readout: Readout, steps: int) -> tuple[Tensor, Te
             continue
         resets = None if args.resets is None else args.resets[start : start + steps]
         own = args._replace(x=part, h0=after, resets=resets)
-        loss, hit, after = _Chunk.apply(without_tensors(own), norms, start, classes, weight, bias, *only_tensors(own))
+        fixed, tensors = split_tensors(own)
+        loss, hit, after = _Chunk.apply(fixed, norms, start, classes, weight, bias, *tensors)
         total = total + loss.double()
         hits.append(hit)
     if norms.states:
