@@ -238,9 +238,20 @@ class Layers(nn.Module):
 
     def _repr_common(self) -> str:
         text = settings_text(
-            self, num_layers=1, nonlinearity="tanh", bias=True, batch_first=False, dropout=0.0, bidirectional=False,
-            learned_h0=False, checkpoint_every=0, backend=None, precision="ieee", message_clip=0.0, gain=1.0,
-        )  # fmt: skip
+            self,
+            num_layers=1,
+            nonlinearity="tanh",
+            bias=True,
+            batch_first=False,
+            dropout=0.0,
+            bidirectional=False,
+            learned_h0=False,
+            checkpoint_every=0,
+            backend=None,
+            precision="ieee",
+            message_clip=0.0,
+            gain=1.0,
+        )
         row = ACTIVATIONS[self.nonlinearity]
         if row.parameter is not None and row.learned is None:
             text += f", negative_slope={self.negative_slope}"

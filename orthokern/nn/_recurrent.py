@@ -359,9 +359,16 @@ class Recurrent(Layers):
             matrix, arguments = self._loss_arguments()
         options = {name: arguments[name] for name in ("activation", "message_clip", "backend", "basis")}
         return functional.explain_scan_cross_entropy(
-            matrix, T, B, classes, ids=ids and self.num_layers == 1, lengths=lengths, resets=resets,
-            algorithm=algorithm, **options,
-        )  # fmt: skip
+            matrix,
+            T,
+            B,
+            classes,
+            ids=ids and self.num_layers == 1,
+            lengths=lengths,
+            resets=resets,
+            algorithm=algorithm,
+            **options,
+        )
 
     def _begin(self) -> None:
         """Called before the layers run."""

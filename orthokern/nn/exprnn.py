@@ -77,10 +77,22 @@ class ExpRNN(_Exponential):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
-            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
-            precision=precision, message_clip=message_clip, gain=gain,
-        )  # fmt: skip
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)
         for suffix in self._suffixes():

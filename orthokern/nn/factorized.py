@@ -101,10 +101,22 @@ class FactorizedRNN(Recurrent):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
-            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
-            precision=precision, message_clip=message_clip, gain=gain,
-        )  # fmt: skip
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
         if margin is not None:
             accepted = "a finite number >= 0, or None for a free spectrum"
             margin = number("margin", margin, accepted)
@@ -148,9 +160,13 @@ class FactorizedRNN(Recurrent):
             self._reset_input(suffix, generator)
             spectrum = self._tensor(f"spectrum_{suffix}")
             init_.factorized_(
-                self._tensor(f"u_{suffix}"), spectrum, self._tensor(f"v_{suffix}"), self.init, generator,
+                self._tensor(f"u_{suffix}"),
+                spectrum,
+                self._tensor(f"v_{suffix}"),
+                self.init,
+                generator,
                 max_angle=self.max_angle,
-            )  # fmt: skip
+            )
             if self.margin is not None:  # s = 1 is p = 0
                 nn.init.zeros_(spectrum)
             self._reset_common(suffix, generator)

@@ -177,10 +177,19 @@ class FrozenRNN(_Frozen):
 
     def __init__(self, source: Recurrent) -> None:
         super().__init__(
-            source.input_size, source.hidden_size, source.num_layers, source.nonlinearity, source.bias,
-            source.batch_first, 0.0, source.bidirectional, negative_slope=source.negative_slope,
-            learned_h0=source.learned_h0, backend=source.backend, precision=source.precision,
-        )  # fmt: skip
+            source.input_size,
+            source.hidden_size,
+            source.num_layers,
+            source.nonlinearity,
+            source.bias,
+            source.batch_first,
+            0.0,
+            source.bidirectional,
+            negative_slope=source.negative_slope,
+            learned_h0=source.learned_h0,
+            backend=source.backend,
+            precision=source.precision,
+        )
         self._half_ok = source._half_ok
         self._calls = {}
         self.rank: int | None = None  # of the factors; None for a dense W

@@ -91,9 +91,17 @@ class GRU(TorchRecurrent):
         backend: str | None = None,
     ) -> None:
         super().__init__(
-            input_size, hidden_size, num_layers, "tanh", bias, batch_first, dropout, bidirectional,
-            learned_h0=learned_h0, backend=backend,
-        )  # fmt: skip
+            input_size,
+            hidden_size,
+            num_layers,
+            "tanh",
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            learned_h0=learned_h0,
+            backend=backend,
+        )
         if variant not in VARIANTS:
             raise unknown_name("variant", variant, VARIANTS)
         self.variant = variant
@@ -208,6 +216,15 @@ class GRU(TorchRecurrent):
 
     def extra_repr(self) -> str:
         return settings_text(
-            self, num_layers=1, bias=False, batch_first=False, dropout=0.0, bidirectional=False, variant="kanai",
-            init=self.variant, init_std=1 / math.sqrt(self.hidden_size), learned_h0=False, backend=None,
-        )  # fmt: skip
+            self,
+            num_layers=1,
+            bias=False,
+            batch_first=False,
+            dropout=0.0,
+            bidirectional=False,
+            variant="kanai",
+            init=self.variant,
+            init_std=1 / math.sqrt(self.hidden_size),
+            learned_h0=False,
+            backend=None,
+        )

@@ -92,10 +92,22 @@ class RNN(TorchRecurrent):
         gain: float = 1.0,
     ) -> None:
         super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
-            negative_slope=negative_slope, learned_h0=learned_h0, checkpoint_every=checkpoint_every, backend=backend,
-            precision=precision, message_clip=message_clip, gain=gain,
-        )  # fmt: skip
+            input_size,
+            hidden_size,
+            num_layers,
+            nonlinearity,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            negative_slope=negative_slope,
+            learned_h0=learned_h0,
+            checkpoint_every=checkpoint_every,
+            backend=backend,
+            precision=precision,
+            message_clip=message_clip,
+            gain=gain,
+        )
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
         if max_angle is not None:

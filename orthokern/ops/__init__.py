@@ -18,9 +18,16 @@ from orthokern.ops import (
 )
 
 NAMES = (
-    "factored_scan", "dense_scan", "gru_scan", "cayley", "activations", "linear_cross_entropy", "skew_exp",
-    "modal", "peephole_scan",
-)  # fmt: skip
+    "factored_scan",
+    "dense_scan",
+    "gru_scan",
+    "cayley",
+    "activations",
+    "linear_cross_entropy",
+    "skew_exp",
+    "modal",
+    "peephole_scan",
+)
 
 __all__ = [
     "NAMES",

@@ -93,9 +93,14 @@ class ScanOp:
         Token ids and lengths are checked on a CPU."""
         second = args.second
         module = dispatch.resolve(
-            self.name, args.backend, device=second.device, dtype=second.dtype, algorithm=args.algorithm,
-            features=features(args), **args.sizes,
-        )  # fmt: skip
+            self.name,
+            args.backend,
+            device=second.device,
+            dtype=second.dtype,
+            algorithm=args.algorithm,
+            features=features(args),
+            **args.sizes,
+        )
         check_values(args, T)
         return module, args.contiguous()
 
@@ -194,9 +199,14 @@ class ScanOp:
             with _taps.set_aside():
                 states, _, pre = self.fwd(*args)
         result: ScanGradients = getattr(self._reference(args), f"{self.name}_bwd")(
-            args, torch.zeros_like(states) if grad_hs is None else grad_hs, states, pre if args.keeps_pre else None,
-            need_x=need_x, need_params=need_params, grad_pre=grad_pre,
-        )  # fmt: skip
+            args,
+            torch.zeros_like(states) if grad_hs is None else grad_hs,
+            states,
+            pre if args.keeps_pre else None,
+            need_x=need_x,
+            need_params=need_params,
+            grad_pre=grad_pre,
+        )
         if _taps.SINKS and grad_pre is None:
             _taps.record(self.name, result.norm.detach())
         return result

@@ -238,9 +238,13 @@ def _differentiable(
     """The results of the backward op, computed by the reference as differentiable functions of all tensors. There hs,
     gates and pre are functions of the inputs through the forward op."""
     result: GruGradients = _reference(args).gru_scan_bwd(
-        args, torch.zeros_like(states.hs) if grad_hs is None else grad_hs, states, need_params=need_params,
-        grad_gates=grad_gates, grad_pre=grad_pre,
-    )  # fmt: skip
+        args,
+        torch.zeros_like(states.hs) if grad_hs is None else grad_hs,
+        states,
+        need_params=need_params,
+        grad_gates=grad_gates,
+        grad_pre=grad_pre,
+    )
     if _taps.SINKS and grad_gates is None and grad_pre is None:
         _taps.record("gru_scan", result.norm.detach())
     return result

@@ -101,9 +101,14 @@ def _checked(hidden: Tensor, target: Tensor, classes: int, *, for_reference: boo
     "str? backend=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fwd(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: str, need_grad: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    reduction: str,
+    need_grad: bool,
     backend: str | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """(loss, grad_hidden, grad_weight, grad_bias); the gradients of the loss, empty unless need_grad."""
     leaf = dispatch.resolve(
         "linear_cross_entropy", backend, device=hidden.device, dtype=hidden.dtype, N=hidden.shape[1], C=weight.shape[0]
