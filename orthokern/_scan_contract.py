@@ -208,35 +208,6 @@ class GruArgs(NamedTuple):
         """The arguments with contiguous tensors."""
         return self._replace(**changed) if (changed := _contiguous(self)) else self
 
-    def parts(self) -> tuple[GruInputs, GruOptions]:
-        """The tensors and the options."""
-        inputs = GruInputs(self.x, self.w, self.h0, self.bias, self.reset_state)
-        return inputs, GruOptions(self.variant, self.lengths, self.resets)
-
-
-class GruInputs(NamedTuple):
-    """The tensors of a GRU scan; see ``orthokern.ops.gru_scan``."""
-
-    x: Tensor | None  # [T, B, 3N]; a backward has None
-    w: Tensor  # [3N, N]
-    h0: Tensor  # [B, N]
-    bias: Tensor | None = None  # [3N]
-    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class GruOptions:
-    """The options of a GRU scan; see ``orthokern.ops.gru_scan``."""
-
-    variant: str
-    lengths: Tensor | None = None  # int64 [B]
-    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
-
-    @property
-    def kanai(self) -> bool:
-        """Whether the variant is "kanai", which saves no ``pre``."""
-        return self.variant == "kanai"
-
 
 class GruStates(NamedTuple):
     """Results of a forward."""
