@@ -20,55 +20,12 @@ names.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-
-
-class Map(NamedTuple):
-    """The recurrent map W [N, N]: W = second diag(scale) first^T, or W = second if first and scale are None."""
-
-    first: Tensor | None  # V [N, K], the factor that a forward step applies first
-    scale: Tensor | None  # s [K]
-    second: Tensor  # U [N, K], or W [N, N]
-
-    @property
-    def op(self) -> str:
-        """The name of the op."""
-        return "dense_scan" if self.first is None else "factored_scan"
-
-
-class ScanInputs(NamedTuple):
-    """The other tensors of a scan; see ``orthokern.ops.factored_scan``."""
-
-    x: Tensor | None  # [T, B, N] without weight, else [T, B, D] or int64 [T, B]; None in a backward without x
-    h0: Tensor  # [B, N]
-    weight: Tensor | None = None  # [N, D]
-    bias: Tensor | None = None  # [N]
-    act_param: Tensor | None = None  # [1] or [N]
-    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class ScanOptions:
-    """The options of a scan; see ``orthokern.ops.factored_scan``."""
-
-    activation: str
-    checkpoint_every: int = 0
-    precision: str = "ieee"
-    algorithm: str = "auto"
-    lengths: Tensor | None = None  # int64 [B]
-    message_clip: float = 0.0
-    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
-
-    @property
-    def keeps_pre(self) -> bool:
-        """Whether the forward saves the pre-activations for the backward."""
-        return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
 
 
 def without_tensors(args: Any) -> Any:
@@ -144,22 +101,6 @@ class ScanArgs(NamedTuple):
     def contiguous(self) -> ScanArgs:
         """The arguments with contiguous tensors."""
         return self._replace(**changed) if (changed := _contiguous(self)) else self
-
-    def parts(self) -> tuple[Map, ScanInputs, ScanOptions]:
-        """The map, the other tensors and the options."""
-        return (
-            Map(self.first, self.scale, self.second),
-            ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state),
-            ScanOptions(
-                self.activation,
-                self.checkpoint_every,
-                self.precision,
-                self.algorithm,
-                self.lengths,
-                self.message_clip,
-                self.resets,
-            ),
-        )
 
 
 class ScanStates(NamedTuple):
