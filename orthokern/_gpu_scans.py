@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import Map
+from orthokern._scan_contract import ScanArgs
 
 
 def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
@@ -26,17 +26,17 @@ def token_table(weight: Tensor, bias: Tensor | None) -> Tensor:
     return table.contiguous()
 
 
-def composed(map_: Map) -> Tensor:
+def composed(args: ScanArgs) -> Tensor:
     """W [N, N] in float64."""
-    first, scale, second = map_
+    first, scale, second = args.first, args.scale, args.second
     if first is None or scale is None:
         return second.double()
     return (second.double() * scale.unsqueeze(-2)) @ first.double().mT
 
 
-def transposed_product(map_: Map, rows: Tensor) -> Tensor:
+def transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
     """W^T applied to rows [B, N]."""
-    first, scale, second = map_
+    first, scale, second = args.first, args.scale, args.second
     return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orthokern._products import add_product, ieee_products
-from orthokern._scan_contract import GruInputs, GruOptions
+from orthokern._scan_contract import GruArgs
 from orthokern.errors import unknown_name
 
 CONSTRAINED_INPUTS = ("upper", "all", "none")
@@ -39,8 +39,7 @@ def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
 
 @ieee_products()
 def parameter_gradients(
-    inputs: GruInputs,
-    options: GruOptions,
+    args: GruArgs,
     hs: Tensor,
     grad_x: Tensor,
     factor: Tensor,
@@ -49,16 +48,16 @@ def parameter_gradients(
     """(grad_w [3N, N], grad_bias [3N] or None); the equations: Note [GRU scan backward] of the reference.
 
     Args:
-        inputs, options: the arguments of the leaf.
+        args: the arguments of the leaf.
         hs: [T, B, N], the states.
         grad_x: [T, B, 3N], the rows d_r, d_z, d_n.
         factor: [T, B, N], r h' in variant "kanai", d_q in variant "torch".
         add: adds a product over rows to a sum, like ``add_product``.
     """
-    (B, N), rows, rows_n = inputs.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
-    grad_w, first, later, resets = torch.zeros_like(inputs.w), inputs.h0, hs[:-1], options.resets
+    (B, N), rows, rows_n = args.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
+    grad_w, first, later, resets = torch.zeros_like(args.w), args.h0, hs[:-1], args.resets
     if resets is not None:
-        start = torch.zeros_like(first) if inputs.reset_state is None else inputs.reset_state
+        start = torch.zeros_like(first) if args.reset_state is None else args.reset_state
         first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
 
     def add_states(to: Tensor, left: Tensor) -> None:
@@ -68,13 +67,13 @@ def parameter_gradients(
             add(to, left[B:], later.flatten(0, 1))
 
     add_states(grad_w[: 2 * N], rows[:, : 2 * N])
-    if options.kanai:
+    if args.kanai:
         add(grad_w[2 * N :], rows[:, 2 * N :], rows_n)
     else:
         add_states(grad_w[2 * N :], rows_n)
-    if inputs.bias is None:
+    if args.bias is None:
         return grad_w, None
     grad_bias = rows.sum(0)
-    if not options.kanai:
+    if not args.kanai:
         grad_bias[2 * N :] = rows_n.sum(0)
     return grad_w, grad_bias

@@ -20,56 +20,12 @@ names.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-
-
-class Map(NamedTuple):
-    """The recurrent map W [N, N]: W = second diag(scale) first^T, or W = second if first and scale are None."""
-
-    first: Tensor | None  # V [N, K], the factor that a forward step applies first
-    scale: Tensor | None  # s [K]
-    second: Tensor  # U [N, K], or W [N, N]
-
-    @property
-    def op(self) -> str:
-        """The name of the op."""
-        return "dense_scan" if self.first is None else "factored_scan"
-
-
-class ScanInputs(NamedTuple):
-    """The other tensors of a scan; see ``orthokern.ops.factored_scan``."""
-
-    x: Tensor | None  # [T, B, N] without weight, else [T, B, D] or int64 [T, B]; None in a backward without x
-    h0: Tensor  # [B, N]
-    weight: Tensor | None = None  # [N, D]
-    bias: Tensor | None = None  # [N]
-    act_param: Tensor | None = None  # [1] or [N]
-    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class ScanOptions:
-    """The options of a scan; see ``orthokern.ops.factored_scan``."""
-
-    activation: str
-    checkpoint_every: int = 0
-    precision: str = "ieee"
-    algorithm: str = "auto"
-    lengths: Tensor | None = None  # int64 [B]
-    message_clip: float = 0.0
-    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
-
-    @property
-    def keeps_pre(self) -> bool:
-        """Whether the forward saves the pre-activations for the backward."""
-        return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
-
 
 _SAVED = object()  # in place of a tensor
 
@@ -145,22 +101,6 @@ class ScanArgs(NamedTuple):
         """The arguments with contiguous tensors."""
         return self._replace(**changed) if (changed := _contiguous(self)) else self
 
-    def parts(self) -> tuple[Map, ScanInputs, ScanOptions]:
-        """The map, the other tensors and the options."""
-        return (
-            Map(self.first, self.scale, self.second),
-            ScanInputs(self.x, self.h0, self.weight, self.bias, self.act_param, self.reset_state),
-            ScanOptions(
-                self.activation,
-                self.checkpoint_every,
-                self.precision,
-                self.algorithm,
-                self.lengths,
-                self.message_clip,
-                self.resets,
-            ),
-        )
-
 
 class ScanStates(NamedTuple):
     """Results of a forward."""
@@ -207,35 +147,6 @@ class GruArgs(NamedTuple):
     def contiguous(self) -> GruArgs:
         """The arguments with contiguous tensors."""
         return self._replace(**changed) if (changed := _contiguous(self)) else self
-
-    def parts(self) -> tuple[GruInputs, GruOptions]:
-        """The tensors and the options."""
-        inputs = GruInputs(self.x, self.w, self.h0, self.bias, self.reset_state)
-        return inputs, GruOptions(self.variant, self.lengths, self.resets)
-
-
-class GruInputs(NamedTuple):
-    """The tensors of a GRU scan; see ``orthokern.ops.gru_scan``."""
-
-    x: Tensor | None  # [T, B, 3N]; a backward has None
-    w: Tensor  # [3N, N]
-    h0: Tensor  # [B, N]
-    bias: Tensor | None = None  # [3N]
-    reset_state: Tensor | None = None  # [B, N], the state that resets start from; None: zeros
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class GruOptions:
-    """The options of a GRU scan; see ``orthokern.ops.gru_scan``."""
-
-    variant: str
-    lengths: Tensor | None = None  # int64 [B]
-    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
-
-    @property
-    def kanai(self) -> bool:
-        """Whether the variant is "kanai", which saves no ``pre``."""
-        return self.variant == "kanai"
 
 
 class GruStates(NamedTuple):

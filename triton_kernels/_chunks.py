@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from orthokern._gpu_scans import composed, power
-from orthokern._scan_contract import Map, ScanOptions
+from orthokern._scan_contract import ScanArgs
 from orthokern.triton_kernels._launch import launch_backward, launch_forward
 
 # Note [Chunks of time]
@@ -39,142 +38,73 @@ def chunk_length(T: int) -> int:
     return max(1, min(CHUNK_LIMIT, math.isqrt(T)))
 
 
-def wants_chunks(options: ScanOptions, T: int, B: int, device: torch.device, factored: bool) -> bool:
-    """Whether to scan in chunks. "auto" decides from shapes and the number of SMs."""
-    if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential":
+def wants_chunks(args: ScanArgs, T: int) -> bool:
+    """Whether to scan T steps in chunks. "auto" decides from shapes and the number of SMs."""
+    if args.activation != "identity" or args.message_clip > 0 or args.algorithm == "sequential":
         return False
-    if options.resets is not None:
+    if args.resets is not None:
         return False
-    if options.algorithm == "chunked":
+    if args.algorithm == "chunked":
         return True
     if T < CHUNK_MIN_T:
         return False
+    B, device = args.h0.shape[0], args.h0.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     chunk = chunk_length(T)
     chunks = triton.cdiv(T, chunk)
-    sequential = T * triton.cdiv(B, processors) * (2 if factored else 1)  # two products a step
+    sequential = T * triton.cdiv(B, processors) * (1 if args.first is None else 2)  # two products a step
     chunked = 2 * chunk * triton.cdiv(chunks * B, processors) + chunks  # one product
     return chunked < CHUNK_GAIN * sequential
 
 
-def forward_in_chunks(
-    map_: Map,
-    x: Tensor,
-    table: Tensor | None,
-    h0: Tensor,
-    *,
-    T: int,
-    precision: str,
-    hs: Tensor,
-    lengths: Tensor | None = None,
-) -> None:
-    """Note [Chunks of time], forward: fills hs [T, B, N]. map_: as the op has it."""
-    (B, N), C = h0.shape, chunk_length(T)
+def forward_in_chunks(args: ScanArgs, x: Tensor, table: Tensor | None, h0: Tensor, hs: Tensor) -> None:
+    """Note [Chunks of time], forward: fills hs [T, B, N] from h0 and the inputs of ``launch_forward``."""
+    (T, B, N), C = hs.shape, chunk_length(len(hs))
     P = triton.cdiv(T, C)
-    options: dict[str, Any] = {"activation": "identity", "precision": precision}
-    w = composed(map_)
-    dense = Map(None, None, w.to(h0.dtype))
-    entering = torch.zeros(P, B, N, dtype=h0.dtype, device=h0.device)
+    w = composed(args)
+    dense = None, None, w.to(h0.dtype)
+    entering = h0.new_zeros(P, B, N)
     entering[0] = h0
+    starts = entering.view(P * B, N)
     if P > 1:
-        last = torch.empty(P, B, N, dtype=h0.dtype, device=h0.device)
-        launch_forward(
-            dense,
-            x,
-            table,
-            entering.view(P * B, N),
-            None,
-            T=T,
-            B=B,
-            chunk=C,
-            hs=None,
-            last=last.view(P * B, N),
-            lengths=lengths,
-            **options,
-        )
+        last = torch.empty_like(entering)
+        launch_forward(args, dense, x, table, starts, chunk=C, last=last.view(P * B, N))
         # last[0] includes h0, so the scan over chunks 1 ... starts from zero
-        carried = Map(None, None, power(w, C).to(h0.dtype))
-        launch_forward(
-            carried,
-            last[: P - 1],
-            None,
-            torch.zeros_like(h0),
-            None,
-            T=P - 1,
-            B=B,
-            chunk=P - 1,
-            hs=entering[1:],
-            **options,
-        )
-    launch_forward(dense, x, table, entering.view(P * B, N), None, T=T, B=B, chunk=C, hs=hs, lengths=lengths, **options)
+        carried = None, None, power(w, C).to(h0.dtype)
+        zeros = torch.zeros_like(h0)
+        launch_forward(args._replace(lengths=None), carried, last[: P - 1], None, zeros, hs=entering[1:])
+    launch_forward(args, dense, x, table, starts, chunk=C, hs=hs)
 
 
-def backward_in_chunks(
-    map_: Map,
-    grad_hs: Tensor,
-    *,
-    precision: str,
-    delta: Tensor,
-    left: Tensor,
-    square: Tensor,
-    lengths: Tensor | None = None,
-) -> None:
-    """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]. map_: as the op has it."""
+def backward_in_chunks(args: ScanArgs, grad_hs: Tensor, *, delta: Tensor, left: Tensor, square: Tensor) -> None:
+    """Note [Chunks of time], backward: fills delta [T, B, N], left [B, N] and square [T, B]."""
     T, B, N = grad_hs.shape
     C = chunk_length(T)
     P = triton.cdiv(T, C)
-    options: dict[str, Any] = {"act_param": None, "activation": "identity", "precision": precision, "by_row": None}
-    w = composed(map_).mT.contiguous()
-    dense = Map(None, None, w.to(grad_hs.dtype))
-    carry = torch.zeros(P, B, N, dtype=grad_hs.dtype, device=grad_hs.device)  # of each chunk, from the chunk after it
+    w = composed(args).mT.contiguous()
+    dense = None, None, w.to(grad_hs.dtype)
+    carry = grad_hs.new_zeros(P, B, N)  # of each chunk, from the chunk after it
+    carries = carry.view(P * B, N)
     if P > 1:
         alone = torch.empty_like(carry)  # what each chunk passes on if its carry is zero
         launch_backward(
-            dense,
-            grad_hs,
-            None,
-            None,
-            carry.view(P * B, N),
-            T=T,
-            B=B,
-            chunk=C,
-            delta=None,
-            left=alone.view(P * B, N),
-            square=None,
-            lengths=lengths,
-            **options,
+            args, dense, grad_hs, None, None, carries, chunk=C, delta=None, left=alone.view(P * B, N), square=None
         )
         # carry[p] = alone[p + 1] + (W^T)^C carry[p + 1]: the adjoint scan itself, whose delta_p is carry[p]
-        rest = torch.empty_like(left)
-        carried = Map(None, None, power(w, C).to(grad_hs.dtype))
+        carried = None, None, power(w, C).to(grad_hs.dtype)
         launch_backward(
+            args._replace(lengths=None),
             carried,
             alone[1:],
             None,
             None,
             torch.zeros_like(left),
-            T=P - 1,
-            B=B,
-            chunk=P - 1,
             delta=carry[: P - 1],
-            left=rest,
+            left=torch.empty_like(left),
             square=square.new_empty(P - 1, B),
-            **options,
         )
     lefts = torch.empty_like(carry)
     launch_backward(
-        dense,
-        grad_hs,
-        None,
-        None,
-        carry.view(P * B, N),
-        T=T,
-        B=B,
-        chunk=C,
-        delta=delta,
-        left=lefts.view(P * B, N),
-        square=square,
-        lengths=lengths,
-        **options,
+        args, dense, grad_hs, None, None, carries, chunk=C, delta=delta, left=lefts.view(P * B, N), square=square
     )
     left.copy_(lefts[0])

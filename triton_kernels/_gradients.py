@@ -12,7 +12,6 @@ Note [Blocks of the gradient product]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern._gpu_scans import before_resets, started, token_table, transposed_product
 from orthokern._products import ieee_products
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.triton_kernels._chunks import backward_in_chunks, forward_in_chunks, wants_chunks
 from orthokern.triton_kernels._inputs import features_term, token_gradient
 from orthokern.triton_kernels._launch import TRITON_PRECISION, as_rows, launch_backward, launch_forward
@@ -28,59 +27,35 @@ from orthokern.triton_kernels._launch import TRITON_PRECISION, as_rows, launch_b
 BLOCK_ROWS = 65536
 
 
-def input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, precision: str) -> tuple[Tensor, Tensor | None]:
-    """The input of the forward kernel: (the input term [T, B, N], None), or (ids int64 [T, B], a table [D, N])."""
-    if weight is None:
+def input_of(args: ScanArgs, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The input of the forward kernel for the steps of x: (the input term [T, B, N], None), or (ids int64 [T, B], a
+    table [D, N])."""
+    if args.weight is None:
         return x, None
     if x.is_floating_point():
-        return features_term(x, weight, bias, precision), None
-    return x, token_table(weight, bias)
+        return features_term(x, args.weight, args.bias, TRITON_PRECISION[args.precision]), None
+    return x, token_table(args.weight, args.bias)
 
 
-def run_forward(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+def scan_fwd(args: ScanArgs) -> ScanStates:
     """hs, ckpt and pre; see ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    x, h0, weight, bias, act_param, reset_state = inputs
+    x, h0, every, resets = args.x, args.h0, args.checkpoint_every, args.resets
     assert x is not None
-    T, (B, N), every = x.shape[0], h0.shape, options.checkpoint_every
-    precision = TRITON_PRECISION[options.precision]
-    hs = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
-    source, table = input_of(x, weight, bias, precision)
+    T, (B, N) = args.time_steps, h0.shape
+    hs = h0.new_empty(T, B, N)
+    source, table = input_of(args, x)
     pre = None
-    if wants_chunks(options, T, B, h0.device, map_.first is not None):
-        forward_in_chunks(map_, source, table, h0, T=T, precision=precision, hs=hs, lengths=options.lengths)
+    if wants_chunks(args, T):
+        forward_in_chunks(args, source, table, h0, hs)
     else:
-        if options.keeps_pre:
-            pre = torch.empty(T, B, N, dtype=h0.dtype, device=h0.device)
-        cut, restart = cuts_of(options, inputs)
-        start = started(h0, None if options.resets is None else options.resets[0], reset_state)
-        launch_forward(
-            as_rows(map_),
-            source,
-            table,
-            start,
-            act_param,
-            T=T,
-            B=B,
-            chunk=T,
-            activation=options.activation,
-            precision=precision,
-            hs=hs,
-            pre=pre,
-            lengths=options.lengths,
-            cut=cut,
-            restart=restart,
-        )
+        pre = torch.empty_like(hs) if args.keeps_pre else None
+        start, cut = h0, None
+        if resets is not None:
+            start, cut = started(h0, resets[0], args.reset_state), before_resets(resets)
+        launch_forward(args, as_rows(args), source, table, start, hs=hs, pre=pre, cut=cut)
     # the states before steps 0, k, 2k, ...: h0 and every k-th of hs
     ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : T - 1 : every]]) if every else None
     return ScanStates(hs, ckpt, pre)
-
-
-def cuts_of(options: ScanOptions, inputs: ScanInputs) -> tuple[Tensor | None, Tensor | None]:
-    """(cut bool [T, B], restart [B, N]) of ``launch_forward``: the step before each one that resets."""
-    if options.resets is None:
-        return None, None
-    restart = torch.zeros_like(inputs.h0) if inputs.reset_state is None else inputs.reset_state
-    return before_resets(options.resets), restart
 
 
 def without_padding(values: Tensor, alive: Tensor | None, first: int) -> Tensor:
@@ -172,10 +147,8 @@ class ParameterSums:
 
 
 @ieee_products()
-def run_backward(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
+def scan_bwd(
+    args: ScanArgs,
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
@@ -183,31 +156,26 @@ def run_backward(
     need_x: bool = True,
     need_params: bool = True,
 ) -> ScanGradients:
-    """The adjoint scan of Note [Factored scan backward] and the sums over its result. (Longer than 100 lines: a line
-    for every argument of the kernel.)"""
-    x, h0, weight, bias, act_param, reset_state = inputs
-    activation, checkpoint_every, lengths = options.activation, options.checkpoint_every, options.lengths
-    rows_, transposed = as_rows(map_), as_rows(map_, transposed=True)
+    """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
+    x, h0, weight, act_param, reset_state = args.x, args.h0, args.weight, args.act_param, args.reset_state
+    checkpoint_every, lengths, resets = args.checkpoint_every, args.lengths, args.resets
+    rows, transposed = as_rows(args), as_rows(args, transposed=True)
     T, B, N = grad_hs.shape
-    precision = TRITON_PRECISION[options.precision]
-    chunked = wants_chunks(options, T, B, h0.device, map_.first is not None)
-    resets = options.resets
-    cut, restart = cuts_of(options, inputs)
+    chunked = wants_chunks(args, T)
+    cut = None if resets is None else before_resets(resets)
     cut_sum = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
     alive = None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths  # [T, B]
 
     def run(start: int, stop: int, h: Tensor, hs: Tensor, pre: Tensor | None) -> None:
         assert x is not None and (start == 0 or not chunked)  # chunks count lengths from step 0
-        inputs = input_of(x[start:stop], weight, bias, precision)
-        options: dict[str, Any] = {"precision": precision, "hs": hs, "lengths": lengths}
+        inputs = input_of(args, x[start:stop])
         if chunked:
-            forward_in_chunks(map_, *inputs, h, T=stop, **options)
+            forward_in_chunks(args, *inputs, h, hs)
             return
-        size = {"T": stop - start, "B": B, "chunk": stop - start, "first": start}
+        here = None
         if cut is not None and resets is not None:
-            h = started(h, resets[start], reset_state)
-            options |= {"cut": cut[start:stop], "restart": restart}
-        launch_forward(rows_, *inputs, h, act_param, activation=activation, pre=pre, **size, **options)
+            h, here = started(h, resets[start], reset_state), cut[start:stop]
+        launch_forward(args, rows, *inputs, h, hs=hs, pre=pre, first=start, cut=here)
 
     features = x is not None and x.is_floating_point() and weight is not None
     # all of delta is kept where it is grad_x (x is the input term) or there are no checkpoints; else one block
@@ -218,34 +186,16 @@ def run_backward(
     by_row = h0.new_zeros(B, N) if act_param is not None and need_params else None
     # chunks depend on T, so the same bits need all steps again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
-    source.keep_pre = ACTIVATIONS[activation].needs_input
-    sums = ParameterSums(h0, weight, bias, features) if need_params else None
+    source.keep_pre = ACTIVATIONS[args.activation].needs_input
+    sums = ParameterSums(h0, weight, args.bias, features) if need_params else None
     grad_x = h0.new_empty(x.shape) if features and need_x and x is not None else None
 
-    clip = h0.new_full((1,), options.message_clip) if options.message_clip > 0 else None
-    scan = {"activation": activation, "precision": precision, "by_row": by_row, "lengths": lengths, "clip": clip}
     if chunked:
         assert delta_all is not None
-        backward_in_chunks(
-            map_, grad_hs, precision=precision, delta=delta_all, left=left, square=square, lengths=lengths
-        )
+        backward_in_chunks(args, grad_hs, delta=delta_all, left=left, square=square)
     elif not checkpoint_every:
-        launch_backward(
-            transposed,
-            grad_hs,
-            states,
-            pre,
-            carry,
-            act_param,
-            T=T,
-            B=B,
-            chunk=T,
-            delta=delta_all,
-            left=left,
-            square=square,
-            cut=resets,
-            **scan,
-        )
+        results = {"delta": delta_all, "left": left, "square": square, "by_row": by_row}
+        launch_backward(args, transposed, grad_hs, states, pre, carry, cut=resets, **results)
 
     steps = max(1, BLOCK_ROWS // B)
     for low in reversed(range(0, T, steps)):
@@ -256,21 +206,18 @@ def run_backward(
         delta = delta_all[low:high] if delta_all is not None else h0.new_empty(high - low, B, N)
         if one_block:
             launch_backward(
+                args,
                 transposed,
                 grad_hs[low:high],
                 hs_block,
                 pre_block,
                 carry,
-                act_param,
-                T=high - low,
-                B=B,
-                chunk=high - low,
                 delta=delta,
                 left=left,
                 square=square[low:high],
+                by_row=by_row,
                 first=low,
                 cut=here,
-                **scan,
             )
             carry, left = left, carry
         if cut_sum is not None and here is not None:
@@ -292,5 +239,5 @@ def run_backward(
         by_unit = by_row.sum(0)
         grad_act_param = by_unit if act_param.numel() > 1 else by_unit.sum(0, keepdim=True)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
-    grad_state = None if cut_sum is None else transposed_product(map_, cut_sum)
+    grad_state = None if cut_sum is None else transposed_product(args, cut_sum)
     return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, square.sum(1).sqrt())

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import Map
+from orthokern._scan_contract import ScanArgs
 from orthokern.triton_kernels._scan import scan_bwd_kernel, scan_fwd_kernel
 from orthokern.triton_kernels.activations import parameter_kind
 
@@ -44,6 +44,9 @@ PANEL_WARPS = ((64, 4), (128, 8))
 DOT_ROWS = 5
 DOT_BLOCK_B = 16
 
+# W as the kernels read it: (first [K, N], scale [K], second [N, K]) with a row per output, or (None, None, W)
+Matrices = tuple[Tensor | None, Tensor | None, Tensor]
+
 TRITON_PRECISION = {"ieee": "ieee", "tf32": "tf32", "3xtf32": "tf32x3", "bf16": "bf16"}
 
 
@@ -67,72 +70,75 @@ def plan(N: int, K: int, rows: int, *, factored: bool, dtype: torch.dtype, preci
     return Plan("panels", 1, block_n, block_k, look_up(PANEL_WARPS, block_n) or 8)
 
 
-def as_rows(map_: Map, *, transposed: bool = False) -> Map:
-    """W, or W^T, as the kernels read it: first [K, N] and second [N, K] with a row per output, contiguous."""
-    first, scale, second = map_
+def as_rows(args: ScanArgs, *, transposed: bool = False) -> Matrices:
+    """W, or W^T, as the kernels read it, contiguous."""
+    first, second = args.first, args.second
     if first is None:
-        return Map(None, None, second.mT.contiguous() if transposed else second)
+        return None, None, second.mT.contiguous() if transposed else second
     if transposed:
         first, second = second, first
-    return Map(first.mT.contiguous(), scale, second)
+    return first.mT.contiguous(), args.scale, second
 
 
 def launch_forward(
-    map_: Map,
+    args: ScanArgs,
+    matrices: Matrices,
     x: Tensor,
     table: Tensor | None,
     h0: Tensor,
-    act_param: Tensor | None,
     *,
-    T: int,
-    B: int,
-    chunk: int,
-    activation: str,
-    precision: str,
-    hs: Tensor | None,
+    chunk: int | None = None,
+    hs: Tensor | None = None,
     pre: Tensor | None = None,
     last: Tensor | None = None,
-    lengths: Tensor | None = None,
     first: int = 0,
     cut: Tensor | None = None,
-    restart: Tensor | None = None,
 ) -> None:
     """Run ``scan_fwd_kernel`` from h0 [P B, N]; x is the input term [T, B, N], or ids [T, B] with table [D, N].
 
-    ``first``: the step of the sequences that is the first one here. cut: bool [T, B] and restart [B, N], or None for
-    both.
+    args: for the activation, precision, lengths and reset_state. chunk: its steps; None for all. ``first``: the step of
+    the sequences that is the first one here. cut: bool [T, B], the steps after which a reset follows, or None.
     """
-    (N, K), R = map_.second.shape, h0.shape[0]
-    way = plan(N, K, R, factored=map_.first is not None, dtype=h0.dtype, precision=precision)
+    T, B = x.shape[:2]
+    (N, K), R, factored, precision = (
+        matrices[2].shape,
+        h0.shape[0],
+        matrices[0] is not None,
+        TRITON_PRECISION[args.precision],
+    )
+    restart = None
+    if cut is not None:
+        restart = torch.zeros_like(args.h0) if args.reset_state is None else args.reset_state
+    way = plan(N, K, R, factored=factored, dtype=h0.dtype, precision=precision)
     with torch.cuda.device_of(h0):
         scan_fwd_kernel[(triton.cdiv(R, way.block_b),)](
             x,
             table,
-            *map_,
+            *matrices,
             h0,
-            act_param,
+            args.act_param,
             hs,
             pre,
             last,
-            lengths,
+            args.lengths,
             None if cut is None else cut.view(torch.uint8),
             restart,
             T,
             B,
             R,
-            chunk,
+            chunk or T,
             first,
             0 if table is None else table.shape[0],
             N=N,
             K=K,
-            FACTORED=map_.first is not None,
+            FACTORED=factored,
             TOKENS=table is not None,
-            ACTIVATION=activation,
-            PARAM=parameter_kind(act_param),
+            ACTIVATION=args.activation,
+            PARAM=parameter_kind(args.act_param),
             STORE_HS=hs is not None,
             STORE_PRE=pre is not None,
             STORE_LAST=last is not None,
-            LENGTHS=lengths is not None,
+            LENGTHS=args.lengths is not None,
             CUTS=cut is not None,
             WAY=way.way,
             PRECISION=precision,
@@ -145,63 +151,64 @@ def launch_forward(
 
 
 def launch_backward(
-    map_: Map,
+    args: ScanArgs,
+    matrices: Matrices,
     grad_hs: Tensor,
     hs: Tensor | None,
     pre: Tensor | None,
     carry: Tensor,
-    act_param: Tensor | None,
     *,
-    T: int,
-    B: int,
-    chunk: int,
-    activation: str,
-    precision: str,
     delta: Tensor | None,
     left: Tensor,
     square: Tensor | None,
-    by_row: Tensor | None,
-    lengths: Tensor | None = None,
+    by_row: Tensor | None = None,
+    chunk: int | None = None,
     first: int = 0,
-    clip: Tensor | None = None,
     cut: Tensor | None = None,
 ) -> None:
-    """Run ``scan_bwd_kernel`` from carry [P B, N] to left [P B, N]; clip: [1] or None; cut: bool [T, B] or None; the
-    others as in ``launch_forward``."""
-    (N, K), R = map_.second.shape, carry.shape[0]
-    way = plan(N, K, R, factored=map_.first is not None, dtype=carry.dtype, precision=precision)
-    reads = ACTIVATIONS[activation].reads
+    """Run ``scan_bwd_kernel`` from carry [P B, N] to left [P B, N]; cut: the resets of these steps or None; the others
+    as in ``launch_forward``."""
+    T, B = grad_hs.shape[:2]
+    (N, K), R, factored, precision = (
+        matrices[2].shape,
+        carry.shape[0],
+        matrices[0] is not None,
+        TRITON_PRECISION[args.precision],
+    )
+    clip = carry.new_full((1,), args.message_clip) if args.message_clip > 0 else None
+    way = plan(N, K, R, factored=factored, dtype=carry.dtype, precision=precision)
+    reads = ACTIVATIONS[args.activation].reads
     from_hs, from_pre = reads == "output", reads == "input"
     with torch.cuda.device_of(carry):
         scan_bwd_kernel[(triton.cdiv(R, way.block_b),)](
             grad_hs,
             hs if from_hs else None,
             pre if from_pre else None,
-            *map_,
+            *matrices,
             carry,
-            act_param,
+            args.act_param,
             delta,
             left,
             square,
             by_row,
-            lengths,
+            args.lengths,
             clip,
             None if cut is None else cut.view(torch.uint8),
             T,
             B,
             R,
-            chunk,
+            chunk or T,
             first,
             N=N,
             K=K,
-            FACTORED=map_.first is not None,
-            ACTIVATION=activation,
-            PARAM=parameter_kind(act_param),
+            FACTORED=factored,
+            ACTIVATION=args.activation,
+            PARAM=parameter_kind(args.act_param),
             STORE_DELTA=delta is not None,
             STORE_SUM=by_row is not None,
             FROM_HS=from_hs,
             FROM_PRE=from_pre,
-            LENGTHS=lengths is not None,
+            LENGTHS=args.lengths is not None,
             CLIP=clip is not None,
             CUTS=cut is not None,
             WAY=way.way,

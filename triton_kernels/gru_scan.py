@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern._gru_parameters import parameter_gradients
-from orthokern._scan_contract import GruArgs, GruGradients, GruOptions, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._launch import PANEL_WARPS, look_up
 from orthokern.triton_kernels._matrix import WIDE, elements, load_matrix, multiply_row, once
@@ -368,30 +368,29 @@ def plan(N: int, dtype: torch.dtype) -> Plan:
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 128."""
-    inputs, options = args.parts()
-    x, w, h0, bias, state = inputs
+    x, h0, lengths, state = args.x, args.h0, args.lengths, args.reset_state
     assert x is not None
-    T, (B, N), lengths = x.shape[0], h0.shape, options.lengths
-    pre = None if options.kanai else h0.new_empty(T, B, N)
+    T, (B, N) = x.shape[0], h0.shape
+    pre = None if args.kanai else h0.new_empty(T, B, N)
     states = GruStates(h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N), pre)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
             x,
-            w,
+            args.w,
             h0,
-            bias,
+            args.bias,
             *states,
             lengths,
-            _flags(options),
+            _flags(args),
             h0 if state is None else state,
             T,
             B,
             N=N,
-            KANAI=options.kanai,
-            BIAS=bias is not None,
+            KANAI=args.kanai,
+            BIAS=args.bias is not None,
             LENGTHS=lengths is not None,
-            RESETS=options.resets is not None,
+            RESETS=args.resets is not None,
             STATE=state is not None,
             WAY=way.way,
             BLOCK_N=way.block_n,
@@ -403,8 +402,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
-    inputs, options = args.parts()
-    w, h0, lengths, state = inputs.w, inputs.h0, options.lengths, inputs.reset_state
+    h0, lengths, state = args.h0, args.lengths, args.reset_state
     T, B, N = grad_hs.shape
     grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
     factor = h0.new_empty(T, B, N) if need_params else None
@@ -414,23 +412,23 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
         gru_scan_bwd_kernel[(B,)](
             grad_hs,
             *states,
-            w.view(-1, N, N).mT.contiguous(),
+            args.w.view(-1, N, N).mT.contiguous(),
             h0,
             grad_x,
             factor,
             grad_h0,
             square,
             lengths,
-            _flags(options),
+            _flags(args),
             h0 if state is None else state,
             grad_state,
             T,
             B,
             N=N,
-            KANAI=options.kanai,
+            KANAI=args.kanai,
             FACTOR=factor is not None,
             LENGTHS=lengths is not None,
-            RESETS=options.resets is not None,
+            RESETS=args.resets is not None,
             STATE=state is not None,
             WAY=way.way,
             BLOCK_N=way.block_n,
@@ -439,9 +437,9 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
         )
     grad_w = grad_bias = None
     if factor is not None:
-        grad_w, grad_bias = parameter_gradients(inputs, options, states.hs, grad_x, factor)
+        grad_w, grad_bias = parameter_gradients(args, states.hs, grad_x, factor)
     return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, square.sum(1).sqrt())
 
 
-def _flags(options: GruOptions) -> Tensor | None:
-    return None if options.resets is None else options.resets.view(torch.uint8)
+def _flags(args: GruArgs) -> Tensor | None:
+    return None if args.resets is None else args.resets.view(torch.uint8)

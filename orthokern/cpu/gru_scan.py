@@ -45,7 +45,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
     if need_params:
-        grad_w, grad_bias = parameter_gradients(*args.parts(), states.hs, grad_x, factor)
+        grad_w, grad_bias = parameter_gradients(args, states.hs, grad_x, factor)
     return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm)
 
 

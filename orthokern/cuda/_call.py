@@ -25,6 +25,7 @@ except ImportError as error:
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
+_ARGUMENT_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; the others are float32
 # Planner overrides for tests: the fields of ScanOverrides and GruOverrides in csrc/cuda.
 overrides: dict[str, int] = {}
 
@@ -40,6 +41,17 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
         raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def ready_args(args: Any) -> Any:
+    """The arguments of a scan, ``ScanArgs`` or ``GruArgs``, with tensors in the form that kernels need."""
+    tensors = {}
+    for name, value in args._asdict().items():
+        if isinstance(value, Tensor):
+            ids = name == "x" and not value.is_floating_point()
+            dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
+            tensors[name] = ready(value, dtype, args.h0.device, name)
+    return args._replace(**tensors)
 
 
 def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

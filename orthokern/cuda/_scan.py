@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 from orthokern._activations import ACTIVATIONS
 from orthokern._gpu_scans import before_resets, composed, power, started, token_table, transposed_product
 from orthokern._products import ieee_products, norms_of_steps
-from orthokern._scan_contract import Map, ScanGradients, ScanInputs, ScanOptions, ScanStates
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.cuda import _call as native
 from orthokern.cuda._streams import SideStream
 from orthokern.cuda._sums import Sums
@@ -39,53 +38,43 @@ _NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "e
 class Scan:
     """Launches of one scan kernel, forward or backward, over B rows of the batch or over chunks of them.
 
-    map_ and act_param are float32 and contiguous; options.lengths is in the form that kernels need. tokens: whether
-    the inputs are token ids. chunk, sequences: see csrc/cuda/scan.h; None for no chunks. restart: [B, N], the state
-    that a reset sets; None: zeros.
+    args: as ``native.ready_args`` returns them. chunk, sequences: see csrc/cuda/scan.h; None for no chunks.
     """
 
     def __init__(
-        self,
-        map_: Map,
-        options: ScanOptions,
-        act_param: Tensor | None,
-        *,
-        backward: bool,
-        B: int,
-        tokens: bool = False,
-        chunk: int | None = None,
-        sequences: int | None = None,
-        restart: Tensor | None = None,
+        self, args: ScanArgs, *, backward: bool, chunk: int | None = None, sequences: int | None = None
     ) -> None:
-        N = map_.second.shape[-2]
-        self.map, self.device, self.chunk = map_, map_.second.device, chunk
-        self.tensors = {**map_._asdict(), "act_param": act_param, "lengths": options.lengths, "restart": restart}
-        self.cut = None if options.resets is None else _cuts(options.resets, backward)
-        self.clip = options.message_clip if backward and options.message_clip > 0 else math.inf
+        (B, N), act_param = args.h0.shape, args.act_param
+        self.args, self.device, self.chunk = args, args.h0.device, chunk
+        self.tensors = {name: getattr(args, name) for name in ("first", "scale", "second", "act_param", "lengths")}
+        self.tensors["restart"] = None if backward else args.reset_state
+        self.cut = None if args.resets is None else _cuts(args.resets, backward)
+        self.clip = args.message_clip if backward and args.message_clip > 0 else math.inf
+        tokens = not backward and args.x is not None and not args.x.is_floating_point()
         self.sizes = {
             "B": B,
             "N": N,
-            "K": 0 if map_.first is None else map_.first.shape[-1],
+            "K": args.sizes.get("K", 0),
             "sequences": B if sequences is None else sequences,
-            "precision": _PRECISIONS[options.precision],
-            "activation": ACTIVATIONS[options.activation].number,
+            "precision": _PRECISIONS[args.precision],
+            "activation": ACTIVATIONS[args.activation].number,
             "act_param_stride": int(act_param is not None and act_param.numel() > 1),
             "backward": int(backward),
         }
         # the shared memory of a sequence depends on which inputs exist
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
-        self.plan = native.plan(f"{map_.op}_plan", self.device, asked)
+        self.plan = native.plan(f"{args.op}_plan", self.device, asked)
         self.packed = False  # whether a launch has filled the workspace
         for name in ("packed1", "packed2"):
-            self.tensors[name] = map_.second.new_empty(self.plan[name]) if self.plan[name] else None
+            self.tensors[name] = args.second.new_empty(self.plan[name]) if self.plan[name] else None
 
     def sums(self) -> Tensor:
         """[2, rows, N]: the running sums of act_param's gradient over all launches."""
-        return self.map.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
+        return self.args.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
 
     def norms(self, steps: int) -> Tensor:
         """[T, columns]: partial sums of squares of every step."""
-        return self.map.second.new_zeros(steps, self.plan["norm_columns"])
+        return self.args.second.new_zeros(steps, self.plan["norm_columns"])
 
     def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
         """Launch the scan of ``steps`` steps, from step ``time`` of the op on, on the current stream; tensors of these
@@ -107,7 +96,7 @@ class Scan:
         if self.plan["path"] == _LIBRARY:
             self._run_steps(sizes, args)
         else:
-            native.call(self.map.op, self.device, {**sizes, "plan": self.plan}, args)
+            native.call(self.args.op, self.device, {**sizes, "plan": self.plan}, args)
             self.packed = True
 
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
@@ -118,7 +107,7 @@ class Scan:
                 if result is not None:
                     result.zero_()
         shape = self.sizes["sequences"], self.sizes["N"]
-        state = self.map.second.new_zeros(shape) if start is None else start.view(shape).clone()
+        state = self.args.second.new_zeros(shape) if start is None else start.view(shape).clone()
         product, factors = torch.empty_like(state), self._factors()
         end_step = native.prepared("scan_step", self.device, sizes, {**args, "product": product, "passed": state})
         with ieee_products():
@@ -129,12 +118,12 @@ class Scan:
 
     def _factors(self) -> list[Tensor]:
         """Matrices whose product maps the rows of a state: W^T, backward W, as two factors if that is less work."""
-        first, scale, second = self.map
+        first, scale, second = self.args.first, self.args.scale, self.args.second
         backward = self.sizes["backward"]
         if first is None or scale is None:
             return [second if backward else second.mT]
         if 2 * self.sizes["K"] > self.sizes["N"]:
-            w = composed(self.map).to(second.dtype)
+            w = composed(self.args).to(second.dtype)
             return [w if backward else w.mT]
         return [second * scale, first.mT] if backward else [first * scale, second.mT]
 
@@ -157,24 +146,24 @@ def _input_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Te
     return e.view(*x.shape[:2], weight.shape[0]), None
 
 
-def chunk_length(options: ScanOptions, steps: int, B: int, N: int) -> int:
+def chunk_length(args: ScanArgs, steps: int) -> int:
     """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clipping and resets require.
 
     The cost is two scans of C steps over all chunks, and one over the T / C carries: it is lowest for C near sqrt(T).
     C is limited so that there are many chunks.
     """
-    if options.activation != "identity" or options.message_clip > 0 or options.algorithm == "sequential" or steps < 2:
+    if args.activation != "identity" or args.message_clip > 0 or args.algorithm == "sequential" or steps < 2:
         return 0
-    if options.resets is not None:
+    if args.resets is not None:
         return 0
-    if options.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):
+    B, N = args.h0.shape
+    if args.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):
         return 0
     return max(1, min(_LONGEST_CHUNK, math.isqrt(steps)))
 
 
 def _chunked(
-    map_: Map,
-    options: ScanOptions,
+    args: ScanArgs,
     chunk: int,
     inputs: dict[str, Any],
     start: Tensor | None,
@@ -193,16 +182,14 @@ def _chunked(
     """
     steps, B, N = out.shape
     count = -(-steps // chunk)
-    w = composed(map_)
-    if map_.first is not None and 2 * map_.first.shape[1] > N:
-        map_ = Map(None, None, w.float())
+    w = composed(args)
+    if args.first is not None and 2 * args.first.shape[1] > N:
+        args = args._replace(first=None, scale=None, second=w.float())
     starts = out.new_empty(count, B, N)
     starts[0].copy_(start) if start is not None else starts[0].zero_()
 
     def scan(chunks: int) -> Scan:
-        return Scan(
-            map_, options, None, backward=backward, B=B, tokens=table is not None, chunk=chunk, sequences=chunks * B
-        )
+        return Scan(args, backward=backward, chunk=chunk, sequences=chunks * B)
 
     if count > 1:
         ends = out.new_empty(count - 1, B, N)
@@ -213,45 +200,25 @@ def _chunked(
     scan(count).run(steps, **inputs, table=table, start=starts, out=out)
 
 
-def _ready(map_: Map, inputs: ScanInputs, options: ScanOptions) -> tuple[Map, ScanInputs, ScanOptions]:
-    """The arguments, checked and in the form that kernels need."""
-    device = map_.second.device
-
-    def ready(tensor: Tensor | None, name: str) -> Any:
-        ids = tensor is not None and not tensor.is_floating_point()
-        return native.ready(tensor, torch.int64 if ids else torch.float32, device, name)
-
-    names = ("v", "s", "u") if map_.op == "factored_scan" else ("", "", "w")
-    return (
-        Map(*[ready(tensor, name) for tensor, name in zip(map_, names, strict=True)]),
-        ScanInputs(*[ready(tensor, name) for name, tensor in inputs._asdict().items()]),
-        dataclasses.replace(
-            options,
-            lengths=native.ready(options.lengths, torch.int64, device, "lengths"),
-            resets=native.ready(options.resets, torch.bool, device, "resets"),
-        ),
-    )
-
-
-def scan_fwd(map_: Map, inputs: ScanInputs, options: ScanOptions) -> ScanStates:
+def scan_fwd(args: ScanArgs) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``.
 
     ``precision`` has an effect on the kernels of clusters (N from 193 to 1024).
     """
-    map_, inputs, options = _ready(map_, inputs, options)
-    x, h0, weight, bias, act_param, reset_state = inputs
+    args = native.ready_args(args)
+    x, h0, resets, checkpoint_every = args.x, args.h0, args.resets, args.checkpoint_every
     assert x is not None
-    steps, (B, N), checkpoint_every = x.shape[0], h0.shape, options.checkpoint_every
-    e, table = _input_of(x, weight, bias)
-    hs = h0.new_empty(steps, B, N)
-    pre = h0.new_empty(steps, B, N) if options.keeps_pre else None
+    steps = args.time_steps
+    e, table = _input_of(x, args.weight, args.bias)
+    hs = h0.new_empty(steps, *h0.shape)
+    pre = torch.empty_like(hs) if args.keeps_pre else None
     terms: dict[str, Any] = {"x": e} if table is None else {"tokens": x}
-    chunk = chunk_length(options, steps, B, N)
+    chunk = chunk_length(args, steps)
     if chunk:
-        _chunked(map_, options, chunk, terms, h0, hs, backward=False, table=table)
+        _chunked(args, chunk, terms, h0, hs, backward=False, table=table)
     else:
-        scan = Scan(map_, options, act_param, backward=False, B=B, tokens=table is not None, restart=reset_state)
-        start = h0 if options.resets is None else started(h0, options.resets[0], reset_state)
+        scan = Scan(args, backward=False)
+        start = h0 if resets is None else started(h0, resets[0], args.reset_state)
         scan.run(steps, **terms, table=table, start=start, out=hs, pre=pre)
     ckpt = None
     if checkpoint_every:
@@ -266,20 +233,14 @@ class _Recomputed:
     followed by those of later steps that do not fill a window yet.
     """
 
-    def __init__(
-        self, map_: Map, inputs: ScanInputs, options: ScanOptions, ckpt: Tensor, steps: int, window: int
-    ) -> None:
-        assert inputs.x is not None
-        B, N = inputs.h0.shape
-        self.inputs, self.ckpt, self.every, self.x = inputs, ckpt, options.checkpoint_every, inputs.x
-        tokens = inputs.weight is not None and not inputs.x.is_floating_point()
-        self.table = _input_of(inputs.x, inputs.weight, inputs.bias)[1] if tokens else None
-        self.scan = Scan(
-            map_, options, inputs.act_param, backward=False, B=B, tokens=tokens, restart=inputs.reset_state
-        )
-        self.resets = options.resets
+    def __init__(self, args: ScanArgs, ckpt: Tensor, steps: int, window: int) -> None:
+        assert args.x is not None
+        B, N = args.h0.shape
+        self.args, self.ckpt, self.every, self.x = args, ckpt, args.checkpoint_every, args.x
+        self.table = None if args.x.is_floating_point() else _input_of(args.x, args.weight, args.bias)[1]
+        self.scan = Scan(args, backward=False)
         self.before = ckpt.new_empty(min(self.every + window, steps) + 1, B, N)
-        self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[options.activation].needs_input else None
+        self.pre = ckpt.new_empty(self.every, B, N) if ACTIVATIONS[args.activation].needs_input else None
 
     def run(self, start: int, stop: int, waiting: int) -> tuple[Tensor, Tensor | None]:
         """States and, if the activation needs them, pre-activations of the steps [start, stop). ``waiting`` rows of
@@ -291,12 +252,12 @@ class _Recomputed:
         segment, part = self.before[1 : length + 1], self.x[start:stop]
         pre = None if self.pre is None else self.pre[:length]
         if self.table is None:
-            term = {"x": _input_of(part, self.inputs.weight, self.inputs.bias)[0]}
+            term = {"x": _input_of(part, self.args.weight, self.args.bias)[0]}
         else:
             term = {"tokens": part}
         first = self.before[0]
-        if self.resets is not None:
-            first = started(first, self.resets[start], self.inputs.reset_state)
+        if self.args.resets is not None:
+            first = started(first, self.args.resets[start], self.args.reset_state)
         # the last row may also belong to a waiting step: it has the same bits
         self.scan.run(length, **term, table=self.table, start=first, out=segment, pre=pre, time=start)
         return segment, pre
@@ -311,13 +272,11 @@ def window_steps(B: int, N: int) -> int:
 class _Products:
     """The products with the adjoints of whole windows, the last window first."""
 
-    def __init__(
-        self, inputs: ScanInputs, options: ScanOptions, steps: int, window: int, *, need_x: bool, need_params: bool
-    ) -> None:
-        x, self.h0, self.weight, _, _, reset_state = inputs
-        lengths, self.resets = options.lengths, options.resets
+    def __init__(self, args: ScanArgs, steps: int, window: int, *, need_x: bool, need_params: bool) -> None:
+        x, lengths, reset_state = args.x, args.lengths, args.reset_state
+        self.h0, self.weight, self.resets = args.h0, args.weight, args.resets
         alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-        self.sums = Sums(inputs, alive, self.resets) if need_params else None
+        self.sums = Sums(args, alive) if need_params else None
         # [B, N], the sum of delta_t over the resets
         self.cut_sum = None if self.resets is None or reset_state is None else torch.zeros_like(reset_state)
         features = need_x and self.weight is not None and x is not None and x.is_floating_point()
@@ -368,9 +327,7 @@ class _Adjoints(NamedTuple):
 
 
 def _adjoint_scan(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
+    args: ScanArgs,
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
@@ -380,12 +337,12 @@ def _adjoint_scan(
     need_params: bool,
 ) -> _Adjoints:
     """The adjoint recurrence, segment by segment, and the products with its results."""
-    h0, act_param, resets = inputs.h0, inputs.act_param, options.resets
+    h0, resets = args.h0, args.resets
     steps, B, N = grad_hs.shape
-    chunk, window = chunk_length(options, steps, B, N), products.window
-    every = options.checkpoint_every or max(steps, 1)
-    scan = Scan(map_, options, act_param, backward=True, B=B)
-    again = _Recomputed(map_, inputs, options, states, steps, window) if options.checkpoint_every else None
+    chunk, window = chunk_length(args, steps), products.window
+    every = args.checkpoint_every or max(steps, 1)
+    scan = Scan(args, backward=True)
+    again = _Recomputed(args, states, steps, window) if args.checkpoint_every else None
     side = None
     # a batch with so short a window occupies the GPU, and products of a library alternate with other kernels
     room = scan.plan["path"] != _LIBRARY and window >= _OVERLAPPED_STEPS
@@ -396,7 +353,7 @@ def _adjoint_scan(
     # steps follow, as in _Recomputed.
     delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
     carry = None  # delta of the step after the segment
-    running = scan.sums() if act_param is not None and need_params else None
+    running = scan.sums() if args.act_param is not None and need_params else None
     norms = None if chunk else scan.norms(steps)
     try:
         for start in reversed(range(0, steps, every)):
@@ -409,23 +366,15 @@ def _adjoint_scan(
                 if waiting and not keep_delta:
                     delta[stop - start : products.high - start] = delta[:waiting].clone()
                 segment, gate = again.run(start, stop, waiting)
-            if gate is None and options.activation != "identity":
+            if gate is None and args.activation != "identity":
                 gate = segment
             place, g = delta[start - low : stop - low], grad_hs[start:stop]
             if chunk:
-                _chunked(map_, options, chunk, {"x": g}, None, place, backward=True)
+                _chunked(args, chunk, {"x": g}, None, place, backward=True)
             else:
                 of_steps = None if norms is None else norms[start:stop]
-                scan.run(
-                    stop - start,
-                    x=g,
-                    gate=gate,
-                    start=carry,
-                    out=place,
-                    norms=of_steps,
-                    sums=running,
-                    time=start,
-                )
+                results = {"out": place, "norms": of_steps, "sums": running}
+                scan.run(stop - start, time=start, x=g, gate=gate, start=carry, **results)
             # the kernel of the next segment may overwrite this row
             carry = place[0] if keep_delta else place[0].clone()
             if resets is not None:
@@ -439,9 +388,7 @@ def _adjoint_scan(
 
 
 def scan_bwd(
-    map_: Map,
-    inputs: ScanInputs,
-    options: ScanOptions,
+    args: ScanArgs,
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
@@ -450,29 +397,28 @@ def scan_bwd(
     need_params: bool = True,
 ) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    map_, inputs, options = _ready(map_, inputs, options)
-    h0, act_param = inputs.h0, inputs.act_param
+    args = native.ready_args(args)
+    h0, act_param = args.h0, args.act_param
     saved: list[Any] = [
         native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
     ]
     grad_hs, states, pre = saved
     steps, B, N = grad_hs.shape
-    chunk = chunk_length(options, steps, B, N)
-    if options.checkpoint_every and chunk:
+    if args.checkpoint_every and chunk_length(args, steps):
         # chunks and segments have different borders: recompute all states as in the forward
-        options = dataclasses.replace(options, checkpoint_every=0)
-        states = scan_fwd(map_, inputs, options).hs
+        args = args._replace(checkpoint_every=0)
+        states = scan_fwd(args).hs
 
-    window, of_input = window_steps(B, N), need_x and inputs.weight is None
-    products = _Products(inputs, options, steps, window, need_x=need_x, need_params=need_params)
-    keep_delta = not options.checkpoint_every or of_input
+    window, of_input = window_steps(B, N), need_x and args.weight is None
+    products = _Products(args, steps, window, need_x=need_x, need_params=need_params)
+    keep_delta = not args.checkpoint_every or of_input
     delta, carry, running, norms = _adjoint_scan(
-        map_, inputs, options, grad_hs, states, pre, products, keep_delta=keep_delta, need_params=need_params
+        args, grad_hs, states, pre, products, keep_delta=keep_delta, need_params=need_params
     )
     with ieee_products():
-        grad_h0 = torch.zeros_like(h0) if carry is None else transposed_product(map_, carry)
-        grad_state = None if products.cut_sum is None else transposed_product(map_, products.cut_sum)
+        grad_h0 = torch.zeros_like(h0) if carry is None else transposed_product(args, carry)
+        grad_state = None if products.cut_sum is None else transposed_product(args, products.cut_sum)
     norm = norms_of_steps(delta).to(delta.dtype) if norms is None else norms.sum(1).sqrt()
     grad_act_param = None if running is None or act_param is None else _parameter_gradient(running, act_param)
     m, grad_weight, grad_bias = (None, None, None) if products.sums is None else products.sums.results()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import ScanInputs
+from orthokern._scan_contract import ScanArgs
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -18,16 +18,15 @@ class Sums:
 
     alive: bool [T, B], False on padding, or None for no padding. The other factor is set to 0 on padding, since 0 times
     an infinity or a NaN is NaN.
-    resets: bool [T, B], or None: the steps that started from reset_state, or from zeros for None.
     """
 
-    def __init__(self, inputs: ScanInputs, alive: Tensor | None, resets: Tensor | None) -> None:
-        x, self.h0, weight, bias, _, self.reset_state = inputs
+    def __init__(self, args: ScanArgs, alive: Tensor | None) -> None:
+        x, self.h0, self.weight, self.bias, self.alive = args.x, args.h0, args.weight, args.bias, alive
+        self.x, self.resets, self.reset_state = x, args.resets, args.reset_state
         self.m: Tensor | None = None
         self.grad_weight: Tensor | None = None
         self.grad_bias: Tensor | None = None
-        self.x, self.weight, self.bias, self.alive, self.resets = x, weight, bias, alive, resets
-        self.features = weight is not None and x is not None and x.is_floating_point()
+        self.features = self.weight is not None and x is not None and x.is_floating_point()
 
     def add(self, start: int, delta: Tensor, before: Tensor) -> None:
         """Add the steps from ``start`` on: delta_t and before, which is h_{t-1}, both [steps, B, N]."""

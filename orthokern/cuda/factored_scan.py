@@ -1,24 +1,6 @@
 """factored_scan on CUDA; the kernels: ``csrc/cuda/factored_scan.cu``."""
 
-from torch import Tensor
-
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
-from orthokern.cuda._scan import scan_bwd, scan_fwd
+from orthokern.cuda._scan import scan_bwd as factored_scan_bwd
+from orthokern.cuda._scan import scan_fwd as factored_scan_fwd
 
 __all__ = ["factored_scan_bwd", "factored_scan_fwd"]
-
-
-def factored_scan_fwd(args: ScanArgs) -> ScanStates:
-    return scan_fwd(*args.parts())
-
-
-def factored_scan_bwd(
-    args: ScanArgs,
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor | None,
-    *,
-    need_x: bool = True,
-    need_params: bool = True,
-) -> ScanGradients:
-    return scan_bwd(*args.parts(), grad_hs, states, pre, need_x=need_x, need_params=need_params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,33 +10,34 @@ from torch import Tensor
 from orthokern._gpu_scans import started
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._products import ieee_products
-from orthokern._scan_contract import GruArgs, GruGradients, GruInputs, GruOptions, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.cuda import _call as native
 
 _LIBRARY = 1  # GruPath::kLibrary of csrc/cuda/gru_scan.h
+# the tensors of GruArgs in csrc/cuda/gru_scan.h
+_TENSORS = ("x", "w", "h0", "bias", "lengths", "resets", "reset_state")
 _GATES, _CANDIDATE, _ALL, _RESET, _CARRY = range(5)  # GruStep of csrc/cuda/gru_step.h
 
 
 class _Scan:
     """One GRU scan with the plan of the native planner (csrc/cuda/gru_scan.h)."""
 
-    def __init__(self, inputs: GruInputs, options: GruOptions, T: int, *, backward: bool) -> None:
-        B, N = inputs.h0.shape
-        self.inputs, self.options, self.backward = inputs, options, backward
-        self.sizes = {"T": T, "B": B, "N": N, "kanai": int(options.kanai)}
-        self.plan = native.plan("gru_scan_plan", inputs.h0.device, {**self.sizes, "backward": int(backward)})
+    def __init__(self, args: GruArgs, T: int, *, backward: bool) -> None:
+        B, N = args.h0.shape
+        self.args, self.backward = args, backward
+        self.sizes = {"T": T, "B": B, "N": N, "kanai": int(args.kanai)}
+        self.plan = native.plan("gru_scan_plan", args.h0.device, {**self.sizes, "backward": int(backward)})
 
     def run(self, **tensors: Tensor | None) -> None:
         """Launch it on the current stream; tensors by the names in csrc/cuda/gru_scan.h."""
-        h0 = self.inputs.h0
+        h0 = self.args.h0
         work = h0.new_zeros(self.plan["work"]) if self.plan["work"] else None
-        of_options = {"lengths": self.options.lengths, "resets": self.options.resets}
-        args = {**self.inputs._asdict(), **of_options, **tensors, "work": work}
+        args = {**{name: getattr(self.args, name) for name in _TENSORS}, **tensors, "work": work}
         if self.plan["path"] != _LIBRARY:
             sizes: dict[str, Any] = {**self.sizes, "backward": int(self.backward), "plan": self.plan}
             native.call("gru_scan", h0.device, sizes, args)
             return
-        if self.options.lengths is not None:  # the kernels of single steps write no padding
+        if self.args.lengths is not None:  # the kernels of single steps write no padding
             for name in ("grad_x", "factor") if self.backward else ("hs", "gates", "pre"):
                 result = args[name]
                 if result is not None:
@@ -47,7 +47,7 @@ class _Scan:
 
     def _parts(self, args: dict[str, Tensor | None], **buffers: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """A function of ``part`` and ``step`` for each (product, passed) of gru_step."""
-        device = self.inputs.h0.device
+        device = self.args.h0.device
         return {
             name: native.prepared("gru_step", device, self.sizes, {**args, "product": product, "passed": passed})
             for name, (product, passed) in buffers.items()
@@ -55,11 +55,11 @@ class _Scan:
 
     def _run_forward(self, args: dict[str, Tensor | None]) -> None:
         """Library products, and one kernel after each."""
-        inputs, N = self.inputs, self.sizes["N"]
-        first = None if self.options.resets is None else self.options.resets[0]
-        state, new = started(inputs.h0, first, inputs.reset_state).clone(), inputs.h0.new_empty
-        B, rows = len(state), inputs.w.mT
-        if not self.options.kanai:
+        h0, resets, N = self.args.h0, self.args.resets, self.sizes["N"]
+        first = None if resets is None else resets[0]
+        state, new = started(h0, first, self.args.reset_state).clone(), h0.new_empty
+        B, rows = len(state), self.args.w.mT
+        if not self.args.kanai:
             sums = new(B, 3 * N)
             parts = self._parts(args, all=(sums, state))
             for t in range(self.sizes["T"]):
@@ -77,8 +77,8 @@ class _Scan:
 
     def _run_backward(self, args: dict[str, Tensor | None]) -> None:
         """Library products, and one kernel after each."""
-        w, N, T, kanai = self.inputs.w, self.sizes["N"], self.sizes["T"], self.options.kanai
-        carry = torch.zeros_like(self.inputs.h0)
+        w, N, T, kanai = self.args.w, self.sizes["N"], self.sizes["T"], self.args.kanai
+        carry = torch.zeros_like(self.args.h0)
         of_candidate = torch.empty_like(carry)
         adjoints = carry.new_zeros(len(carry), 3 * N)  # zeros for sequences that have ended
         parts = self._parts(args, carry=(carry, adjoints), reset=(of_candidate, adjoints))
@@ -97,21 +97,19 @@ class _Scan:
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``."""
-    inputs, options = args.parts()
-    inputs, options = _ready(inputs, options)
-    assert inputs.x is not None
-    T, (B, N), new = inputs.x.shape[0], inputs.h0.shape, inputs.h0.new_empty
-    states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if options.kanai else new(T, B, N))
+    args = native.ready_args(args)
+    assert args.x is not None
+    T, (B, N), new = args.x.shape[0], args.h0.shape, args.h0.new_empty
+    states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if args.kanai else new(T, B, N))
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
-    _Scan(inputs, options, T, backward=False).run(**of_backward, **states._asdict())
+    _Scan(args, T, backward=False).run(**of_backward, **states._asdict())
     return states
 
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
-    inputs, options = args.parts()
-    inputs, options = _ready(inputs._replace(x=None), options)
-    h0 = inputs.h0
+    args = native.ready_args(args._replace(x=None))
+    h0 = args.h0
     saved = {
         name: native.ready(tensor, torch.float32, h0.device, name)
         for name, tensor in {"grad_hs": grad_hs, **states._asdict()}.items()
@@ -120,21 +118,12 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     assert hs is not None
     T, B, N = hs.shape
     grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
-    scan = _Scan(inputs, options, T, backward=True)
+    scan = _Scan(args, T, backward=True)
     norms = h0.new_zeros(T, scan.plan["norm_columns"])
-    state = inputs.reset_state
-    grad_state = None if options.resets is None or state is None else torch.zeros_like(state)
+    state = args.reset_state
+    grad_state = None if args.resets is None or state is None else torch.zeros_like(state)
     scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
     grad_w = grad_bias = None
     if need_params:
-        grad_w, grad_bias = parameter_gradients(inputs, options, hs, grad_x, factor)
+        grad_w, grad_bias = parameter_gradients(args, hs, grad_x, factor)
     return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
-
-
-def _ready(inputs: GruInputs, options: GruOptions) -> tuple[GruInputs, GruOptions]:
-    """The arguments, checked and contiguous."""
-    device = inputs.h0.device
-    tensors = {name: native.ready(tensor, torch.float32, device, name) for name, tensor in inputs._asdict().items()}
-    lengths = native.ready(options.lengths, torch.int64, device, "lengths")
-    resets = native.ready(options.resets, torch.bool, device, "resets")
-    return GruInputs(**tensors), dataclasses.replace(options, lengths=lengths, resets=resets)  # type: ignore[arg-type]

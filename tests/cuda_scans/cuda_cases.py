@@ -9,7 +9,7 @@ import torch
 from helpers import GruProblem, ScanProblem, assert_matches_reference, run_scan
 from torch import Tensor
 
-from orthokern._scan_contract import Map, ScanOptions
+from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _scan
 
 OPS = ("factored_scan", "dense_scan")
@@ -66,7 +66,9 @@ def plan(
     op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
 ) -> dict[str, int]:
     rank = N if K is None else K
-    map_ = Map(torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank))
+    matrices = torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank)
     if op == "dense_scan":
-        map_ = Map(None, None, torch.empty(N, N))
-    return _scan.Scan(map_, ScanOptions("tanh"), None, backward=backward, B=B, tokens=tokens).plan
+        matrices = None, None, torch.empty(N, N)
+    x = torch.zeros(1, B, dtype=torch.int64) if tokens else None
+    args = ScanArgs(x, *matrices, torch.empty(B, N), None, None, None, "tanh")
+    return _scan.Scan(args, backward=backward).plan

@@ -7,7 +7,6 @@ choose the path where the size would choose another one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -30,7 +29,6 @@ from helpers import (
 from torch import Tensor
 
 from orthokern import cpu, dispatch
-from orthokern._scan_contract import ScanOptions
 from orthokern.cuda import _call, _scan, _streams, gru_scan
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
@@ -78,9 +76,8 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
 
 def test_resets_are_for_sequential_scans() -> None:
     identity = with_resets(scan_problem("dense_scan", B=3, T=300, N=8, activation="identity"))
-    options = ScanOptions("identity", resets=identity.resets)
-    assert _scan.chunk_length(dataclasses.replace(options, resets=None), 300, 3, 8) > 0
-    assert _scan.chunk_length(options, 300, 3, 8) == 0
+    assert _scan.chunk_length(identity.args(resets=None), 300) > 0
+    assert _scan.chunk_length(identity.args(), 300) == 0
     check(identity)
 
 
@@ -344,7 +341,8 @@ def test_auto_takes_chunks_of_a_long_sequence() -> None:
 
 def test_chunk_length_comes_from_sizes_alone() -> None:
     def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
-        return _scan.chunk_length(ScanOptions(activation, algorithm=algorithm, message_clip=clip), T, B, N)
+        problem = scan_problem("dense_scan", B=B, T=1, N=N, activation=activation)
+        return _scan.chunk_length(problem.args(algorithm=algorithm, message_clip=clip), T)
 
     assert length(10_000, 50, 128) == 100
     assert length(1_000_000, 50, 128) == 128

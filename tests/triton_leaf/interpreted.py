@@ -11,7 +11,6 @@ from __future__ import annotations
 import interpreter  # first: it decides that kernels are interpreted
 
 # isort: split
-import dataclasses
 import importlib
 import sys
 import types
@@ -35,7 +34,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern._scan_contract import Readout, ScanGradients, ScanOptions
+from orthokern._scan_contract import Readout, ScanGradients
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.triton_kernels import _chunks, _gradients, _inputs, _launch, gru_scan
@@ -234,14 +233,14 @@ def test_chunks(op: str) -> None:
 
 def test_chunk_length_and_choice() -> None:
     assert [_chunks.chunk_length(T) for T in (1, 2, 10, 10000, 10**6)] == [1, 1, 3, 100, _chunks.CHUNK_LIMIT]
-    cpu = torch.device("cpu")
     for activation in NAMES:
-        chunked = ScanOptions(activation, algorithm="chunked")
-        assert _chunks.wants_chunks(chunked, 5, 1, cpu, False) == (activation == "identity")
-        assert not _chunks.wants_chunks(dataclasses.replace(chunked, message_clip=0.1), 5, 1, cpu, False)
-        assert not _chunks.wants_chunks(ScanOptions(activation, algorithm="sequential"), 10**6, 1, cpu, True)
+        args = scan_problem("dense_scan", B=1, T=1, N=4, activation=activation).args(algorithm="chunked")
+        assert _chunks.wants_chunks(args, 5) == (activation == "identity")
+        assert not _chunks.wants_chunks(args._replace(message_clip=0.1), 5)
+        factored = scan_problem("factored_scan", B=1, T=1, N=4, activation=activation)
+        assert not _chunks.wants_chunks(factored.args(algorithm="sequential"), 10**6)
     # one processor is full already
-    assert not _chunks.wants_chunks(ScanOptions("identity"), 10000, 1, cpu, False)
+    assert not _chunks.wants_chunks(scan_problem("dense_scan", B=1, T=1, N=4, activation="identity").args(), 10000)
 
 
 # ------------------------------------------------------------------------------------------------- lengths and clipping
