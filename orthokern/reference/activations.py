@@ -18,8 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NEEDS_INPUT = ("leaky_relu", "prelu", "oplu")  # their derivative cannot be computed from the output
-
 
 def _swap_pairs(x: Tensor, swap: Tensor) -> Tensor:
     """Exchange the members of the pairs of x [..., N] where swap [..., N/2] is True."""
@@ -68,7 +66,7 @@ def chain(
 ) -> tuple[Tensor, Tensor | None]:
     """One step of the chain rule through an activation: grad_x [..., N], a new tensor; and the gradient of act_param
     before the sum over rows [..., N], or None. y: the output; x: the input, which may be None unless the activation is
-    in NEEDS_INPUT."""
+    that need it."""
     if activation == "identity":
         return grad_y.clone(), None
     if activation == "tanh":
