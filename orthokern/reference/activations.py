@@ -65,8 +65,8 @@ def chain(
     grad_y: Tensor, y: Tensor, x: Tensor | None, act_param: Tensor | None, *, activation: str
 ) -> tuple[Tensor, Tensor | None]:
     """One step of the chain rule through an activation: grad_x [..., N], a new tensor; and the gradient of act_param
-    before the sum over rows [..., N], or None. y: the output; x: the input, which may be None unless the activation is
-    that need it."""
+    before the sum over rows [..., N], or None. y: the output; x: the input, which may be None unless the activation
+    needs it."""
     if activation == "identity":
         return grad_y.clone(), None
     if activation == "tanh":
