@@ -132,7 +132,7 @@ def test_a_gpu_without_the_kernels_or_in_a_graph_has_no_modes(monkeypatch: pytes
 def test_no_kernel_spills(nvcc_arch: str, tmp_path: Path) -> None:
     nvcc = build.nvcc()
     if nvcc is None:
-        pytest.skip("nvcc not result")
+        pytest.skip("nvcc not found")
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{nvcc_arch}", "-Xptxas=-v", f"-I{build.CSRC}", "-c"]
     source = [str(build.CSRC / "cuda" / "modal.cu"), "-o", str(tmp_path / "out.o")]
     done = subprocess.run([*command, *source], capture_output=True, text=True)
