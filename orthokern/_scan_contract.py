@@ -1,11 +1,11 @@
-"""Arguments and results of the leaves of the scans and of the losses, which are the same for every backend.
+"""Arguments and results of the backend modules of the scans and of the losses, which are the same for every backend.
 
-A leaf of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
+A backend module of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
 
     <op>_fwd(args) -> ScanStates
     <op>_bwd(args, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
 
-The leaves of the other ops have the functions:
+Those of the other ops have the functions:
 
     gru_scan_fwd(args) -> GruStates
     gru_scan_bwd(args, grad_hs, states, *, need_params=True) -> GruGradients

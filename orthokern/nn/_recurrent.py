@@ -68,26 +68,11 @@ class Recurrent(Layers):
         u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
         if not x.is_floating_point():
             x = x.to(torch.int64)
-        return ScanArgs(
-            x,
-            v,
-            s,
-            u,
-            u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0,
-            self._gained(self._tensor(f"weight_ih_{suffix}")),
-            bias,
-            self._act_param(suffix),
-            self.nonlinearity,
-            # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
-            0 if self.checkpoint_every and _is_exporting() else self.checkpoint_every,
-            self.backend,
-            self.precision,
-            "auto",
-            lengths,
-            self.message_clip,
-            None if cuts is None else cuts.resets,
-            None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
-        )
+        options = self._scan_options(suffix, lengths, cuts)
+        if cuts is not None and cuts.reset_state is None:
+            options["reset_state"] = h0
+        h0 = u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0
+        return ScanArgs(x, v, s, u, h0, bias=bias, **options)
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         """The recurrent matrix with the gain: (w,), or (u, s, v)."""
@@ -116,7 +101,7 @@ class Recurrent(Layers):
         return dispatch.has_feature(op, chosen, "lengths")
 
     def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None = None) -> dict[str, Any]:
-        """The arguments of both scans besides matrices and bias."""
+        """The arguments of a scan besides x, h0, the matrices and the bias, by name."""
         return {
             "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
             "lengths": lengths,
@@ -124,7 +109,7 @@ class Recurrent(Layers):
             "activation": self.nonlinearity,
             "act_param": self._act_param(suffix),
             # the number of checkpoints, ceil(T / k), would restrict an exported program to T > k
-            "checkpoint_every": 0 if _is_exporting() else self.checkpoint_every,
+            "checkpoint_every": 0 if self.checkpoint_every and _is_exporting() else self.checkpoint_every,
             "backend": self.backend,
             "precision": self.precision,
             "resets": None if cuts is None else cuts.resets,

@@ -1,8 +1,8 @@
 """The definition of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
 
 The files of an op have one name: ``orthokern/ops/<op>.py``, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and
-so on; those of ``modal`` are in one folder. The functions of these modules take checked inputs; the public functions of
-``orthokern.functional`` check them.
+so on; those of ``modal`` are in one folder. ``factored_scan``, ``dense_scan`` and ``gru_scan`` are the public functions
+and check their arguments; the functions of the other modules take inputs that ``orthokern.functional`` has checked.
 """
 
 from orthokern.ops import (

@@ -85,12 +85,10 @@ def set_aside() -> Iterator[tap]:
 
 
 def record(op: str, grad_norm: Tensor) -> None:
-    """Append the norms [T] of one backward to every open tap; for replicas [R, T], one entry for each model."""
+    """Append the norms [T] of one backward to every open tap."""
     for sink in SINKS:
-        # a copy: torch.compile may reuse the buffer of an unused output
-        for norm in grad_norm.detach().reshape(-1, grad_norm.shape[-1]).clone().unbind(0):
-            sink.grad_norms.append(norm)
-            sink.ops.append(op)
+        sink.grad_norms.append(grad_norm.detach().clone())  # torch.compile may reuse the buffer of an unused output
+        sink.ops.append(op)
 
 
 def profile_steps(length: int, points: int = 64) -> list[int]:
@@ -113,15 +111,13 @@ def profile_steps(length: int, points: int = 64) -> list[int]:
 
 
 def record_states(op: str, hs: Tensor) -> None:
-    """Append the norms of the states hs [T, B, N] of one forward to every open tap; for replicas [T, R, B, N], one
-    entry for each model."""
+    """Append the norms of the states hs [T, B, N] of one forward to every open tap."""
     if torch.compiler.is_compiling() or not SINKS:
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(hs):  # plain torch code under vmap: values cannot be read
         return
     dtype = torch.float32 if hs.dtype in (torch.float16, torch.bfloat16) else hs.dtype
-    for states in hs.detach().unbind(1) if hs.ndim == 4 else (hs.detach(),):
-        record_state_norms(op, norms_of_steps(states).to(dtype))
+    record_state_norms(op, norms_of_steps(hs.detach()).to(dtype))
 
 
 def record_state_norms(op: str, norms: Tensor) -> None:
