@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,18 @@ from orthokern.ops._checks import strided
 NONLINEARITIES = tuple(ACTIVATIONS)
 
 
+class RecurrentOptions(TypedDict, total=False):
+    """The options that all modules with a scan of one matrix share; see orthokern.nn.RNN."""
+
+    negative_slope: float
+    learned_h0: bool
+    checkpoint_every: int
+    backend: str | None
+    precision: str
+    message_clip: float
+    gain: float
+
+
 class Layers(nn.Module):
     """The parameters and settings of layers and directions, and checks of the arguments of a forward."""
 
@@ -50,9 +62,9 @@ class Layers(nn.Module):
         bidirectional: bool,
         *,
         negative_slope: float = 0.01,
-        learned_h0: bool,
+        learned_h0: bool = False,
         checkpoint_every: int = 0,
-        backend: str | None,
+        backend: str | None = None,
         precision: str = "ieee",
         message_clip: float = 0.0,
         gain: float = 1.0,

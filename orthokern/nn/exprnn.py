@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from orthokern.nn._base import RecurrentOptions
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
 
@@ -68,30 +70,10 @@ class ExpRNN(_Exponential):
         rebase_every: int | None = None,
         project_every: int = 100,
         optimizer_state: str = "transport",
-        negative_slope: float = 0.01,
-        learned_h0: bool = False,
-        checkpoint_every: int = 0,
-        backend: str | None = None,
-        precision: str = "ieee",
-        message_clip: float = 0.0,
-        gain: float = 1.0,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
         )
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)

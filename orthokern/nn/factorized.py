@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_svd
 from orthokern.errors import InputError, unknown_name
+from orthokern.nn._base import RecurrentOptions
 from orthokern.nn._checks import (
     check_device,
     largest_deviation,
@@ -92,30 +94,10 @@ class FactorizedRNN(Recurrent):
         apply: str = "factored",
         init: str = "orthogonal",
         max_angle: float | None = None,
-        negative_slope: float = 0.01,
-        learned_h0: bool = False,
-        checkpoint_every: int = 0,
-        backend: str | None = None,
-        precision: str = "ieee",
-        message_clip: float = 0.0,
-        gain: float = 1.0,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
         )
         if margin is not None:
             accepted = "a finite number >= 0, or None for a free spectrum"

@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from orthokern import _autocast
 from orthokern.errors import InputError, OutOfRange, unknown_name
+from orthokern.nn._base import RecurrentOptions
 from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
 from orthokern.nn._draws import draw
 from orthokern.nn._exponential import INITS as _INITS
@@ -110,30 +112,10 @@ class NonNormalRNN(_Exponential):
         rebase_every: int | None = None,
         project_every: int = 100,
         optimizer_state: str = "transport",
-        negative_slope: float = 0.01,
-        learned_h0: bool = False,
-        checkpoint_every: int = 0,
-        backend: str | None = None,
-        precision: str = "ieee",
-        message_clip: float = 0.0,
-        gain: float = 1.0,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
         )
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
         if mask not in MASKS:

@@ -6,10 +6,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from orthokern import init as init_
 from orthokern.errors import unknown_name
-from orthokern.nn._base import NONLINEARITIES
+from orthokern.nn._base import NONLINEARITIES, RecurrentOptions
 from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._draws import draw
 from orthokern.nn._weights import TorchRecurrent
@@ -83,30 +84,10 @@ class RNN(TorchRecurrent):
         *,
         init: str | None = None,
         max_angle: float | None = None,
-        negative_slope: float = 0.01,
-        learned_h0: bool = False,
-        checkpoint_every: int = 0,
-        backend: str | None = None,
-        precision: str = "ieee",
-        message_clip: float = 0.0,
-        gain: float = 1.0,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            negative_slope=negative_slope,
-            learned_h0=learned_h0,
-            checkpoint_every=checkpoint_every,
-            backend=backend,
-            precision=precision,
-            message_clip=message_clip,
-            gain=gain,
+            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
         )
         if init is not None and init not in init_.INITS:
             raise unknown_name("init", init, list(init_.INITS))
