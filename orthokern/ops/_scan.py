@@ -45,7 +45,7 @@ class ScanOp:
     The forward takes the fields of `ScanArgs` and returns those of `ScanStates`. The backward takes (grad_hs, states,
     pre, need_x, need_params, x, ...), where states is hs, or ckpt with checkpoints, and x may be None where it is not
     read (no weight, no checkpoints). It returns the fields of `ScanGradients`. What does not apply or is not needed is
-    an empty tensor.
+    an empty tensor, or None in a call that bypasses torch's dispatcher.
 
     A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there hs
     and pre are functions of the inputs through the forward op.
