@@ -21,6 +21,7 @@ from orthokern.reproduce.page import (
     picture,
     publish,
     read_json,
+    rounded,
     table,
 )
 from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
@@ -154,7 +155,7 @@ def look(search: Search, plan: Plan, known: Row) -> Row:
             seconds = known["seconds_by_length"].get(key, 0.0)
         else:
             return state
-        state["seconds_by_length"][key] = seconds
+        state["seconds_by_length"][key] = rounded(seconds)  # as in the file, for the same sum after it is read
         if state["failed"] is not None:
             return state
     return state | {"complete": True}
