@@ -173,15 +173,51 @@ class ScanOp:
         needs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
         of_map = needs.first or needs.scale or needs.second
         need_params = bool(of_map or needs.weight or needs.bias or needs.act_param)
-        if grad_pre is not None or _route.recording():
-            grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs.x, need_params)
+        recorded = grad_pre is not None or _route.recording()
+        of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if of_map and not recorded and few_rows(args, grad_hs):
+            assert grad_hs is not None
+            grads, of_factors = self._few_rows_gradients(args, grad_hs, states, pre, needs.x)
         else:
-            grads = ScanGradients(*self.bwd(grad_hs, states, pre, needs.x, need_params, *args))
-        first, scale, second = map_gradients(args, grads.m) if of_map else (None, None, None)
+            if recorded:
+                grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs.x, need_params)
+            else:
+                grads = ScanGradients(*self.bwd(grad_hs, states, pre, needs.x, need_params, *args))
+            if of_map:
+                of_factors = map_gradients(args, grads.m)
         of_reset_state = None if args.resets is None else grads.reset_state
-        of_tensors = grads.x, first, scale, second, grads.h0, grads.weight, grads.bias, grads.act_param
+        of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
         of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state)  # type: ignore[arg-type]
         return tuple([grad if need else None for grad, need in zip(of_args, needs, strict=True)])
+
+    @ieee_products()
+    def _few_rows_gradients(
+        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool
+    ) -> tuple[ScanGradients, tuple[Tensor, Tensor, Tensor]]:
+        """The results of the backward op, and the gradients of first, scale and second, in O(N K) operations per row:
+        from delta_t, which is the gradient of an input term, in place of M = sum_t delta_t h_{t-1}^T."""
+        v, s, u, x, weight = args.first, args.scale, args.second, args.x, args.weight
+        assert v is not None and s is not None
+        term = args._replace(x=None, weight=None, bias=None)
+        grads = ScanGradients(*self.bwd(grad_hs, states, pre, True, args.act_param is not None, *term))
+        assert grads.x is not None
+        delta, before = grads.x.flatten(0, 1), torch.cat([args.h0.unsqueeze(0), states[:-1]])
+        if args.resets is not None:
+            start = torch.zeros_like(args.h0) if args.reset_state is None else args.reset_state
+            before = torch.where(args.resets.unsqueeze(-1), start, before)
+        before = before.flatten(0, 1)
+        to_v, to_u = before @ v, delta @ u  # [T B, K]
+        of_factors = before.mT @ (to_u * s), (to_u * to_v).sum(0), delta.mT @ (to_v * s)
+        if weight is None or x is None:
+            return grads, of_factors
+        if args.lengths is not None:  # padding may hold anything, and the rows of delta are zero there
+            padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
+            x = x.masked_fill(padding if x.ndim == 2 else padding.unsqueeze(-1), 0)
+        if x.is_floating_point():
+            of_weight, of_x = delta.mT @ x.flatten(0, 1), (delta @ weight).view_as(x) if need_x else None
+        else:
+            of_weight, of_x = torch.zeros_like(weight).index_add(1, x.flatten(), delta.mT), None
+        return grads._replace(x=of_x, weight=of_weight, bias=delta.sum(0)), of_factors
 
     def _differentiable(
         self,
@@ -218,6 +254,13 @@ def check_values(args: ScanArgs, T: int) -> None:
         check_lengths(args.lengths, T)
     if args.weight is not None:
         check_tokens(args.x, args.weight, args.lengths)
+
+
+def few_rows(args: ScanArgs, grad_hs: Tensor | None) -> bool:
+    """Whether a backward has so few rows that M [N, N] is not worth forming: with factors, without checkpoints."""
+    if args.first is None or args.checkpoint_every or grad_hs is None or torch.compiler.is_compiling():
+        return False
+    return 4 * grad_hs.shape[0] * grad_hs.shape[1] <= args.second.shape[0]
 
 
 def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None, Tensor]:

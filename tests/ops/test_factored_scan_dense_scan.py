@@ -9,6 +9,7 @@ harness itself.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ from helpers import (
     scan_problem,
     some_lengths,
     with_poisoned_padding,
+    with_resets,
 )
 
-from orthokern import functional
+from orthokern import cpu, functional
 from orthokern.ops.activations import NAMES
 
 # odd sizes, sizes of one, and sizes that fill several register tiles and column panels
@@ -348,3 +350,27 @@ def test_half_a_million_sequences_on_one_thread() -> None:
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(hs[0], x[0] + h0 @ w.mT, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+@pytest.mark.parametrize("activation", ["tanh", "prelu", "modrelu", "oplu"])
+@pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
+@pytest.mark.parametrize("K", [3, 24])
+def test_gradients_of_the_factors_from_few_rows(K: int, inputs: str, activation: str) -> None:
+    """At most N / 4 rows: without M = dL/dW. Padding holds NaN, or ids out of range."""
+    plain = scan_problem("factored_scan", B=2, T=3, N=24, K=K, activation=activation, inputs=inputs, gap=1e-4)
+    for problem, lengths in itertools.product((plain, with_resets(plain)), (None, torch.tensor([3, 2]))):
+        poisoned = problem if lengths is None else with_poisoned_padding(problem, lengths)
+        state, results = problem.reset_state, []
+        for one, backend in ((poisoned, "cpu"), (problem, "reference")):
+            leaves = [
+                t.clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in one.inputs()
+            ]
+            start = None if state is None else state.clone().requires_grad_()
+            options: dict[str, Any] = {"resets": problem.resets, "reset_state": start, "lengths": lengths}
+            x, u, s, v, h0, weight, bias, act_param = leaves
+            options |= {"weight": weight, "bias": bias, "activation": activation, "act_param": act_param}
+            hs = functional.factored_scan(x, u, s, v, h0, backend=backend, **options)
+            required = [t for t in (*leaves, start) if t is not None and t.requires_grad]
+            results.append(torch.autograd.grad(hs, required, one.grad_hs))
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
