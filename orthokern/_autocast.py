@@ -21,6 +21,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _KINDS = ("cpu", "cuda")
+# torch frees a chain of nodes that Python code has looked at recursively; 40 000 of them overflow a stack of 8 MB.
+_MAX_HOOKED_NODES = 8000
 
 
 def is_on(kind: str) -> bool:
@@ -47,7 +49,8 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
     this package's ops), so run backward outside of autocast, as torch recommends.
 
     Autograd evaluates each node in the thread state of the call to backward() and restores that state afterwards, so
-    that a hook before a node that turns autocast off does so for this node only.
+    that a hook before a node that turns autocast off does so for this node only. Graphs of more nodes than
+    _MAX_HOOKED_NODES have no hooks: their backward keeps the dtype outside of autocast only.
     """
 
     @functools.wraps(function)
@@ -60,6 +63,8 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         first = _get_sequence_nr()  # number of the next node
         result = function(*args, **kwargs)
+        if _get_sequence_nr() - first > _MAX_HOOKED_NODES:
+            return result
         for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 _keep_dtype_from(tensor.grad_fn, first)

@@ -3,6 +3,8 @@ constraints give the same results as outside."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -173,3 +175,14 @@ def test_an_exponential_is_orthogonal_whatever_the_process_allows(monkeypatch: p
     finally:
         torch.set_float32_matmul_precision(before)
     assert exact == [True, True]
+
+
+def test_a_long_graph_of_the_reference_is_freed() -> None:
+    """A chain of so many nodes with hooks overflows the stack."""
+    code = """
+import torch
+from orthokern import functional
+x, w = torch.zeros(20000, 1, 2, requires_grad=True), torch.eye(2)
+functional.dense_scan(x, w, backend="reference").sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
