@@ -1,13 +1,13 @@
-"""The first hour on a GPU, in one command: build, probe, parity, times, tests, and a report with verdicts.
+"""The first minutes on a GPU, in one command: correctness, times against cuDNN, and a report with verdicts.
 
-    python bench/first_hour.py             # on a machine with an NVIDIA GPU, nvcc and this source tree
-    python bench/first_hour.py --dry-run   # every stage on the CPU, tiny sizes on the host harness; no number counts
+    python bench/first_hour.py --bundle DIR             # on a machine with an NVIDIA GPU and this source tree
+    python bench/first_hour.py --bundle DIR --prebuilt  # with an extension that is in the tree already
+    python bench/first_hour.py --bundle DIR --dry-run   # every stage on the CPU, tiny sizes; no number counts
 
-Every measurement is a process of its own under a time limit, and so is the whole. Results go into
-``bench/results/first-hour-<GPU>-<hash of the sources>``, a JSON file and a log for each measurement. A second call
-continues with the measurements without a result, and repeats those that failed; ``--again NAME`` repeats those whose
-names begin with NAME.
-``report.md`` in this folder is rewritten after every measurement.
+Stages of one group run at the same time: those of correctness. Those that measure times run alone, after them. A stage
+of cases is one process for all of its cases; a case that exceeds its time limit, or that ends its process, is recorded
+as failed, and a new process continues with the next one. What the end of the time cuts off is reported as not run.
+DIR holds report.md, results.json, logs.txt.gz and the reports of the tests.
 """
 
 from __future__ import annotations
@@ -15,83 +15,73 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import hashlib
+import gzip
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "bench" / "first_hour_cases.py"
 PROBE = ROOT / "bench" / "probe.cu"
-SOURCES = (("csrc", "**/*"), ("orthokern", "**/*.py"), ("triton_kernels", "**/*.py"), ("bench", "probe.cu"))
-ENDING = 30  # seconds that a killed process has to end
+START_SECONDS = 60.0  # of a process of cases before its first case
+CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
+ENDING = 10.0  # seconds that a killed process has to end
+Record = dict[str, Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """The required (bar) and the desired (goal) value of a measurement, and the assumptions of the kernel planner."""
-
-    bar: float | None
-    goal: float | None
-    better: str = "lower"
-
-
-# Milliseconds of forward and backward with all gradients on an H200, B = 50, T = 10 000; ratios against cuDNN.
+# The required and the desired value by the beginning of a case's name: a time is to be below, a ratio above.
 BARS = {
-    "times-tanh-N128": Bar(12.0, 7.5),
-    "times-composed-N128": Bar(12.0, 5.0),
-    "times-identity-chunked-N128": Bar(3.0, 2.0),
-    "times-tanh-N500": Bar(60.0, 40.0),
-    "times-composed-N500": Bar(60.0, 22.0),
-    "times-tanh-N1000": Bar(150.0, 60.0),
-    "times-composed-N1000": Bar(150.0, 90.0),
-    "times-cudnn-N128": Bar(2.0, 5.0, "higher"),
-    "times-cudnn-N500": Bar(4.0, 8.0, "higher"),
-    "times-cudnn-N1000": Bar(3.0, 6.0, "higher"),
+    "rnn-N64-B2048": (None, None),
+    **{f"rnn-N{N}-B{B}": (1.0, 2.0) for N in (64, 128, 256, 512, 768, 1024) for B in (1, 8, 50, 128)},
+    "bf16-": (1.0, 2.0),
+    "gru-": (1.0, 1.5),
+    "short-RNN-T1000": (None, None),
+    "short-RNN-": (0.7, 1.0),
+    "graphed-RNN-": (1.5, 3.0),
+    "long-factored-N128": (10.0, 7.5),
+    "long-composed-N128": (7.0, 5.0),
+    "long-factored-N500": (45.0, 35.0),
+    "long-composed-N500": (25.0, 18.0),
+    "long-composed-N1000": (85.0, 65.0),
+    "rank8-N512": (0.4, 0.2),
+    "rank8-N1024": (0.4, 0.2),
+    "copy-T10000": (10.0, 6.0),
+    "copy-T1000000": (60.0, 15.0),
 }
-# What the plans assume of the probe's numbers: (name, part of the size, comparison, value, why it matters).
-ASSUMED = (
-    ("resident clusters", "16 blocks", ">=", 7, "N = 1000 with 50 sequences runs in one wave of groups of 8"),
-    ("exchange", "8 blocks, 8 KiB, st.async", "<=", 2000, "two exchanges a step at N = 500: 1 us each at most"),
-    ("exchange", "16 blocks, 32 KiB, st.async", "<=", 2000, "two exchanges a step at N = 1000"),
-    ("L2 stream", "32 KiB in flight", ">=", 25, "chunks of the map that are read in every step at N = 1000"),
-    ("__syncthreads", "256 threads", "<=", 45, "one or two a step on the resident path"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One measurement: a process, its time limit in seconds, and where its result comes from."""
+class Stage:
+    """A command, or cases of first_hour_cases.py. Stages with the same ``group`` run at the same time."""
 
     name: str
-    command: tuple[str, ...]
-    limit: int
-    env: tuple[tuple[str, str], ...] = ()
+    group: int
+    seconds: float
+    command: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
     missing: str = ""  # why it cannot run on this machine
-    lines: bool = False  # the output is JSON lines; else only the exit status counts
-    passes: tuple[int, ...] = (0,)
-    needs: str = ""  # the measurement without which this one has no meaning
 
 
-# ---- what there is to do ---------------------------------------------------------------------------------------------
+# ---- the stages ------------------------------------------------------------------------------------------------------
 
 
 def gpu_name() -> str:
-    """The name of the first GPU, by the driver's own tool; empty without one."""
+    """The name and the compute capability of the first GPU, by the driver's own tool; empty without one."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
     query = [tool, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
+    process = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    lines = process.stdout.splitlines()
+    return lines[0].strip() if process.returncode == 0 and lines else ""
 
 
 def nvcc() -> str:
@@ -101,334 +91,276 @@ def nvcc() -> str:
     return next(filter(None, map(shutil.which, [*filter(None, candidates), "/usr/local/cuda/bin/nvcc"])), "")
 
 
-def source_digest() -> str:
-    digest = hashlib.sha256()
-    for folder, pattern in SOURCES:
-        for path in sorted((ROOT / folder).glob(pattern)):
-            if path.is_file() and path.suffix in (".cu", ".cpp", ".h", ".py"):
-                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def case_names() -> list[str]:
+def case_names() -> tuple[str, ...]:
     """The cases of first_hour_cases.py, which imports torch: asked for in a process of its own."""
     code = f"import sys; sys.path.insert(0, {str(CASES.parent)!r}); import first_hour_cases as c; print(*c.cases())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"first_hour: {CASES.name} does not load:\n{done.stderr.strip()}")
-    return done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"first_hour: {CASES.name} does not load:\n{process.stderr.strip()}")
+    return tuple(process.stdout.split())
 
 
-def parity_of(name: str, names: Sequence[str]) -> str:
-    """The case that checks the results of the kernels that a case measures: of the same size; empty if there is none.
-
-    Without it a time would be one of wrong results, or a kernel that waits for ever would take the hour, a time limit
-    for each of its cases.
-    """
-    kinds = ["chunked"] if "chunked" in name else []
-    parity = "-".join(["parity", *kinds, name.rpartition("-")[2]])
-    return parity if name.startswith("times") and parity in names else ""
-
-
-def case_jobs(names: Sequence[str], dry: bool, folder: Path) -> list[Job]:
-    """A process for each case; in a dry run one for all, which would spend its time on importing torch."""
-    base = (sys.executable, str(CASES))
-    if dry:
-        command = (*base, "--dry-run", "--build", str(folder / "build"), *names)
-        return [Job("cases", command, 1200, lines=True)] if names else []
-    limits = {name: 120 if name.startswith("parity") else 240 for name in names}
-    return [Job(name, (*base, name), limits[name], lines=True, needs=parity_of(name, names)) for name in names]
-
-
-def probe_jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
-    program = str(folder / "probe")
-    flags = ["-std=c++17", f"-I{ROOT / 'csrc'}"]
+def probe_command(dry: bool, folder: Path, capability: str) -> tuple[str, ...]:
+    """Compiles bench/probe.cu and runs it."""
+    program, include = str(folder / "probe"), f"-I{ROOT / 'csrc'}"
     if dry:
         host = ROOT / "tests" / "cuda_host"
-        more = ["-O1", "-U_FORTIFY_SOURCE", "-DORTHOKERN_CUDA_HOST", f"-I{host}", "-w", "-x", "c++"]
-        files = [str(PROBE), str(host / "runtime.cpp")]
-        command = (*(os.environ.get("CXX") or "g++").split(), *flags, *more, *files, "-o", program)
-        missing = ""
+        flags = f"-std=c++17 {include} -O1 -U_FORTIFY_SOURCE -DORTHOKERN_CUDA_HOST -I{host} -w -x c++"
+        build = f"{os.environ.get('CXX') or 'g++'} {flags} {PROBE} {host / 'runtime.cpp'} -o {program}"
     else:
-        command = (nvcc(), *flags, "-O3", f"-arch=sm_{capability}", str(PROBE), "-o", program)
-        missing = "" if nvcc() else "nvcc not found"
-    return [
-        Job("probe-build", command, 300, missing=missing),
-        Job("probe", (program,), 120, lines=True, missing=missing),
-    ]
+        build = f"{nvcc()} -std=c++17 {include} -O3 -arch=sm_{capability} {PROBE} -o {program}"
+    return ("sh", "-c", f"{build} && {program}")
 
 
-def jobs(dry: bool, folder: Path, capability: str) -> list[Job]:
-    """Everything, in the order in which an hour that is cut short is of most use."""
+def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Stage]:
+    """Everything, in the order in which a time that is cut short is of most use."""
     names = case_names()
-    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")  # a line for each test, also of a part
-    build = (*(sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "-e"), str(ROOT))
-    build_env = (("ORTHOKERN_CUDA", "1"), ("ORTHOKERN_CUDA_ARCHS", capability))
+    checks = tuple(name for name in names if name.startswith("parity"))
+    timed = tuple(name for name in names if name not in ("versions", *checks))
     # a test that breaks its CUDA context or hangs ends its worker (tests/gpu/conftest.py), and another one goes on
-    restarts = ("--max-worker-restart", "50")
-    tests = [
-        Job("tests-cuda", (*pytest, "-n", "1", *restarts, "tests/gpu", "-k", "not triton"), 1200, passes=(0, 5)),
-        Job("tests-triton", (*pytest, "-n", "12", *restarts, "tests/gpu", "-k", "triton"), 1200, passes=(0, 5)),
-    ]
+    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/gpu", "--durations=15")
+    cuda = (*pytest, "-n", "4", "--max-worker-restart", "50", f"--junit-xml={folder}/junit-cuda.xml")
+    triton = (*pytest, "-n", "8", "--max-worker-restart", "50", f"--junit-xml={folder}/junit-triton.xml")
+    sanitizer = shutil.which("compute-sanitizer") or ""
+    some = ("parity-N33", "parity-N200", "parity-N256", "parity-N500", "parity-N1100", "parity-rank8-N512")
+    check = (sanitizer, "--error-exitcode", "3", sys.executable, str(CASES), *some)
+    build = ("env", "ORTHOKERN_CUDA=1", f"ORTHOKERN_CUDA_ARCHS={capability}", sys.executable, "-m", "pip", "install")
     if dry:
-        tests = [dataclasses.replace(tests[0], command=(*pytest, "-n", "0", "tests/gpu", "--collect-only"))]
+        return [Stage("probe", 1, 300, probe_command(dry, folder, capability)), Stage("cases", 2, 1200, cases=names)]
     return [
-        *([] if dry else [Job("build", build, 1200, env=build_env)]),
-        *probe_jobs(dry, folder, capability),
-        *case_jobs(names, dry, folder),
-        *tests,
+        *([] if prebuilt else [Stage("build", 0, 600, (*build, "--no-build-isolation", "--no-deps", "-e", str(ROOT)))]),
+        Stage("versions", 1, 60, cases=("versions",)),
+        Stage("probe", 1, 60, probe_command(dry, folder, capability), missing="" if nvcc() else "nvcc not found"),
+        Stage("parity", 2, 120, cases=checks),
+        Stage("tests-cuda", 2, 240, (*cuda, "-k", "not triton")),
+        Stage("tests-triton", 2, 240, (*triton, "-k", "triton")),
+        Stage("memcheck", 2, 180, check, missing="" if sanitizer else "compute-sanitizer not found"),
+        Stage("times", 3, 600, cases=timed),
     ]
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-def records_in(text: str) -> list[dict[str, Any]]:
-    """The lines of a log that are JSON objects. Libraries write into it too, and the last line may be cut off."""
-    found = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line) if line.startswith("{") else None
-            if isinstance(record, dict):
-                found.append(record)
-    return found
+class Runner:
+    """Runs stages and gathers their records and logs."""
 
+    def __init__(self, folder: Path, deadline: float, *, dry: bool = False, build: Path | None = None) -> None:
+        self.folder, self.deadline = folder, deadline
+        self.case_command = [sys.executable, str(CASES)]
+        if dry:
+            self.case_command += ["--dry-run", "--build", str(build or folder / "build")]
+        self.records: list[Record] = []
 
-def run(job: Job, limit: float, folder: Path) -> Iterator[dict[str, Any]]:
-    """Run a job and give a record for each result. The log has all that it printed."""
-    if job.missing:
-        yield {"name": job.name, "status": "not available", "error": job.missing}
-        return
-    start = time.monotonic()
-    env = {**os.environ, **dict(job.env)}
-    log = folder / f"{job.name}.log"
-    with log.open("w") as output:
-        # a group of its own, so that the limit also ends what it has started
-        try:
-            process = subprocess.Popen(
-                job.command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        except OSError as error:  # as the probe that could not be compiled
-            yield {"name": job.name, "status": "failed", "error": str(error)}
-            return
-        stuck = ""
-        try:
-            status = process.wait(limit)
-        except BaseException as error:
+    def record(self, name: str, status: str, since: float, **more: Any) -> None:
+        seconds = round(time.monotonic() - since, 1)
+        self.records.append({"name": name, "status": status, "seconds": seconds, **more})
+        print(f"{status:>13}  {name}  {seconds} s  {more.get('error', '')}".rstrip(), flush=True)
+
+    def start(self, stage: Stage, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
+        log = self.folder / f"{stage.name}.log"
+        with log.open("ab") as output:  # a process group of its own, so that the limit also ends what it has started
+            return subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            ), log
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            try:
-                process.wait(ENDING)
-            except subprocess.TimeoutExpired:  # it waits inside the driver, which signals do not reach
-                stuck = " and does not end: the GPU may need a reset"
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            status = None
-    seconds = round(time.monotonic() - start, 1)
-    text = log.read_text(errors="replace")
-    records = records_in(text) if job.lines else []
-    cases = [record for record in records if "case" in record]
-    for record in cases:
-        status_of = "failed" if "error" in record else "ok"
-        name = record.pop("case")
-        yield {"name": name, "status": status_of, "seconds": seconds, **record}
-    timed_out = status is None
-    if timed_out:
-        error = f"ran past {limit:.0f} s{stuck}"
-    elif status not in job.passes:
-        last = [line for line in text.splitlines() if line.strip()]
-        error = f"exit status {status}: {last[-1] if last else 'no output'}"
-    elif cases:
-        return
-    else:
-        done: dict[str, Any] = {"name": job.name, "status": "ok", "seconds": seconds}
-        yield {**done, "result": records} if job.lines else done
-        return
-    failed: dict[str, Any] = {"name": job.name, "status": "failed", "seconds": seconds, "error": error}
-    if records and not cases:  # what it found before
-        failed["result"] = records
-    yield {**failed, "timed_out": True} if timed_out else failed
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait inside the driver
+            process.wait(ENDING)
 
-
-def load(folder: Path) -> dict[str, dict[str, Any]]:
-    """The records of a folder, by name. Raises SystemExit for a damaged file."""
-    found = {}
-    for path in sorted(folder.glob("*.json")):
+    def run_command(self, stage: Stage) -> None:
+        since = time.monotonic()
+        if stage.missing:
+            self.record(stage.name, "not available", since, error=stage.missing)
+            return
+        process, log = self.start(stage, stage.command)
         try:
-            found[path.stem] = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise SystemExit(f"first_hour: {path} is damaged ({error}); remove it to measure again") from None
-    return found
+            status = process.wait(max(0.1, min(since + stage.seconds, self.deadline) - since))
+        except subprocess.TimeoutExpired:
+            self.record(stage.name, "cut off", since, error=f"ran past {time.monotonic() - since:.0f} s")
+            return
+        finally:
+            self.end(process)
+        text = log.read_text(errors="replace")
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]  # of the probe
+        last = [line for line in text.splitlines() if line.strip()][-1:] or ["no output"]
+        details: Record = {"rows": rows} if rows else {"said": last[0][:200]}
+        if status:
+            details["error"] = f"exit status {status}: {last[0][:200]}"
+        self.record(stage.name, "failed" if status else "ok", since, **details)
 
+    def run_cases(self, stage: Stage) -> None:
+        left, end = list(stage.cases), min(time.monotonic() + stage.seconds, self.deadline)
+        while left:
+            since = time.monotonic()
+            process, log = self.start(stage, [*self.case_command, *left])
+            with log.open("rb") as lines:
+                lines.seek(0, os.SEEK_END)
+                try:
+                    running = self._follow(process, lines, left, end)
+                finally:
+                    self.end(process)
+            if time.monotonic() >= end:
+                for name in left:
+                    self.record(name, "cut off", end)
+                return
+            if left:
+                error = "ran past its time" if running else f"exit status {process.returncode}"
+                self.record(left.pop(0), "failed", since, error=error)
 
-def store(folder: Path, record: dict[str, Any]) -> None:
-    partial = folder / f"{record['name']}.partial"
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(folder / f"{record['name']}.json")
+    def _follow(self, process: subprocess.Popen[bytes], lines: Any, left: list[str], end: float) -> bool:
+        """Record the cases of a process, until it ends or exceeds a limit; whether it still runs then."""
+        since, limit, part = time.monotonic(), START_SECONDS, b""
+        while True:
+            running = process.poll() is None
+            part += lines.read()
+            *whole, part = part.split(b"\n")
+            for line in whole:
+                try:
+                    event = json.loads(line) if line.startswith((b'{"begin"', b'{"case"')) else {}
+                except ValueError:
+                    continue
+                if "begin" in event:
+                    since, limit = time.monotonic(), CASE_SECONDS.get(event["begin"].split("-")[0], 30.0)
+                elif "case" in event:
+                    left.remove(event["case"])
+                    more = {"error": event["error"]} if "error" in event else {"result": event["result"]}
+                    self.record(event["case"], "failed" if "error" in event else "ok", since, **more)
+                    since, limit = time.monotonic(), START_SECONDS
+            if not running or time.monotonic() > min(since + limit, end):
+                return running
+            time.sleep(0.05)
+
+    def run(self, plan: Sequence[Stage]) -> None:
+        """All stages, group after group. A build that fails ends the run."""
+        for group in sorted({stage.group for stage in plan}):
+            threads = [
+                threading.Thread(target=self.run_cases if stage.cases else self.run_command, args=(stage,))
+                for stage in plan
+                if stage.group == group
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if any(r["name"] == "build" and r["status"] != "ok" for r in self.records):
+                return
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def verdict(value: float, bar: Bar) -> str:
-    def holds(limit: float | None) -> bool:
-        return limit is not None and (value <= limit if bar.better == "lower" else value >= limit)
+def verdict(name: str, result: Record) -> tuple[str, str]:
+    """The bar and the goal of a case, and whether its value reaches them."""
+    bar, goal = next((limits for start, limits in BARS.items() if name.startswith(start)), (None, None))
+    if bar is None or goal is None:
+        return "", ""
+    value, lower = result["value"], result["unit"] in ("ms", "us", "s")
 
-    return "goal" if holds(bar.goal) else "bar" if holds(bar.bar) else "MISSED"
+    def holds(limit: float) -> bool:
+        return bool(value <= limit if lower else value >= limit)
 
-
-def shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-def time_rows(records: dict[str, dict[str, Any]], dry: bool) -> list[str]:
-    rows = ["| case | measured | bar | goal | verdict |", "| --- | ---: | ---: | ---: | --- |"]
-    for name, record in records.items():
-        result = record.get("result")
-        if not name.startswith("times") or not isinstance(result, dict):
-            continue
-        bar = BARS.get(name)
-        value = result["value"]
-        limits = [shown(bar.bar), shown(bar.goal), "dry run" if dry else verdict(value, bar)] if bar else ["", "", ""]
-        cells = [name[6:], f"{shown(value)} {result['unit']}", *limits]
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
+    return f"{bar:g} / {goal:g}", "goal" if holds(goal) else "bar" if holds(bar) else "MISSED"
 
 
-def probe_rows(records: dict[str, dict[str, Any]], dry: bool) -> list[str]:
-    rows = ["| probe | size | measured | assumed | verdict |", "| --- | --- | ---: | ---: | --- |"]
-    for found in records.get("probe", {}).get("result", []):
-        fits = [a for a in ASSUMED if a[0] == found["name"] and a[1] in found["size"]]
-        assumed, said = "", ""
-        if fits:
-            _, _, comparison, limit, why = fits[0]
-            holds = found["value"] >= limit if comparison == ">=" else found["value"] <= limit
-            assumed, said = f"{comparison} {limit}", "dry run" if dry else "holds" if holds else f"NOT SO: {why}"
-        measured = f"{shown(found['value'])} {found['unit']}"
-        rows.append(f"| {found['name']} | {found['size']} | {measured} | {assumed} | {said} |")
-    return rows
+def shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def report(folder: Path, chip: str, dry: bool, planned: Sequence[str]) -> str:
-    """One page: what failed first, then the times against their bars, errors, and the probe."""
-    records = load(folder)
-    failed = [f"- {r['name']}: {r['status']}: {r.get('error', '')}" for r in records.values() if r["status"] != "ok"]
-    waiting = [name for name in planned if name not in records]
-    errors = [
-        f"| {name[7:]} | {record['result']['value']:.1e} | "
-        + ", ".join(f"{key} {value:.1e}" for key, value in record["result"].get("errors", {}).items())
-        + " |"
-        for name, record in records.items()
-        if name.startswith("parity") and isinstance(record.get("result"), dict)
-    ]
-    versions = records.get("versions", {}).get("result") or {}
-    lines = [
-        f"# First hour on {chip}",
-        "",
-        f"Sources {source_digest()}; " + ", ".join(f"{key} {value}" for key, value in versions.items()),
-        "",
-        f"{sum(r['status'] == 'ok' for r in records.values())} measurements succeeded, {len(failed)} did not, "
-        f"{len(waiting)} have not run.",
-        "",
-        *(["**A dry run on the CPU: no number on this page means anything.**", ""] if dry else []),
-        *(["## Failed", "", *failed, ""] if failed else []),
-        *(["## Not run", "", ", ".join(waiting), ""] if waiting else []),
-        "## Times",
-        "",
-        "Forward and backward with all gradients, B = 50, T = 10 000, medians.",
-        "",
-        *time_rows(records, dry),
-        "",
-        "## Parity with float64",
-        "",
-        "| case | largest | by kind |",
-        "| --- | ---: | --- |",
-        *errors,
-        "",
-        "## Probe",
-        "",
-        *probe_rows(records, dry),
-        "",
-    ]
-    text = "\n".join(lines)
-    (folder / "report.md").write_text(text)
-    return text
+def report(records: Sequence[Record], title: str, dry: bool) -> str:
+    """One page: what failed first, then the results with their bars, and the probe."""
+    counts = {status: sum(r["status"] == status for r in records) for status in ("ok", "failed", "cut off")}
+    lines = [f"# First hour on {title}", "", ", ".join(f"{n} {status}" for status, n in counts.items()), ""]
+    if dry:
+        lines += ["**A dry run on the CPU: no number on this page means anything.**", ""]
+    failed = [r for r in records if r["status"] != "ok"]
+    if failed:
+        lines += ["## Failed or not run", ""]
+        lines += [f"- {r['name']}: {r['status']}: {r.get('error', '')}" for r in failed] + [""]
+    lines += ["## Results", "", "| case | value | bar / goal | verdict | details |", "| --- | ---: | --- | --- | --- |"]
+    for r in records:
+        if "result" in r:
+            result = r["result"]
+            details = ", ".join(f"{k} {shown(v)}" for k, v in result.items() if k not in ("value", "unit"))
+            bars = ("", "dry run") if dry else verdict(r["name"], result)
+            cells = (r["name"], f"{shown(result['value'])} {result['unit']}", *bars, details.replace("|", "/"))
+            lines.append("| " + " | ".join(cells) + " |")
+        elif "said" in r:
+            lines.append(f"| {r['name']} | {r['seconds']} s | | {r['status']} | {r['said'].replace('|', '/')} |")
+    lines += ["", "## Probe", "", "| probe | size | value |", "| --- | --- | ---: |"]
+    for r in records:
+        lines += [f"| {x['name']} | {x['size']} | {shown(x['value'])} {x['unit']} |" for x in r.get("rows", [])]
+    return "\n".join(lines) + "\n"
+
+
+def write_bundle(bundle: Path, folder: Path, records: Sequence[Record], text: str) -> None:
+    bundle.mkdir(parents=True, exist_ok=True)
+    (bundle / "report.md").write_text(text)
+    (bundle / "results.json").write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    with gzip.open(bundle / "logs.txt.gz", "wb") as logs:
+        for log in sorted(folder.glob("*.log")):
+            logs.write(f"==== {log.stem} ====\n".encode() + log.read_bytes())
+    for junit in folder.glob("*.xml"):
+        (bundle / f"{junit.name}.gz").write_bytes(gzip.compress(junit.read_bytes()))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Build, probe, check and time the CUDA kernels, and report.")
+    parser = argparse.ArgumentParser(description="Check and time the kernels on a GPU, and report.")
+    parser.add_argument("--bundle", type=Path, required=True, metavar="DIR", help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="every stage on the CPU, tiny sizes on the host harness")
-    parser.add_argument("--minutes", type=float, default=60, help="limit on the whole (default 60)")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: see above; a dry run: build/)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="measurements that begin with a NAME")
-    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="repeat what begins with a NAME")
+    parser.add_argument("--prebuilt", action="store_true", help="use the extension of the tree instead of building it")
+    parser.add_argument("--minutes", type=float, default=15, help="limit on the whole (default 15)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="stages and cases that begin with a NAME")
+    parser.add_argument("--build", type=Path, help="dry run: folder of the compiled harness")
     return parser.parse_args(arguments)
+
+
+def chosen(plan: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
+    """The stages and cases whose names begin with one of ``only``; all without it. Exits for a name without a match."""
+    if not only:
+        return list(plan)
+    names = [name for stage in plan for name in (stage.cases or (stage.name,))]
+    for start in only:
+        if not any(name.startswith(start) for name in names):
+            raise SystemExit(f"first_hour: nothing begins with {start!r}; accepted: {', '.join(names)}")
+    kept = tuple(only)
+    selected = []
+    for stage in plan:
+        cases = tuple(name for name in stage.cases if name.startswith(kept))
+        if cases or (not stage.cases and stage.name.startswith(kept)):
+            selected.append(dataclasses.replace(stage, cases=cases))
+    return selected
+
+
+def stop(*_: Any) -> NoReturn:
+    raise SystemExit("first_hour: terminated")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    dry = options.dry_run
-    gpu = "" if dry else gpu_name()
-    if not gpu and not dry:
-        print("first_hour: nvidia-smi finds no GPU; --dry-run goes through every stage without one", file=sys.stderr)
+    gpu = "" if options.dry_run else gpu_name()
+    if not gpu and not options.dry_run:
+        print("first_hour: nvidia-smi finds no GPU; --dry-run runs every stage without one", file=sys.stderr)
         return 2
-    chip, _, capability = ("host harness", "", "") if dry else gpu.rpartition(", ")[::1]
-    slug = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
-    parent = ROOT / ("build" if dry else "bench/results")
-    folder = (options.out or parent / f"first-hour-{slug}-{source_digest()}").resolve()
-    deadline = time.monotonic() + 60 * options.minutes
-    plan = jobs(dry, folder, capability.replace(".", ""))
-    planned = [name for job in plan for name in (case_names() if job.name == "cases" else [job.name])]
-    for names, known in ((options.only, planned), (options.again, [*planned, *load(folder)])):
-        for name in names:
-            if not any(each.startswith(name) for each in known):
-                accepted = ", ".join(planned)
-                print(f"first_hour: no measurement begins with {name!r}; accepted: {accepted}", file=sys.stderr)
-                return 2
-    folder.mkdir(parents=True, exist_ok=True)
-    for record in load(folder).values():
-        if any(record["name"].startswith(name) for name in options.again):
-            (folder / f"{record['name']}.json").unlink()
-    for job in plan:
-        wanted = job.name == "cases" or not options.only or any(job.name.startswith(name) for name in options.only)
-        records = load(folder)
-        done = {name for name, record in records.items() if record["status"] == "ok"}
-        if job.name == "build":  # nothing else counts after one that failed
-            wanted = wanted or ("build" in records and "build" not in done)
-        if job.name == "cases":  # of many cases in one process: those that are missing
-            left = [n for n in planned if n in job.command and n not in done]
-            if options.only:
-                left = [n for n in left if any(n.startswith(name) for name in options.only)]
-            fixed = [part for part in job.command if part not in planned]
-            job = dataclasses.replace(job, command=(*fixed, *left))
-            wanted = bool(left)
-        if not wanted or job.name in done:
-            continue
-        left_seconds = deadline - time.monotonic()
-        if left_seconds < 5:
-            break
-        if records.get(job.needs, {}).get("status", "ok") != "ok":
-            store(folder, {"name": job.name, "status": "skipped", "error": f"{job.needs} has not succeeded"})
-            print(f"{'skipped':>13}  {job.name}  {job.needs} has not succeeded", flush=True)
-            continue
-        names = set()
-        for record in run(job, min(job.limit, left_seconds), folder):
-            names.add(record["name"])
-            if record.get("timed_out") and left_seconds < job.limit:  # the whole had no more time: no result
-                record["status"] = "cut off"
-            else:
-                store(folder, record)
-            print(f"{record['status']:>13}  {record['name']}  {record.get('error', '')}".rstrip(), flush=True)
-        if job.name not in names:  # all cases ran to their end, maybe after a call in which the process died
-            (folder / f"{job.name}.json").unlink(missing_ok=True)
-        report(folder, chip, dry, planned)
-        if job.name == "build" and load(folder).get("build", {}).get("status") != "ok":
-            break
-    print(report(folder, chip, dry, planned))
-    print(f"results: {folder}")
-    return 0 if all(r["status"] in ("ok", "not available") for r in load(folder).values()) else 1
+    chip, _, capability = ("the host harness", "", "") if options.dry_run else gpu.rpartition(", ")
+    signal.signal(signal.SIGTERM, stop)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = stages(options.dry_run, options.prebuilt, folder, capability.replace(".", ""))
+        deadline = time.monotonic() + 60 * options.minutes
+        runner = Runner(folder, deadline, dry=options.dry_run, build=options.build)
+        try:
+            runner.run(chosen(plan, options.only))
+        finally:
+            text = report(runner.records, chip, options.dry_run)
+            write_bundle(options.bundle, folder, runner.records, text)
+    print(text[:10_000])
+    return 0 if all(r["status"] in ("ok", "not available") for r in runner.records) else 1
 
 
 if __name__ == "__main__":
