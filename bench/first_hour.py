@@ -34,6 +34,7 @@ CASES = ROOT / "bench" / "first_hour_cases.py"
 PROBE = ROOT / "bench" / "probe.cu"
 START_SECONDS = 60.0  # of a process of cases before its first case
 CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
+CHECKS = 2  # the group of the stages that check results
 ENDING = 10.0  # seconds that a killed process has to end
 Record = dict[str, Any]
 
@@ -131,10 +132,10 @@ def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Sta
         *([] if prebuilt else [Stage("build", 0, 600, (*build, "--no-build-isolation", "--no-deps", "-e", str(ROOT)))]),
         Stage("versions", 1, 60, cases=("versions",)),
         Stage("probe", 1, 60, probe_command(dry, folder, capability), missing="" if nvcc() else "nvcc not found"),
-        Stage("parity", 2, 120, cases=checks),
-        Stage("tests-cuda", 2, 240, (*cuda, "-k", "not triton")),
-        Stage("tests-triton", 2, 240, (*triton, "-k", "triton")),
-        Stage("memcheck", 2, 180, check, missing="" if sanitizer else "compute-sanitizer not found"),
+        Stage("parity", CHECKS, 120, cases=checks),
+        Stage("tests-cuda", CHECKS, 240, (*cuda, "-k", "not triton")),
+        Stage("tests-triton", CHECKS, 240, (*triton, "-k", "triton")),
+        Stage("memcheck", CHECKS, 180, check, missing="" if sanitizer else "compute-sanitizer not found"),
         Stage("times", 3, 600, cases=timed),
     ]
 
@@ -159,10 +160,13 @@ class Runner:
 
     def start(self, stage: Stage, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
         log = self.folder / f"{stage.name}.log"
+        # one thread for each of the processes that run at the same time: threads that wait for a core spin
+        env = {**os.environ, "OMP_NUM_THREADS": "1"} if stage.group == CHECKS else None
         with log.open("ab") as output:  # a process group of its own, so that the limit also ends what it has started
-            return subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            ), log
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return process, log
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -301,7 +305,7 @@ def write_bundle(bundle: Path, folder: Path, records: Sequence[Record], text: st
     (bundle / "results.json").write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
     with gzip.open(bundle / "logs.txt.gz", "wb") as logs:
         for log in sorted(folder.glob("*.log")):
-            logs.write(f"==== {log.stem} ====\n".encode() + log.read_bytes())
+            logs.write(f"==== {log.stem} ====\n".encode() + log.read_bytes() + b"\n")
     for junit in folder.glob("*.xml"):
         (bundle / f"{junit.name}.gz").write_bytes(gzip.compress(junit.read_bytes()))
 

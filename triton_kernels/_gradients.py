@@ -119,7 +119,7 @@ class ParameterSums:
         N, D = h0.shape[1], 0 if weight is None else weight.shape[1]
         self.features, self.D = features, D
         self.m = h0.new_zeros(N, N)
-        self.bias = None if bias is None else h0.new_zeros(N)
+        self.bias = None if bias is None else h0.new_zeros(N, dtype=torch.float64)
         self.weight = None if weight is None else h0.new_zeros((N, D) if features else (D, N))
 
     def add_states(self, delta: Tensor, before: Tensor, between: Tensor) -> None:
@@ -127,7 +127,7 @@ class ParameterSums:
         self.m.addmm_(delta[1:].flatten(0, 1).mT, between.flatten(0, 1))
         self.m.addmm_(delta[0].mT, before)
         if self.bias is not None:
-            self.bias += delta.sum((0, 1))
+            self.bias += delta.sum((0, 1), dtype=torch.float64)
 
     def add_input(self, delta: Tensor, x: Tensor) -> None:
         """Add the products with the input, x [steps, B, D] or ids [steps, B]."""
@@ -143,7 +143,7 @@ class ParameterSums:
         weight = self.weight
         if weight is not None and not self.features:
             weight = weight.mT.contiguous()
-        return self.m, weight, self.bias
+        return self.m, weight, None if self.bias is None else self.bias.to(self.m.dtype)
 
 
 @ieee_products()

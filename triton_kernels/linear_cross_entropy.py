@@ -8,7 +8,7 @@
            +-----------+      tile of hidden or grad_hidden at a time
 
 d = dL/dz is C / N of the size of hidden. grad_weight = d^T hidden and grad_bias, the sums of d, are torch's, over
-blocks of BLOCK_ROWS rows in a fixed order: no atomics, the same bits every time. With more than MAX_FUSED_C classes the
+chunks of rows in a fixed order: no atomics, the same bits every time. With more than MAX_FUSED_C classes the
 logits of a chunk of rows are torch's product, and a second kernel turns them into d in place, one program for each row.
 
 There is no device synchronization. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products
@@ -32,10 +32,8 @@ from orthokern._scan_contract import LinearLoss, Readout
 # Classes that one program holds for all of its rows.
 MAX_FUSED_C = 128
 FUSED_WARPS, ROW_WARPS = 4, 4
-# Rows of one product of grad_weight, and its partial sums.
-BLOCK_ROWS, PARTS = 65536, 16
-# Elements of d, or of the logits, at a time: 32 MiB.
-CHUNK_ELEMENTS = 1 << 23
+# Elements of d, or of the logits, at a time: 128 MiB.
+CHUNK_ELEMENTS = 1 << 25
 ROW_BLOCK_C = 2048
 
 
@@ -143,15 +141,6 @@ def fused_blocks(C: int) -> tuple[int, int, int]:
     return 64 if block_c <= 32 else 32, 32, block_c
 
 
-def add_rows(grad_weight: Tensor, d: Tensor, hidden: Tensor) -> None:
-    """grad_weight [C, N] += d [R, C]^T hidden [R, N], in blocks of rows and partial sums, in this order."""
-    for d_block, h_block in zip(d.split(BLOCK_ROWS), hidden.split(BLOCK_ROWS), strict=True):
-        even = len(d_block) - len(d_block) % PARTS
-        split = (PARTS, even // PARTS)
-        parts = torch.bmm(d_block[:even].unflatten(0, split).mT, h_block[:even].unflatten(0, split))
-        grad_weight.add_(parts.sum(0)).addmm_(d_block[even:].mT, h_block[even:])
-
-
 @ieee_products()
 def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
     """See ``orthokern.ops.linear_cross_entropy``; tensors are float32 and contiguous."""
@@ -169,7 +158,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
         losses, d = route(h, weight, bias, t, grad, rows, mean)
         loss += losses.sum(dtype=torch.float64)
         if d is not None and grad_weight is not None:
-            add_rows(grad_weight, d, h)
+            grad_weight.addmm_(d.mT, h)
             if grad_bias is not None:
                 grad_bias += d.sum(0)
     if mean:

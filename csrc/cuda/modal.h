@@ -1,5 +1,4 @@
-// The arguments of the modal kernel: plain addresses and sizes, without torch and the CUDA headers.
-// orthokern/ops/modal/cuda.py has the sequence of launches of a call.
+// The arguments of the modal scan: plain addresses and sizes, without torch and the CUDA headers.
 #pragma once
 
 #include <stdint.h>
@@ -13,16 +12,17 @@ struct ModalArgs {
   int dtype, device;
   void* stream;
   int64_t T, B, M, chunk;
-  int reverse;          // from the last step to the first, with the conjugate of lambda
-  int wide;             // z is double
-  const void* x;        // [T, B, 2M], float or double by `dtype`
-  const double* re;     // [M]
-  const double* im;     // [M]
-  const double* state;  // [chunks, B, 2M], the state before each chunk; null: zeros
-  void* z;              // [T, B, 2M], as x, or double; or null
-  double* end;          // [chunks, B, 2M], the state after each chunk, or null
+  int reverse;       // from the last step to the first, with the conjugate of lambda
+  int wide;          // z is double
+  const void* x;     // [T, B, 2M], float or double by `dtype`
+  const double* re;  // [M]
+  const double* im;  // [M]
+  const double* z0;  // [B, 2M], the state before the first step, or reverse after the last one
+  double* ends;      // [chunks, B, 2M], workspace; null for one chunk
+  double* states;    // [chunks, B, 2M], workspace; null for one chunk
+  void* z;           // [T, B, 2M], as x, or double
 
-  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, M, chunk, reverse, wide, x, re, im, state, z, end);
+  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, M, chunk, reverse, wide, x, re, im, z0, ends, states, z);
 };
 
 void modal_scan(const ModalArgs& args);

@@ -33,6 +33,7 @@ from torch import Tensor
 from orthokern._scan_contract import Readout
 
 ROWS = 4096  # rows of a product over steps, between two additions in float64
+PRODUCTS = 64  # such products in one call
 
 
 class Inputs(NamedTuple):
@@ -115,9 +116,20 @@ def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
     """left^T right, float64, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(ROWS), right.split(ROWS), strict=True):
-        total += a.mT @ b
+    for a, b in zip(left.split(PRODUCTS * ROWS), right.split(PRODUCTS * ROWS), strict=True):
+        even = len(a) - len(a) % ROWS
+        if even:
+            parts = a[:even].view(-1, ROWS, a.shape[1]).mT @ b[:even].view(-1, ROWS, b.shape[1])
+            total += parts.sum(0, dtype=torch.float64)
+        if even < len(a):
+            total += a[even:].mT @ b[even:]
     return total
+
+
+def _rows_of(ids: Tensor, size: int, alive: Tensor | None) -> Tensor:
+    """ids [T, B] as rows of a table of ``size`` rows, followed by one for wrong ids and one for padding."""
+    rows = torch.where((ids >= 0) & (ids < size), ids.long(), size)
+    return rows if alive is None else rows.masked_fill(~alive, size + 1)
 
 
 class _Sums:
@@ -132,7 +144,7 @@ class _Sums:
         self.pairs = None if inputs.pairs is None else zeros(len(inputs.pairs), 2, 2)
         self.x = torch.empty_like(inputs.x) if inputs.table is None else None
 
-    def add(self, start: int, x: Tensor, delta: Tensor, before: Tensor, alive: Tensor | None) -> None:
+    def add(self, start: int, x: Tensor, delta: Tensor, before: Tensor) -> None:
         """A span from the step ``start`` on: its inputs, adjoints, and the states before its steps."""
         (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
         self.re += (d_re * z_re + d_im * z_im).sum((0, 1))
@@ -145,10 +157,8 @@ class _Sums:
             self.x[start : start + len(x)] = delta
         if self.table is not None:
             D = len(self.table)
-            ids = without_padding(x.long(), alive).flatten()
-            ids = torch.where((ids >= 0) & (ids < D), ids, D)
             rows = delta.flatten(0, 1)  # in a fixed order, also on a GPU
-            self.table += torch.ops.aten.embedding_dense_backward(rows, ids, D + 1, -1, False)[:D]
+            self.table += torch.ops.aten.embedding_dense_backward(rows, x.flatten(), D + 2, -1, False)[:D]
         self.carry = delta[0]
 
     def gradients(self, has_bias: bool) -> Gradients:
@@ -170,46 +180,54 @@ def loss_in_spans(scan: Callable[..., Tensor], inputs: Inputs, readout: Readout,
     """`loss` by a function as `scan`, for ``steps`` steps at a time.
 
     Only the states between the spans are kept. The spans are processed from the last to the first, and memory does not
-    grow with T. Padding is not read. A wrong id makes its sequence NaN, a wrong target the loss.
+    grow with T. Padding is not read. A wrong id makes its sequence NaN, a wrong target the loss and all gradients.
     """
     x, re, im, z0, table, lengths, _ = inputs
     weight, bias, target, reduction = readout
     T, B = target.shape
     alive = None if lengths is None else torch.arange(T, device=target.device)[:, None] < lengths
     count = T * B if alive is None else alive.sum().double()
-    scale = 1.0 / count if reduction == "mean" else 1.0
+    if table is not None:
+        x = _rows_of(x, len(table), alive)
+        table = torch.cat([table, table.new_full((1, table.shape[1]), torch.nan), torch.zeros_like(table[:1])])
+    target = _rows_of(target, len(weight), alive)
+    # not NaN, but 1, without a wrong target; padding has any target and does not count
+    scale = torch.where((target == len(weight)).any(), torch.nan, 1.0).double() / (
+        count if reduction == "mean" else 1.0
+    )
+    target = target.clamp_(max=len(weight) - 1)
+    scaled_weight = (weight * scale).to(weight.dtype)
     spans = [slice(start, min(start + steps, T)) for start in range(0, T, steps)]
 
-    def part(tensor: Tensor | None, span: slice) -> Tensor | None:
-        return None if tensor is None else tensor[span]
+    def entries(span: slice) -> Tensor:
+        if table is None:
+            return without_padding(x[span], None if alive is None else alive[span])
+        return torch.nn.functional.embedding(x[span], table)
 
     starts = [z0.double()]
     for span in spans[:-1]:
-        z = scan(entering(x[span], table, part(alive, span)), re, im, starts[-1], dtype=torch.float64)
-        starts.append(z[-1].clone())
+        starts.append(scan(entries(span), re, im, starts[-1], dtype=torch.float64)[-1].clone())
     sums = _Sums(inputs, readout)
     total, hits = re.new_zeros(()), torch.empty(T, dtype=torch.int64, device=target.device)
     for span, start in zip(reversed(spans), reversed(starts), strict=True):
-        living = part(alive, span)
-        z = scan(entering(x[span], table, living), re, im, start, dtype=z0.dtype)
-        z = without_padding(z, living)
-        ids = without_padding(target[span].long(), living)
-        wrong = (ids < 0) | (ids >= len(weight))
-        logits = torch.nn.functional.linear(z, weight, bias).masked_fill(wrong[..., None], torch.nan)
-        ids = ids.masked_fill(wrong, 0)[..., None]
-        log_p = torch.log_softmax(logits, -1)
+        living = None if alive is None else alive[span]
+        z = without_padding(scan(entries(span), re, im, start, dtype=z0.dtype), living)
+        ids = target[span, :, None]
+        log_p = torch.log_softmax(torch.nn.functional.linear(z, weight, bias), -1)
         total -= without_padding(log_p.gather(-1, ids).squeeze(-1), living).sum(dtype=torch.float64)
-        right = logits.argmax(-1) == ids.squeeze(-1)
+        right = log_p.argmax(-1) == ids.squeeze(-1)
         hits[span] = (right if living is None else right & living).sum(1)
         if not need_grad:
             continue
-        d = log_p.exp()
+        d = log_p.exp_()
         d.scatter_add_(-1, ids, torch.full_like(d[..., :1], -1.0))
-        d = without_padding(d * scale, living)
+        d = without_padding(d, living)
         sums.weight += sum_over_rows(d, z)
         sums.bias += d.sum((0, 1), dtype=torch.float64)
-        delta = scan(d @ weight, re, im, sums.carry, reverse=True, dtype=torch.float64)
+        delta = scan(d @ scaled_weight, re, im, sums.carry, reverse=True, dtype=torch.float64)
         first = start if lengths is None else torch.where((lengths > span.start)[:, None], start, 0)
         before = torch.cat([first.to(z.dtype)[None], z[:-1]])
-        sums.add(span.start, x[span], delta, before, living)
+        sums.add(span.start, x[span], delta, before)
+    sums.weight *= scale
+    sums.bias *= scale
     return Loss((total * scale).to(z0.dtype), hits, sums.gradients(bias is not None) if need_grad else None)
