@@ -74,12 +74,11 @@ struct LowRankThread {
   int units;                                   // how many units the lane has
   float *sums, *y, *inputs, *gates, *squares;  // inputs, gates: of the first unit of the lane
   int begin, length;                           // the steps of the sequence
-  int64_t stride;
-  const int64_t* token;        // of step 0
-  float *out, *pre;            // of the step that publish() is called for next
-  const float *x, *gate_from;  // of the step kAhead later
+  int64_t stride, at;    // from one step to the next; the first unit in the step that publish() is called for next
+  const int64_t* token;  // of step 0
   float first[kUnits][kRank], second[kUnits][kRank], scale[kOwn];
-  float state[kUnits], after[kUnits], before[kUnits], gate[kUnits], parameter[kUnits];
+  float state[kUnits], after[kUnits], before[kUnits], parameter[kUnits];
+  float square;  // sum of the squares of before
   RunningSum total[kUnits];
 
   __device__ __forceinline__ explicit LowRankThread(const ScanArgs& args)
@@ -88,50 +87,50 @@ struct LowRankThread {
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32),
         n(32 * kUnits * warp + lane) {
-    const LowRankMemory<Traits> at(warps);
+    const LowRankMemory<Traits> places(warps);
     sums = dynamic_shared<float>();
-    y = sums + at.y + warp * kRank;
-    inputs = sums + at.inputs + n, gates = sums + at.gates + n, squares = sums + at.squares;
+    y = sums + places.y + warp * kRank;
+    inputs = sums + places.inputs + n, gates = sums + places.gates + n, squares = sums + places.squares;
     const int left = static_cast<int>(a.N) - n;
+    square = 0;
     units = left <= 0 ? 0 : (left + 31) / 32 < kUnits ? (left + 31) / 32 : kUnits;
     const Sequence s = sequence<kBackward>(a, blockIdx.x);
     begin = s.begin, length = s.end - s.begin;
     stride = step_stride<kBackward>(a);
-    const int64_t offset = s.first + begin * stride + n;
-    token = a.tokens ? token_of(a, offset - n) : nullptr;
-    out = a.out + offset - stride, pre = a.pre + offset - stride;
-    x = a.x + offset, gate_from = a.gate + offset;  // until start() has fetched the first steps
+    at = s.first + begin * stride + n - kAhead * stride;  // start() fetches the first steps
+    token = a.tokens ? token_of(a, s.first + begin * stride) : nullptr;
   }
 
-  __device__ __forceinline__ void load_maps() {
+  // One map after the other: all addresses at once would not fit into the registers.
+  __device__ __forceinline__ void load_map(float (&map)[kUnits][kRank], const float* from) const {
     const int K = static_cast<int>(a.K);
 #pragma unroll
     for (int r = 0; r < kUnits; r++) {
-      const int64_t row = static_cast<int64_t>(n + 32 * r) * K;
+      const float* const row = from + static_cast<int64_t>(n + 32 * r) * K;
 #pragma unroll
       for (int k = 0; k < kRank; k++) {
-        const bool inside = r < units && k < K;
-        first[r][k] = inside ? a.first[row + k] : 0.f;
-        second[r][k] = inside ? a.second[row + k] : 0.f;
+        map[r][k] = r < units && k < K ? row[k] : 0.f;
         if (k % 4 == 3) __syncwarp();  // as in MapTile::fill
       }
     }
-#pragma unroll
-    for (int j = 0; j < kOwn; j++) scale[j] = own_k(j) < K ? a.scale[own_k(j)] : 0.f;
   }
   // The ranks whose sums a lane has after reduce_scatter.
   __device__ __forceinline__ int own_k(int j) const { return lane % kSpread * kOwn + j; }
 
   __device__ __forceinline__ void start() {
+    load_map(first, a.first);
+    load_map(second, a.second);
+#pragma unroll
+    for (int j = 0; j < kOwn; j++) scale[j] = own_k(j) < a.K ? a.scale[own_k(j)] : 0.f;
 #pragma unroll
     for (int r = 0; r < kUnits; r++) {
       const bool unit = r < units;
-      const int64_t row = n + 32 * r, at = blockIdx.x * a.N + row;
-      state[r] = a.start && unit ? a.start[at] : 0.f;
-      after[r] = before[r] = gate[r] = 0;
+      const int64_t row = n + 32 * r, place = blockIdx.x * a.N + row;
+      state[r] = a.start && unit ? a.start[place] : 0.f;
+      after[r] = before[r] = 0;
       parameter[r] = unit ? parameter_of(a, row) : 0.f;
       total[r] = {0, 0};
-      if (Traits::kSums && a.sums && unit) total[r] = {a.sums[at], a.sums[gridDim.x * a.N + at]};
+      if (Traits::kSums && a.sums && unit) total[r] = {a.sums[place], a.sums[gridDim.x * a.N + place]};
     }
     // a block of fewer warps reads zeros in the place of the sums of the others
     for (int i = threadIdx.x; i < 2 * kRank * kSumWords; i += blockDim.x) sums[i] = 0;
@@ -143,22 +142,24 @@ struct LowRankThread {
     }
   }
 
-  // The inputs of a step into the place where this thread reads them; `x` and `gate_from` move on to the next step.
+  // The inputs of a step into the place where this thread reads them. It is kAhead steps after the one of `at`, which
+  // moves on to the next step.
   __device__ __forceinline__ void fetch(int step, int64_t id) {
     const int place = step % kAhead * warps * 32 * kUnits, limit = step < length ? units : 0;
     const bool known = static_cast<uint64_t>(id) < static_cast<uint64_t>(a.D);
-    const float* const from = kBackward || !a.tokens ? x : a.table + (known ? id * a.N : 0) + n;
+    const int64_t ahead = at + kAhead * stride;
+    const float* const from = kBackward || !a.tokens ? a.x + ahead : a.table + (known ? id * a.N : 0) + n;
+    const bool nan = !kBackward && a.tokens && !known;
 #pragma unroll
-    for (int r = 0; r < kUnits; r++) {
-      const bool nan = !kBackward && a.tokens && !known;
-      cp_async_if<4>(r < limit && !nan, inputs + place + 32 * r, from + 32 * r);
-      if (nan) inputs[place + 32 * r] = NAN;
-    }
+    for (int r = 0; r < kUnits; r++) cp_async_if<4>(r < limit && !nan, inputs + place + 32 * r, from + 32 * r);
+    if (nan)
+#pragma unroll
+      for (int r = 0; r < kUnits; r++) inputs[place + 32 * r] = NAN;
     if constexpr (Traits::kGates)
       if (!Traits::kAny || a.gate)
 #pragma unroll
-        for (int r = 0; r < kUnits; r++) cp_async_if<4>(r < limit, gates + place + 32 * r, gate_from + 32 * r);
-    x += stride, gate_from += stride;
+        for (int r = 0; r < kUnits; r++) cp_async_if<4>(r < limit, gates + place + 32 * r, a.gate + ahead + 32 * r);
+    at += stride;
   }
 
   // What the lanes hold for the steps from `step` on.
@@ -170,31 +171,18 @@ struct LowRankThread {
     return result;
   }
 
-  // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step, and a wait
-  // for those of the next step. Called for one step after the other, from -1 on. id: the token of the later step.
+  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step. Called for one step after the other, from -1 on. id: the token of the later step.
   __device__ __forceinline__ void publish(int step, int64_t id) {
     const int limit = step >= 0 ? units : 0;
     if (a.out)
 #pragma unroll
       for (int r = 0; r < kUnits; r++)
-        if (r < limit) out[32 * r] = after[r];
+        if (r < limit) a.out[at + 32 * r] = after[r];
     if (Traits::kPre && a.pre)
 #pragma unroll
       for (int r = 0; r < kUnits; r++)
-        if (r < limit) pre[32 * r] = before[r];
-    if constexpr (kBackward) {
-      float square = 0;
-#pragma unroll
-      for (int r = 0; r < kUnits; r++) square = fmaf(before[r], before[r], square);
-      squares[(step & (2 * kLowRankPart - 1)) * warps * 32 + threadIdx.x] = square;
-    }
-    if (Traits::kSums && a.sums && limit)
-      with_activation<kActivation>(a.activation, [&](auto activation) {
-#pragma unroll
-        for (int r = 0; r < kUnits; r++)
-          total[r].add(parameter_grad<decltype(activation)>(before[r], gate[r], parameter[r]));
-      });
-    out += stride, pre += stride;
+        if (r < limit) a.pre[at + 32 * r] = before[r];
+    if (kBackward) squares[(step & (2 * kLowRankPart - 1)) * warps * 32 + threadIdx.x] = square;
     fetch(step + kAhead, id);
     cp_async_commit();
     cp_async_wait<kAhead - 1>();
@@ -261,8 +249,8 @@ struct LowRankThread {
     }
   }
 
-  // The states after this step.
-  __device__ __forceinline__ void end_step(bool cut) {
+  // The states after this step, and its share of the gradients, so that a thread need not keep more of it.
+  __device__ __forceinline__ void end_step(const float (&gate)[kUnits], bool cut) {
     with_activation<kActivation>(a.activation, [&](auto activation) {
       using A = decltype(activation);
 #pragma unroll
@@ -277,17 +265,22 @@ struct LowRankThread {
           after[r] = clip_message(activate_grad<A>(before[r], gate[r], other, other_gate, second_of_pair, parameter[r]),
                                   a.clip);
         else after[r] = activate<A>(before[r], other, second_of_pair, parameter[r]);
+        if (A::has_parameter && Traits::kSums && a.sums)
+          total[r].add(parameter_grad<A>(before[r], gate[r], parameter[r]));
       }
     });
+    square = 0;
 #pragma unroll
-    for (int r = 0; r < kUnits; r++) {
-      state[r] = after[r];
-      if (cut) state[r] = r < units ? restart_of(a, blockIdx.x, n + 32 * r) : 0.f;
-    }
+    for (int r = 0; r < kUnits; r++) square = fmaf(before[r], before[r], square);
+#pragma unroll
+    for (int r = 0; r < kUnits; r++) state[r] = after[r];
+    if (cut)
+#pragma unroll
+      for (int r = 0; r < kUnits; r++) state[r] = r < units ? restart_of(a, blockIdx.x, n + 32 * r) : 0.f;
   }
 
   __device__ __forceinline__ void step(int i, int64_t id, bool cut) {
-    float of_lane[kRank], own[kOwn], input[kUnits];
+    float of_lane[kRank], own[kOwn], input[kUnits], gate[kUnits];
     first_product(of_lane);
     reduce_scatter<kSpread>(of_lane, lane % kSpread, [&] { publish(i - 1, id); });
 #pragma unroll
@@ -297,11 +290,11 @@ struct LowRankThread {
 #pragma unroll
     for (int r = 0; r < kUnits; r++) {
       input[r] = r < units ? inputs[place + 32 * r] : 0.f;
-      if (Traits::kGates) gate[r] = r < units && (!Traits::kAny || a.gate) ? gates[place + 32 * r] : 0.f;
+      gate[r] = Traits::kGates && r < units && (!Traits::kAny || a.gate) ? gates[place + 32 * r] : 0.f;
     }
     block_sums(own, i);
     second_product(own, input);
-    end_step(cut);
+    end_step(gate, cut);
   }
 
   __device__ __forceinline__ void norms(int from, int count) const {
@@ -316,10 +309,10 @@ struct LowRankThread {
     }
 #pragma unroll
     for (int r = 0; r < kUnits; r++) {
-      const int64_t at = blockIdx.x * a.N + n + 32 * r;
+      const int64_t place = blockIdx.x * a.N + n + 32 * r;
       if (r >= units) continue;
-      if (a.end) a.end[at] = begin + length == a.chunk ? state[r] : 0.f;
-      if (Traits::kSums && a.sums) a.sums[at] = total[r].sum, a.sums[gridDim.x * a.N + at] = total[r].error;
+      if (a.end) a.end[place] = begin + length == a.chunk ? state[r] : 0.f;
+      if (Traits::kSums && a.sums) a.sums[place] = total[r].sum, a.sums[gridDim.x * a.N + place] = total[r].error;
     }
   }
 };
@@ -327,7 +320,6 @@ struct LowRankThread {
 template <class Traits>
 __global__ void __launch_bounds__(kLowRankThreads, 1) low_rank_scan_kernel(const ScanArgs a) {
   LowRankThread<Traits> self(a);
-  self.load_maps();
   self.start();
   const int length = self.length;
   int summed = 0;  // steps whose norms are written
