@@ -34,6 +34,7 @@ enum class ScanPath {
   kResident = 0,  // one block owns sequences, the factors stay in its registers (scan_resident.h)
   kCluster = 1,   // a cluster of blocks owns sequences, the factors are spread over it (scan_cluster.h)
   kLibrary = 2,   // the caller multiplies with a library, and run_scan_step ends each step (scan_step.h)
+  kLowRank = 3,   // factored, K small: one block owns a sequence, its lanes hold rows of the factors (scan_low_rank.h)
 };
 
 // The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below

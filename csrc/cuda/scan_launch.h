@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cuda/scan_cluster.h"
+#include "cuda/scan_low_rank.h"
 #include "cuda/scan_resident.h"
 #include "cuda/scan_step.h"
 
@@ -125,6 +126,56 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return true;
 }
 
+// Call f with the LowRankTraits of the kernel for these sizes; false if there is none. Of the shapes that serve a
+// rank, the first one with enough units.
+template <class F>
+bool with_low_rank_kernel(bool backward, const ScanArgs& a, F f) {
+  bool called = false;
+  auto choose = [&](auto rank, auto units) {
+    constexpr int kRank = decltype(rank)::value, kUnits = decltype(units)::value;
+    if (called || a.K > kRank || a.N > kLowRankThreads * kUnits) return;
+    called = true;
+    with_direction(backward, [&](auto direction) {
+      constexpr bool kBackward = decltype(direction)::value;
+      if (a.activation == act::Tanh::number && !a.pre) f(LowRankTraits<kBackward, kRank, kUnits, act::Tanh::number>());
+      else f(LowRankTraits<kBackward, kRank, kUnits, kAnyActivation>());
+    });
+  };
+  choose(std::integral_constant<int, 8>(), std::integral_constant<int, 4>());
+  choose(std::integral_constant<int, 8>(), std::integral_constant<int, 8>());
+  choose(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
+  choose(std::integral_constant<int, 32>(), std::integral_constant<int, 2>());
+  choose(std::integral_constant<int, 64>(), std::integral_constant<int, 1>());
+  return called;
+}
+
+template <class Traits>
+int low_rank_warps(int64_t n) {
+  return static_cast<int>(divide_up(n, 32 * Traits::kUnits));
+}
+
+// A step of one sequence takes about 350 clocks of latency (three to five rounds of shuffles, a barrier, shared memory
+// twice, the activation), and 2 N K / 128 of multiply-adds and N / 5 of all else, in which blocks of the same
+// multiprocessor take turns (estimates). A step of the resident kernel has 2 N^2 / 128 of multiply-adds and 530 of
+// latency, one of a cluster 880 for its exchanges alone: this path is used wherever it serves the sizes, except where
+// the resident kernel multiplies no more than four times as much.
+inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
+                          ScanPlan& plan) {
+  bool does = false;
+  with_low_rank_kernel(backward, a, [&](auto traits) {
+    using Traits = decltype(traits);
+    const bool resident = resident_columns<true>(a.N, a.cut) && a.N < 4 * Traits::kRank;
+    if (a.sequences > INT_MAX || (resident && overrides.path < 0)) return;
+    const int warps = low_rank_warps<Traits>(a.N);
+    plan.path = static_cast<int>(ScanPath::kLowRank);
+    plan.group = 1;
+    plan.blocks = plan.norm_columns = plan.sums_rows = static_cast<int>(a.sequences);
+    plan.shared_bytes = sizeof(float) * LowRankMemory<Traits>(warps).total;
+    does = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
+  });
+  return does;
+}
+
 // Chunks of the maps that are not in registers.
 template <class Traits>
 int chunks_outside(const ScanPlan& plan) {
@@ -222,6 +273,9 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   DeviceLimits limits = device_limits();
   auto allowed = [&](ScanPath path) { return overrides.path < 0 || overrides.path == static_cast<int>(path); };
   ScanPlan plan{};
+  if constexpr (kFactored)
+    if (allowed(ScanPath::kLowRank) && plan_low_rank(a, backward, overrides, limits, plan)) return plan;
+  plan = {};
   if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
   // Code for older GPUs has no clusters. All kernels of a build are compiled for the same ones, so any of them tells.
   if (limits.major >= 9 && compiled_for(scan_step_kernel<false>) < 90) limits.major = 8;
@@ -265,7 +319,15 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
     const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
-  if (plan.path == static_cast<int>(ScanPath::kResident)) {
+  if (plan.path == static_cast<int>(ScanPath::kLowRank)) {
+    with_low_rank_kernel(backward, a, [&](auto traits) {
+      using Traits = decltype(traits);
+      const unsigned threads = static_cast<unsigned>(32 * low_rank_warps<Traits>(a.N));
+      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(threads), stream,
+                      static_cast<size_t>(plan.shared_bytes)};
+      launch(low_rank_scan_kernel<Traits>, at, a);
+    });
+  } else if (plan.path == static_cast<int>(ScanPath::kResident)) {
     with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
       const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,

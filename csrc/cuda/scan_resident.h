@@ -375,27 +375,8 @@ struct ResidentThread {
     cp_async_commit();
     cp_async_wait<kAhead - 1>();
   }
-  // The norms of `count` steps, four for each warp at a time.
-  __device__ __forceinline__ void sum_squares(int begin, int count) const {
-    constexpr int kSteps = 4;
-    if (!a.norms) return;
-    const int lane = threadIdx.x % 32;
-    bool first;
-    const int index = scattered_index<32, kSteps>(lane, first);
-#pragma unroll 1
-    for (int i = kSteps * warp; i < count; i += kSteps * Traits::kWarps) {
-      float sums[kSteps];
-#pragma unroll
-      for (int j = 0; j < kSteps; j++) {
-        const float* const of_step = squares + ((begin + i + j) & (2 * kSquareSteps - 1)) * Traits::kSquares;
-        sums[j] = 0;
-#pragma unroll
-        for (int k = 0; k < Traits::kSquares; k += 32) sums[j] += of_step[k + lane];
-      }
-      reduce_scatter<32>(sums, lane);
-      const int64_t t = a.T - 1 - (range.begin + begin + i + index);
-      if (first && i + index < count) a.norms[t * gridDim.x + blockIdx.x] = sums[0];
-    }
+  __device__ __forceinline__ void norms_of(int begin, int count) const {
+    if (a.norms) sum_squares<2 * kSquareSteps>(a, squares, Traits::kSquares, Traits::kWarps, range.begin, begin, count);
   }
 
   __device__ __forceinline__ int64_t sums_index(int unit_row) const {
@@ -408,7 +389,7 @@ struct ResidentThread {
     if (kBackward && a.norms) {
       __syncthreads();
       const int begin = length < 2 ? 0 : (length - 2) / kSquareSteps * kSquareSteps;
-      sum_squares(begin, length - begin);
+      norms_of(begin, length - begin);
     }
     if (a.end && unit)
       for (int g = own; g < group; g += kSequences) {
@@ -447,7 +428,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   for (int begin = 0, end; begin < length; begin = end) {
     end = !Traits::kBackward || length - begin <= kPart ? length : begin > 0 ? begin + kPart : kPart + 1;
     // behind the barrier of the first step of a part are the squares of the part before it
-    if (begin > 0) self.sum_squares(begin - 1 - kPart, kPart);
+    if (begin > 0) self.norms_of(begin - 1 - kPart, kPart);
 #pragma unroll 1
     for (int i = begin; i < end; i++) {
       auto close_previous = [&] {

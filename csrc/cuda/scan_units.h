@@ -23,6 +23,16 @@ struct ActivationAt;
   };
 ORTHOKERN_ACTIVATIONS(ORTHOKERN_AT)
 #undef ORTHOKERN_AT
+// Calls f(A{}) for it: one branch for all that f does.
+template <int kNumber, class F>
+__device__ __forceinline__ void with_activation(int number, F f) {
+  if constexpr (kNumber != kAnyActivation) return f(typename ActivationAt<kNumber>::Type());
+#define ORTHOKERN_CASE(A) \
+  case act::A::number:    \
+    return f(act::A());
+  switch (number) { ORTHOKERN_ACTIVATIONS(ORTHOKERN_CASE) }
+#undef ORTHOKERN_CASE
+}
 template <int kNumber>
 __device__ __forceinline__ float activate_as(int number, float a, float other, bool second, float parameter) {
   if constexpr (kNumber == kAnyActivation) return activate(number, a, other, second, parameter);
@@ -109,6 +119,31 @@ __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(kAllLanes, v, mask);
   return v;
+}
+
+// The norms of `count` steps of the backward, from step first + begin of the sequence on, whose squares are in
+// squares[step % kRing][width]; `warps` warps sum four steps each at a time.
+template <int kRing>
+__device__ __forceinline__ void sum_squares(const ScanArgs& a, const float* squares, int width, int warps, int first,
+                                            int begin, int count) {
+  constexpr int kSteps = 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  bool counts;
+  const int index = scattered_index<32, kSteps>(lane, counts);
+#pragma unroll 1
+  for (int i = kSteps * warp; i < count; i += kSteps * warps) {
+    float sums[kSteps];
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+      const float* const of_step = squares + ((begin + i + j) & (kRing - 1)) * width;
+      sums[j] = 0;
+#pragma unroll
+      for (int k = 0; k < width; k += 32) sums[j] += of_step[k + lane];
+    }
+    reduce_scatter<32>(sums, lane);
+    const int64_t t = a.T - 1 - (first + begin + i + index);
+    if (counts && i + index < count) a.norms[t * gridDim.x + blockIdx.x] = sums[0];
+  }
 }
 
 // What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.

@@ -13,7 +13,7 @@ from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _scan
 
 OPS = ("factored_scan", "dense_scan")
-RESIDENT, CLUSTER, LIBRARY = 0, 1, 2
+RESIDENT, CLUSTER, LIBRARY, LOW_RANK = 0, 1, 2, 3
 PATHS = {
     "resident": {"path": RESIDENT, "group": 1},
     "resident-pairs": {"path": RESIDENT, "group": 2},
@@ -24,7 +24,10 @@ PATHS = {
     "cluster-8": {"path": CLUSTER, "cluster": 2, "group": 8},
     "streamed": {"path": CLUSTER, "cluster": 4, "group": 4, "shared_chunks": 0},
     "library": {"path": LIBRARY},
+    "low-rank": {"path": LOW_RANK},
 }
+# dense maps have no rank
+OP_PATHS = [(op, path) for op in OPS for path in PATHS if (op, path) != ("dense_scan", "low-rank")]
 KINDS = ("dense", "features", "tokens")
 GRU_PATHS = {"resident": {"path": 0, "group": 1}, "resident-3": {"path": 0, "group": 3}, "library": {"path": 1}}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OPS, PATHS, RESIDENT, check, check_gru, run
+from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OP_PATHS, OPS, PATHS, RESIDENT, check, check_gru, run
 from cuda_host import build
 from helpers import (
     FloatProducts,
@@ -34,9 +34,8 @@ from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
@@ -57,8 +56,7 @@ def test_parity_of_every_path(op: str, activation: str, path: str, override: Any
     )
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_with_resets(op: str, path: str, override: Any) -> None:
     """Every path, with lengths and without, and the same bits with checkpoints. Every width of the resident kernels."""
     override(path)
@@ -354,8 +352,7 @@ def test_chunk_length_comes_from_sizes_alone() -> None:
     assert length(10_000, 50, 128, clip=0.1) == 0  # not linear
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, override: Any) -> None:
     override(path)
     problem = scan_problem(op, B=5, T=12, N=20, inputs="tokens", D=6).to(torch.float32)
@@ -372,9 +369,8 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, o
     backward(problem.args(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, override: Any) -> None:
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
@@ -390,8 +386,7 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, ove
     check(problem, message_clip=0.3)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its contents, not the checkpoints: the same bits, and zeros there."""
     override(path)
@@ -428,12 +423,12 @@ def test_lengths_in_chunks_of_time(op: str, path: str, override: Any) -> None:
         assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, override: Any) -> None:
     """Nobody checks the lengths of a GPU's tensors: what is wrong must not be read or written with."""
     override(path)
-    problem = scan_problem(op, B=5, T=4, N=17, activation="identity", inputs="tokens").to(torch.float32)
+    rank = {"K": 8} if path == "low-rank" else {}  # of which no map is composed
+    problem = scan_problem(op, B=5, T=4, N=17, activation="identity", inputs="tokens", **rank).to(torch.float32)
     wrong = torch.tensor([-(2**63), 2**40 + 1, 2**63 - 1, -1, 2])
     leaf = dispatch.leaf(op, "cuda")  # the ops check the CPU's
     fwd, bwd = (getattr(leaf, f"{op}_{direction}") for direction in ("fwd", "bwd"))

@@ -28,6 +28,7 @@ from helpers import (
     scan_problem,
     some_lengths,
     with_poisoned_padding,
+    with_resets,
 )
 
 from orthokern import dispatch, functional, nn, optim
@@ -579,6 +580,25 @@ def test_clusters_of_every_group(op: str, N: int, overrides: dict[str, int], mon
     problem = scan_problem(op, B=21, T=9, N=N, inputs="tokens")
     check(problem, torch.float32, "cuda")
     check(problem, torch.float32, "cuda", lengths=some_lengths(21, 9, "any"), message_clip=0.3)
+
+
+# Every shape of the kernel of low rank, with lanes that have no unit and blocks of every number of warps.
+LOW_RANKS = [(129, 8), (511, 1), (1000, 8), (1030, 8), (2048, 3), (130, 9), (1024, 16), (40, 17), (511, 32), (250, 64)]
+
+
+@pytest.mark.parametrize(("N", "K"), LOW_RANKS, ids=str)
+@pytest.mark.parametrize("activation", ["tanh", "identity", "prelu", "oplu"])
+def test_low_ranks(N: int, K: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need("factored_scan", "cuda", N=N, K=K)
+    monkeypatch.setattr(_call, "overrides", {"path": 3})
+    N += N % 2 if activation == "oplu" else 0
+    gap = 1e-6 if N < 300 else -1.0  # among more units some sit near a kink
+    for B, T, inputs in ((5, 70, "tokens"), (300, 3, "dense")) if N < 300 else ((3, 9, "tokens"),):
+        T, B = (T, B) if activation in ("tanh", "identity") else (min(T, 9), min(B, 5))
+        problem = scan_problem("factored_scan", B=B, T=T, N=N, K=K, activation=activation, inputs=inputs, gap=gap)
+        check(problem, torch.float32, "cuda")
+        check(problem, torch.float32, "cuda", lengths=some_lengths(B, T, "any"), message_clip=0.3)
+        check(with_resets(problem, gap=gap), torch.float32, "cuda", lengths=some_lengths(B, T, "any"))
 
 
 @pytest.mark.parametrize("shared_chunks", [0, 8])
