@@ -14,6 +14,8 @@ from orthokern._gpu_scans import before_resets, composed, power, started, token_
 from orthokern._products import ieee_products, norms_of_steps
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.cuda import _call as native
+from orthokern.cuda._steps import Steps
+from orthokern.cuda._steps import run as run_steps
 from orthokern.cuda._streams import SideStream
 from orthokern.cuda._sums import Sums
 
@@ -100,21 +102,30 @@ class Scan:
             self.packed = True
 
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
-        """A library product and one kernel per step. (This is the loop to launch as CUDA graphs of many steps.)"""
-        start = args["start"]
+        """A library product and one kernel per step."""
+        start, backward = args["start"], self.sizes["backward"]
         if args["lengths"] is not None:  # the kernel writes no padding
             for result in (args["out"], args["pre"]):
                 if result is not None:
                     result.zero_()
         shape = self.sizes["sequences"], self.sizes["N"]
         state = self.args.second.new_zeros(shape) if start is None else start.view(shape).clone()
-        product, factors = torch.empty_like(state), self._factors()
-        end_step = native.prepared("scan_step", self.device, sizes, {**args, "product": product, "passed": state})
-        with ieee_products():
-            for step in range(min(sizes["chunk"], sizes["T"])):
-                rows = state if len(factors) == 1 else torch.mm(state, factors[0])
-                torch.mm(rows, factors[-1], out=product)
+        factors = self._factors()
+        tensors = {"state": state, "product": torch.empty_like(state), "last": factors[-1]}
+        if len(factors) > 1:
+            tensors |= {"first": factors[0], "inner": state.new_empty(len(state), factors[0].shape[1])}
+
+        def launch(steps: Steps, count: int) -> None:
+            own = steps.tensors
+            end_step = steps.kernel(backward, own["product"], own["state"])
+            for step in range(count):
+                rows = torch.mm(own["state"], own["first"], out=own["inner"]) if "first" in own else own["state"]
+                torch.mm(rows, own["last"], out=own["product"])
                 end_step(step=step)
+
+        of_scan = {name: value for name, value in sizes.items() if name != "backward"}
+        with ieee_products():
+            run_steps("scan", backward, of_scan, args, tensors, launch, min(sizes["chunk"], sizes["T"]))
 
     def _factors(self) -> list[Tensor]:
         """Matrices whose product maps the rows of a state: W^T, backward W, as two factors if that is less work."""
