@@ -58,7 +58,8 @@ class _Kept(Steps):
 
 @functools.lru_cache(maxsize=_GRAPHS)
 def _kept(op: str, variant: object, device: torch.device, stream: int, layout: _Layout) -> _Kept:
-    return _Kept(op, {name: torch.empty_strided(shape, stride, device=device) for name, shape, stride in layout})
+    with torch.inference_mode(False):  # a tensor of inference mode could not be changed outside of it
+        return _Kept(op, {name: torch.empty_strided(shape, stride, device=device) for name, shape, stride in layout})
 
 
 def run(

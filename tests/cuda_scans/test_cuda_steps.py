@@ -12,6 +12,8 @@ from cuda_cases import GRU_PATHS, OPS, check, check_gru, run
 from helpers import GruProblem, assert_same_bits, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
+from orthokern import dispatch
+from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _steps
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -100,6 +102,16 @@ def test_buffers_in_use_by_another_thread(override: Any, replays: Any) -> None:
         patch.setattr(_steps.Steps, "window", window)
         assert_same_bits(expected, run(problem))
     assert_same_bits(expected, results[1])
+
+
+def test_windows_in_and_outside_of_inference_mode(override: Any, replays: Any) -> None:
+    override("library")
+    problem = scan_problem("dense_scan", B=4, T=STEPS, N=18).to(torch.float32)
+    args = ScanArgs(problem.x, None, None, problem.matrices[0], problem.h0, None, None, None, "tanh")
+    forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
+    with torch.inference_mode():
+        first = forward(args).hs
+    assert torch.equal(first, forward(args).hs) and replays[0] == 2 + 3
 
 
 def test_an_error_leaves_the_buffers_usable(override: Any, replays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
