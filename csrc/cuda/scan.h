@@ -37,8 +37,8 @@ enum class ScanPath {
 };
 
 // The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
-// IEEE are for tensor cores, with sums in float32. A plan says which one its kernel has: the one asked for, or IEEE,
-// which is never less.
+// IEEE are for tensor cores, with sums in float32. A plan says which one its products have, never a lower one than asked
+// for.
 enum ScanPrecision {
   kIeee = 0,
   kTf32 = 1,

@@ -152,14 +152,15 @@ double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   return static_cast<double>(waves) * (product + outputs * sums + exchanges);
 }
 
-// Clocks of a step of all sequences by a library's products in IEEE float32, and a kernel. An estimate from what the
+// Clocks of a step of all sequences by a library's products, IEEE or TF32, and a kernel. An estimate from what the
 // steps of cuDNN take on an H200: launches, then the columns of a product one after another, or its multiply-adds.
 template <bool kFactored>
 double library_clocks(const ScanArgs& a, const DeviceLimits& limits) {
   const bool two = kFactored && 2 * a.K <= a.N;
   const double columns = static_cast<double>(two ? a.N + a.K : a.N), of_all = static_cast<double>(a.sequences);
-  const double multiply = of_all * a.N * (two ? 2 * a.K : a.N) / (limits.multiprocessors * 128 * 0.6);
-  return (two ? 15000 : 11000) + std::max(27 * columns, multiply);
+  const double rate = limits.multiprocessors * (a.precision == kIeee ? 128 * 0.6 : 450);
+  const double multiply = of_all * a.N * (two ? 2 * a.K : a.N) / rate;
+  return (two ? 15000 : 11000) + std::max((a.precision == kIeee ? 27 : 8) * columns, multiply);
 }
 
 // Fill the plan for clusters of plan.cluster blocks of these Traits: with as many chunks in shared memory as fit.
@@ -245,6 +246,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   plan = {};
   if (!allowed(ScanPath::kLibrary)) throw Error("the path that was asked for does not serve this size on this device");
   plan.path = static_cast<int>(ScanPath::kLibrary);
+  plan.precision = a.precision == kIeee ? kIeee : kTf32;
   plan.blocks = plan.norm_columns = scan_step_blocks(a.sequences, a.N);
   plan.sums_rows = static_cast<int>(a.sequences);
   return plan;

@@ -135,7 +135,7 @@ def _recorded(device: torch.device, function: Callable[[], None]) -> Callable[[]
     if not _recording.acquire(blocking=False):
         return None
     try:
-        stream, pool = _stream_and_pool(device, _stream_address(device))
+        stream, pool, first = _stream_and_pool(device, _stream_address(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -143,16 +143,17 @@ def _recorded(device: torch.device, function: Callable[[], None]) -> Callable[[]
                 function()
             finally:
                 graph.capture_end()
+        first[:] = first[:1] or [graph]
         return graph.replay
     finally:
         _recording.release()
 
 
 @functools.lru_cache(maxsize=32)
-def _stream_and_pool(device: torch.device, main: int) -> tuple[Any, Any]:
-    """The stream to record graphs for the stream with the address `main`, and their memory pool.
+def _stream_and_pool(device: torch.device, main: int) -> tuple[Any, Any, list[Any]]:
+    """The stream to record graphs for the stream with the address `main`, their memory pool, and the first of them.
 
     torch has a workspace of the library for each stream, whose address a graph contains. Graphs that may run at the
-    same time therefore need different ones, and memory that nothing else gets.
+    same time therefore need different ones, in memory that nothing else gets: the first graph keeps the pool.
     """
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.graph_pool_handle()
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.graph_pool_handle(), []

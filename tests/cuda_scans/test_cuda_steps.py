@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._scan_contract import ScanArgs
-from orthokern.cuda import _steps
+from orthokern.cuda import _library, _steps
 from orthokern.ops.gru_scan import VARIANTS
 
 STEPS = 11  # a window that is recorded, replays, and a remainder
@@ -112,6 +114,31 @@ def test_windows_in_and_outside_of_inference_mode(override: Any, replays: Any) -
     with torch.inference_mode():
         first = forward(args).hs
     assert torch.equal(first, forward(args).hs) and replays[0] == 2 + 3
+
+
+def test_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for cublasGemmEx reads matrices with columns side by side from their addresses."""
+
+    def at(address: int, rows: int, columns: int, stride: int) -> Tensor:
+        values = (ctypes.c_float * (stride * (columns - 1) + rows)).from_address(address)
+        return torch.frombuffer(values, dtype=torch.float32).as_strided((rows, columns), (1, stride))
+
+    def gemm(handle: int, trans_a: int, trans_b: int, m: int, n: int, k: int, *rest: Any) -> int:
+        _, a, _, lda, b, _, ldb, _, c, _, ldc, compute, _ = rest
+        of_a = at(a, k, m, lda).mT if trans_a else at(a, m, k, lda)
+        assert (handle, trans_b, compute) == (7, 0, 77)
+        at(c, m, n, ldc).copy_(of_a @ at(b, k, n, ldb))
+        return int(m == 1)
+
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 7)
+    multiply = functools.partial(_library._tf32_product, gemm)
+    left, out = torch.randn(3, 5), torch.full((3, 4), torch.nan)
+    for right in (torch.randn(5, 4), torch.randn(4, 5).mT, torch.randn(4, 1).mT):
+        rows = left[:, : len(right)].contiguous()
+        multiply(rows, right, out)
+        torch.testing.assert_close(out, rows @ right)
+    with pytest.raises(RuntimeError, match="returned 1"):
+        multiply(left, torch.randn(5, 1), torch.empty(3, 1))
 
 
 def test_an_error_leaves_the_buffers_usable(override: Any, replays: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from helpers import GruProblem, assert_same_bits, run_scan, scan_problem, some_lengths
 from torch import Tensor
 
-from orthokern.cuda import _call, _steps
+from orthokern.cuda import _call, _library, _steps
 from orthokern.ops.gru_scan import VARIANTS
 
 if not torch.cuda.is_available() or _call.kernels is None:
@@ -69,6 +69,24 @@ def test_graphs_change_no_bit(kind: str) -> None:
         assert_same_bits(without_graphs(problem), run(problem))
     kept = _steps._kept.cache_info()
     assert kept.currsize == 4 and kept.hits >= 10  # two shapes, forward and backward
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tf32_products(op: str) -> None:
+    """As precise as asked for and no more, for both layouts of a map; torch's own setting is not touched."""
+    assert _library._gemm() is not None
+    rank = {"K": 90} if op == "factored_scan" else {}
+    problem = scan_problem(op, B=B, T=T, N=N, gap=-1.0, **rank)
+    exact, there = run_scan(problem, "reference"), problem.to(torch.float32).map(torch.Tensor.cuda)
+    there.x = there.x.cuda()
+    results = {precision: run(there, precision=precision) for precision in ("ieee", "tf32", "bf16")}
+    assert_same_bits(results["tf32"], results["bf16"])
+    for name in ("hs", "grad_x", "grad_h0"):
+        ieee, tf32 = (
+            (results[precision][name].cpu() - exact[name]).abs().max() / exact[name].abs().max()
+            for precision in ("ieee", "tf32")
+        )
+        assert 20 * ieee < tf32 < 1e-2, name
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
