@@ -68,22 +68,18 @@ void bind_scan(pybind11::module_& m, const char* plan_name, const char* run_name
   });
 }
 
-// The rest of one step after a product: `read` reads the arguments besides those of the scan, and returns the launch.
-template <class Args, class Read>
-void bind_step(pybind11::module_& m, const char* name, Read read) {
+// Writes the arguments of a scan to device memory, for its kernels of single steps.
+template <class Args>
+void bind_store(pybind11::module_& m, const char* name, void (*store)(const Args&, void*, void*)) {
   m.def(name, [=](const pybind11::dict& given) {
     Args args{};
-    const float* product = nullptr;
-    float* passed = nullptr;
-    int64_t step = 0;
-    void* stream = nullptr;
+    void *stored = nullptr, *stream = nullptr;
     Arguments arguments(name, given);
     args.fields(arguments);
-    ORTHOKERN_FIELDS(arguments, product, passed, step, stream);
-    const auto run = read(arguments);
+    ORTHOKERN_FIELDS(arguments, stored, stream);
     arguments.done();
     pybind11::gil_scoped_release release;
-    run(args, product, passed, step, stream);
+    store(args, stored, stream);
   });
 }
 
@@ -92,20 +88,10 @@ inline void bind(pybind11::module_& m) {
   bind_scan(m, "factored_scan_plan", "factored_scan", plan_factored_scan, run_factored_scan);
   bind_scan(m, "dense_scan_plan", "dense_scan", plan_dense_scan, run_dense_scan);
   bind_scan(m, "gru_scan_plan", "gru_scan", plan_gru_scan, run_gru_scan);
-  bind_step<ScanArgs>(m, "scan_step", [](Arguments& arguments) {
-    bool backward = false;
-    ORTHOKERN_FIELDS(arguments, backward);
-    return [=](const ScanArgs& args, const float* product, float* passed, int64_t step, void* stream) {
-      run_scan_step(args, backward, product, passed, step, stream);
-    };
-  });
-  bind_step<GruScanArgs>(m, "gru_step", [](Arguments& arguments) {
-    int part = 0;
-    ORTHOKERN_FIELDS(arguments, part);
-    return [=](const GruScanArgs& args, const float* product, float* passed, int64_t step, void* stream) {
-      run_gru_step(args, part, product, passed, step, stream);
-    };
-  });
+  bind_store(m, "scan_store", store_scan);
+  bind_store(m, "gru_store", store_gru);
+  bind(m, "scan_step", run_scan_step, &StepArgs::fields<Arguments>);
+  bind(m, "gru_step", run_gru_step, &StepArgs::fields<Arguments>);
   bind(m, "scan_carry", run_scan_carry, &ScanCarryArgs::fields<Arguments>);
   bind(m, "modal_scan", modal_scan, &ModalArgs::fields<Arguments>);
   bind(m, "activation_fwd", activation_fwd, &ActivationArgs::forward<Arguments>);

@@ -12,13 +12,10 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream) {
   run_scan<false>(args, backward, plan, stream);
 }
-void run_scan_step(const ScanArgs& a, bool backward, const float* product, float* state, int64_t i, void* stream) {
-  if (!a.T || !a.sequences) return;
-  const DeviceGuard guard(a.device);
-  const Launch at{dim3(static_cast<unsigned>(scan_step_blocks(a))), dim3(kStepThreads),
-                  static_cast<cudaStream_t>(stream)};
-  with_direction(backward, [&](auto direction) {
-    launch(scan_step_kernel<decltype(direction)::value>, at, a, product, state, static_cast<int>(i));
+void store_scan(const ScanArgs& args, void* stored, void* stream) { store_args(args, stored, stream); }
+void run_scan_step(const StepArgs& a) {
+  with_direction(a.part != 0, [&](auto direction) {
+    launch_step<ScanArgs>(scan_step_kernel<decltype(direction)::value>, a, scan_step_blocks(a.rows, a.N));
   });
 }
 void run_scan_carry(const ScanCarryArgs& a) {

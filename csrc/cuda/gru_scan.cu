@@ -78,25 +78,22 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
   with_gru_kernel(backward, a.kanai, warps, [&](auto kernel) { launch(kernel, at, a, plan.group); });
 }
 
-void run_gru_step(const GruScanArgs& a, int part, const float* product, float* passed, int64_t t, void* stream) {
-  if (!step_elements(a)) return;
-  const DeviceGuard guard(a.device);
-  const Launch at{dim3(static_cast<unsigned>(step_blocks(step_elements(a)))), dim3(kStepThreads),
-                  static_cast<cudaStream_t>(stream)};
-  auto run = [&](auto kernel) { launch(kernel, at, a, product, passed, static_cast<int>(t)); };
-  switch (static_cast<GruStep>(part)) {
+void store_gru(const GruScanArgs& args, void* stored, void* stream) { store_args(args, stored, stream); }
+void run_gru_step(const StepArgs& a) {
+  auto run = [&](auto kernel) { launch_step<GruScanArgs>(kernel, a, step_blocks(a.rows * a.N)); };
+  switch (static_cast<GruStep>(a.part)) {
     case GruStep::kGates:
-      return run(gru_step_kernel<true, GruStep::kGates>);
+      return run(gru_step_kernel<GruStep::kGates>);
     case GruStep::kCandidate:
-      return run(gru_step_kernel<true, GruStep::kCandidate>);
+      return run(gru_step_kernel<GruStep::kCandidate>);
     case GruStep::kAll:
-      return run(gru_step_kernel<false, GruStep::kAll>);
+      return run(gru_step_kernel<GruStep::kAll>);
     case GruStep::kReset:
-      return run(gru_step_kernel<true, GruStep::kReset>);
+      return run(gru_step_kernel<GruStep::kReset>);
     case GruStep::kCarry:
-      return a.kanai ? run(gru_step_kernel<true, GruStep::kCarry>) : run(gru_step_kernel<false, GruStep::kCarry>);
+      return run(gru_step_kernel<GruStep::kCarry>);
   }
-  throw Error("gru_step has no part " + std::to_string(part));
+  throw Error("gru_step has no part " + std::to_string(a.part));
 }
 
 }  // namespace orthokern::cuda

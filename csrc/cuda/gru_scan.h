@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "common/fields.h"
+#include "cuda/scan.h"
 
 namespace orthokern::cuda {
 
@@ -75,8 +76,9 @@ struct GruOverrides {
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
-// GruPath::kLibrary: a part of step t, a number of enum GruStep (gru_step.h), which describes product and passed.
-// Padding of the results is not written.
-void run_gru_step(const GruScanArgs& args, int part, const float* product, float* passed, int64_t t, void* stream);
+// GruPath::kLibrary: `part` is a number of enum GruStep (gru_step.h), which describes product and passed. Padding of
+// the results is not written.
+void store_gru(const GruScanArgs& args, void* stored, void* stream);
+void run_gru_step(const StepArgs& args);
 
 }  // namespace orthokern::cuda

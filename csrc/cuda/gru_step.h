@@ -16,19 +16,23 @@ namespace orthokern::cuda {
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// product: a row for each sequence, null for zeros. passed: what the next product reads; forward m or the state that
-// step t + 1 starts from [B, N], backward (d_r, d_z, d_q) [B, 3N] of the variant "torch". kCarry: t = -1 gives grad_h0.
-template <bool kKanai, GruStep kStep>
+// product: a row for each sequence. passed: what the next product reads; forward m or the state that step t + 1 starts
+// from [B, N], backward [B, 3N]: (d_r, d_z, d_q), or (d_r, d_z, d_n) of kanai. Backward, steps are counted from the
+// last one, and the one after all of them, t = -1 of kCarry, gives grad_h0.
+template <GruStep kStep>
 __global__ void __launch_bounds__(kStepThreads)
-    gru_step_kernel(const GruScanArgs a, const float* product, float* passed, const int t) {
+    gru_step_kernel(const Stored<GruScanArgs>* stored, const float* product, float* passed, const int step) {
   ORTHOKERN_SHARED(float, squares, [kStepThreads / 32]);
+  const GruScanArgs a = stored->args;
+  const int i = static_cast<int>(stored->first) + step;
+  const int t = kStep == GruStep::kReset || kStep == GruStep::kCarry ? static_cast<int>(a.T) - 1 - i : i;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x, N = a.N, b = number / N;
   const int u = static_cast<int>(number - b * N);
   const int64_t unit = b * N, offset = t * a.B * N + unit + u;
   const bool live = b < a.B && t < gru_steps_of(a, b);
   float square = 0;
   if (live && t < 0) {
-    a.grad_h0[unit + u] = gru_passed(a, 0, b, u, (product ? product[unit + u] : 0.f) + a.work[unit + u]);
+    a.grad_h0[unit + u] = gru_passed(a, 0, b, u, product[unit + u] + a.work[unit + u]);
   } else if (live) {
     const float before = gru_resets(a, t, b) ? gru_reset_state(a, b, u) : t ? a.hs[offset - a.B * N] : a.h0[unit + u];
     const int64_t of_gates = 3 * (offset - u) + u;
@@ -56,23 +60,22 @@ __global__ void __launch_bounds__(kStepThreads)
       passed[unit + u] = gru_resets(a, t + 1, b) ? gru_reset_state(a, b, u) : h;
     } else if constexpr (kStep == GruStep::kReset) {
       const float reset = gates[0], sum = product[unit + u];
-      a.grad_x[of_gates] = sum * before * (reset * (1.f - reset));
+      passed[3 * unit + u] = a.grad_x[of_gates] = sum * before * (reset * (1.f - reset));
       a.factor[offset] = reset * before;
       a.work[unit + u] += reset * sum;
     } else {
       const GruUnit values = {a.grad_hs[offset], before,       gates[0],
-                              gates[N],          gates[2 * N], kKanai ? 0.f : a.pre[offset]};
-      const float carry = (product ? product[unit + u] : 0.f) + a.work[unit + u];
-      const float ghat = values.g + gru_passed(a, t + 1, b, u, carry);
+                              gates[N],          gates[2 * N], a.kanai ? 0.f : a.pre[offset]};
+      const float ghat = values.g + gru_passed(a, t + 1, b, u, product[unit + u] + a.work[unit + u]);
       const GruAdjoint d = gru_adjoint(values, ghat);
       float* const grad_x = a.grad_x + of_gates;
       square = ghat * ghat;
       a.work[unit + u] = ghat * values.z;
-      grad_x[N] = d.d_z, grad_x[2 * N] = d.d_n;
-      if constexpr (!kKanai) {
-        grad_x[0] = d.d_r, a.factor[offset] = d.d_q;
-        float* const to = passed + 3 * unit + u;
-        to[0] = d.d_r, to[N] = d.d_z, to[2 * N] = d.d_q;
+      float* const to = passed + 3 * unit + u;
+      to[N] = grad_x[N] = d.d_z, to[2 * N] = grad_x[2 * N] = d.d_n;
+      if (!a.kanai) {
+        to[0] = grad_x[0] = d.d_r;
+        to[2 * N] = a.factor[offset] = d.d_q;
       }
     }
   }

@@ -38,8 +38,8 @@ enum class ScanPath {
 };
 
 // The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
-// IEEE are for tensor cores, with sums in float32. A plan says which one its kernel has: the one asked for, or IEEE,
-// which is never less.
+// IEEE are for tensor cores, with sums in float32. A plan says which one its products have, never a lower one than asked
+// for.
 enum ScanPrecision {
   kIeee = 0,
   kTf32 = 1,
@@ -120,6 +120,26 @@ struct ScanOverrides {
   ORTHOKERN_FIELDS_OF(fields, path, cluster, group, shared_chunks, tensor);
 };
 
+// A kernel of one step whose product is a library's. It reads the arguments of the scan from device memory, where
+// store_scan or store_gru wrote them, so that one CUDA graph serves calls whose tensors lie elsewhere.
+struct StepArgs {
+  int device, part;
+  int64_t rows, N;       // sequences, hidden
+  int64_t step;          // counted from `first` of Stored
+  const void* stored;    // Stored<ScanArgs> or Stored<GruScanArgs>
+  const float* product;  // a row for each sequence
+  float* passed;         // what the next product reads
+  void* stream;
+
+  ORTHOKERN_FIELDS_OF(fields, device, part, rows, N, step, stored, product, passed, stream);
+};
+constexpr size_t kStoredBytes = 512;  // that a caller allocates
+template <class Args>
+struct Stored {
+  int64_t first;  // the step that step 0 of a window is; the caller increments it
+  Args args;
+};
+
 // The states at the borders of chunks, see scan_carry.h.
 struct ScanCarryArgs {
   int device;
@@ -137,9 +157,11 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 // `stream` is a cudaStream_t of args.device.
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
-// ScanPath::kLibrary: the end of step `i`, from the products [Q, N] of the map and the states that enter it. Sets
-// `state` [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not written.
-void run_scan_step(const ScanArgs& args, bool backward, const float* product, float* state, int64_t i, void* stream);
+// ScanPath::kLibrary: `part` 0 is the end of a step forward, 1 backward, from the products [Q, N] of the map and the
+// states that enter it. Sets `passed` [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not
+// written.
+void store_scan(const ScanArgs& args, void* stored, void* stream);
+void run_scan_step(const StepArgs& args);
 void run_scan_carry(const ScanCarryArgs& args);
 
 }  // namespace orthokern::cuda

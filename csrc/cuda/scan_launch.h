@@ -203,6 +203,17 @@ double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   return static_cast<double>(waves) * (product + outputs * sums + exchanges);
 }
 
+// Clocks of a step of all sequences by a library's products, IEEE or TF32, and a kernel. An estimate from what the
+// steps of cuDNN take on an H200: launches, then the columns of a product one after another, or its multiply-adds.
+template <bool kFactored>
+double library_clocks(const ScanArgs& a, const DeviceLimits& limits) {
+  const bool two = kFactored && 2 * a.K <= a.N;
+  const double columns = static_cast<double>(two ? a.N + a.K : a.N), of_all = static_cast<double>(a.sequences);
+  const double rate = limits.multiprocessors * (a.precision == kIeee ? 128 * 0.6 : 450);
+  const double multiply = of_all * a.N * (two ? 2 * a.K : a.N) / rate;
+  return (two ? 15000 : 11000) + std::max((a.precision == kIeee ? 27 : 8) * columns, multiply);
+}
+
 // Fill the plan for clusters of plan.cluster blocks of these Traits: with as many chunks in shared memory as fit.
 // Returns how many such clusters the device holds at one time; 0 leaves the plan as it is.
 template <class Traits>
@@ -244,13 +255,16 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   plan.cluster = size;
   plan.chunks1 = static_cast<int>(divide_up(a.N, kChunk));
   plan.chunks2 = kFactored ? static_cast<int>(divide_up(a.K, kChunk)) : 0;
-  double clocks = 0;
+  double clocks = 0, measured = 0;
   int clusters = 0;  // that the device holds at one time
   auto fit = [&](int group, int precision, ScanPlan& filled) {
     with_cluster_traits<kFactored>(backward, group, precision, [&](auto traits) {
       using Traits = decltype(traits);
       clusters = fit_cluster<Traits>(a, overrides, limits, filled);
-      if (clusters) clocks = cluster_clocks<Traits>(filled, clusters, a.sequences);
+      if (!clusters) return;
+      clocks = cluster_clocks<Traits>(filled, clusters, a.sequences);
+      // an H200 takes longer than that, for what all kernels of clusters have in common
+      measured = 1.25 * clocks + 2000.0 * divide_up(divide_up(a.sequences, group), clusters);
     });
     return clusters > 0;
   };
@@ -261,10 +275,12 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   }
   if (a.precision != kIeee && overrides.tensor != 0 && (!overrides.group || overrides.group == 8)) {
     ScanPlan other = plan;
-    const double on_fma_units = plan.group ? clocks : INFINITY;
+    const double on_fma_units = plan.group ? clocks : INFINITY, of_fma_units = measured;
     if (fit(8, a.precision, other) && (overrides.tensor > 0 || clocks < on_fma_units)) plan = other;
+    else measured = of_fma_units;
   }
-  return plan.group > 0;
+  const bool library = overrides.path < 0 && 1.25 * library_clocks<kFactored>(a, limits) < measured;
+  return plan.group > 0 && !library;
 }
 
 template <bool kFactored>
@@ -284,7 +300,8 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   plan = {};
   if (!allowed(ScanPath::kLibrary)) throw Error("the path that was asked for does not serve this size on this device");
   plan.path = static_cast<int>(ScanPath::kLibrary);
-  plan.blocks = plan.norm_columns = scan_step_blocks(a);
+  plan.precision = a.precision == kIeee ? kIeee : kTf32;
+  plan.blocks = plan.norm_columns = scan_step_blocks(a.sequences, a.N);
   plan.sums_rows = static_cast<int>(a.sequences);
   return plan;
 }

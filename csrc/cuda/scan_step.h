@@ -13,7 +13,26 @@ constexpr int kStepThreads = 256;
 // Blocks for `count` elements with one thread each.
 inline int step_blocks(int64_t count) { return static_cast<int>((count + kStepThreads - 1) / kStepThreads); }
 
-inline int scan_step_blocks(const ScanArgs& a) { return step_blocks(a.sequences * ((a.N + 1) / 2)); }
+inline int scan_step_blocks(int64_t sequences, int64_t N) { return step_blocks(sequences * ((N + 1) / 2)); }
+
+template <class Args>
+__global__ void store_kernel(const Args a, Stored<Args>* to) {
+  to->first = 0;
+  to->args = a;
+}
+template <class Args>
+void store_args(const Args& a, void* to, void* stream) {
+  static_assert(sizeof(Stored<Args>) <= kStoredBytes, "see kStoredBytes");
+  const DeviceGuard guard(a.device);
+  launch(store_kernel<Args>, {dim3(1), dim3(1), static_cast<cudaStream_t>(stream)}, a, static_cast<Stored<Args>*>(to));
+}
+// Launch a kernel of one step, one thread for each of `blocks` * kStepThreads elements.
+template <class Args, class Kernel>
+void launch_step(Kernel kernel, const StepArgs& at, int blocks) {
+  const DeviceGuard guard(at.device);
+  launch(kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kStepThreads), static_cast<cudaStream_t>(at.stream)},
+         static_cast<const Stored<Args>*>(at.stored), at.product, at.passed, static_cast<int>(at.step));
+}
 
 // The sum of a value over the block, in its first thread.
 __device__ __forceinline__ float block_sum(float value, float (&of_warps)[kStepThreads / 32]) {
@@ -25,11 +44,13 @@ __device__ __forceinline__ float block_sum(float value, float (&of_warps)[kStepT
   return sum;
 }
 
-// product [Q, N]: the map applied to the states that enter step i. state [Q, N]: those that the next step multiplies.
+// product [Q, N]: the map applied to the states that enter the step. state [Q, N]: those that the next step multiplies.
 template <bool kBackward>
 __global__ void __launch_bounds__(kStepThreads)
-    scan_step_kernel(const ScanArgs a, const float* product, float* state, const int i) {
+    scan_step_kernel(const Stored<ScanArgs>* stored, const float* product, float* state, const int step) {
   ORTHOKERN_SHARED(float, squares, [kStepThreads / 32]);
+  const ScanArgs a = stored->args;
+  const int i = static_cast<int>(stored->first) + step;
   const int64_t pairs = (a.N + 1) / 2, number = static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x;
   const int64_t q = number / pairs, row = 2 * (number - q * pairs), at = q * a.N + row;
   const Sequence where = sequence<kBackward>(a, q);

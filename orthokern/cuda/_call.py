@@ -54,6 +54,11 @@ def ready_args(args: Any) -> Any:
     return args._replace(**tensors)
 
 
+def address(tensor: Tensor) -> int:
+    """For a function of another library than the kernels."""
+    return tensor.data_ptr()
+
+
 def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """The arguments of a native function: numbers, and the addresses of tensors; None is a null pointer."""
     return {**sizes, **{key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}}

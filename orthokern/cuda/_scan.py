@@ -14,6 +14,9 @@ from orthokern._gpu_scans import before_resets, composed, power, started, token_
 from orthokern._products import ieee_products, norms_of_steps
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.cuda import _call as native
+from orthokern.cuda._library import product
+from orthokern.cuda._steps import Steps
+from orthokern.cuda._steps import run as run_steps
 from orthokern.cuda._streams import SideStream
 from orthokern.cuda._sums import Sums
 
@@ -100,21 +103,32 @@ class Scan:
             self.packed = True
 
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
-        """A library product and one kernel per step. (This is the loop to launch as CUDA graphs of many steps.)"""
-        start = args["start"]
+        """A library product and one kernel per step."""
+        start, backward, tf32 = args["start"], self.sizes["backward"], self.plan["precision"] > 0
         if args["lengths"] is not None:  # the kernel writes no padding
             for result in (args["out"], args["pre"]):
                 if result is not None:
                     result.zero_()
         shape = self.sizes["sequences"], self.sizes["N"]
         state = self.args.second.new_zeros(shape) if start is None else start.view(shape).clone()
-        product, factors = torch.empty_like(state), self._factors()
-        end_step = native.prepared("scan_step", self.device, sizes, {**args, "product": product, "passed": state})
-        with ieee_products():
-            for step in range(min(sizes["chunk"], sizes["T"])):
-                rows = state if len(factors) == 1 else torch.mm(state, factors[0])
-                torch.mm(rows, factors[-1], out=product)
+        factors = self._factors()
+        tensors = {"state": state, "product": torch.empty_like(state), "last": factors[-1]}
+        if len(factors) > 1:
+            tensors |= {"first": factors[0], "inner": state.new_empty(len(state), factors[0].shape[1])}
+
+        def launch(steps: Steps, count: int) -> None:
+            own = steps.tensors
+            end_step = steps.kernel(backward, own["product"], own["state"])
+            multiply, rows = product(steps.device, tf32=tf32), own["inner" if "first" in own else "state"]
+            for step in range(count):
+                if "first" in own:
+                    multiply(own["state"], own["first"], rows)
+                multiply(rows, own["last"], own["product"])
                 end_step(step=step)
+
+        of_scan = {name: value for name, value in sizes.items() if name != "backward"}
+        with ieee_products():
+            run_steps("scan", (backward, tf32), of_scan, args, tensors, launch, min(sizes["chunk"], sizes["T"]))
 
     def _factors(self) -> list[Tensor]:
         """Matrices whose product maps the rows of a state: W^T, backward W, as two factors if that is less work."""
@@ -203,7 +217,8 @@ def _chunked(
 def scan_fwd(args: ScanArgs) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``.
 
-    ``precision`` has an effect on the kernels of clusters (N from 193 to 1024).
+    ``precision`` has an effect above N = 160 (factored) or 192: on the kernels of clusters, and on library products,
+    which are TF32 for "tf32" and "bf16".
     """
     args = native.ready_args(args)
     x, h0, resets, checkpoint_every = args.x, args.h0, args.resets, args.checkpoint_every

@@ -12,6 +12,8 @@ from orthokern._gru_parameters import parameter_gradients
 from orthokern._products import ieee_products
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.cuda import _call as native
+from orthokern.cuda._steps import Steps
+from orthokern.cuda._steps import run as run_steps
 
 _LIBRARY = 1  # GruPath::kLibrary of csrc/cuda/gru_scan.h
 # the tensors of GruArgs in csrc/cuda/gru_scan.h
@@ -45,54 +47,62 @@ class _Scan:
         with ieee_products():
             (self._run_backward if self.backward else self._run_forward)(args)
 
-    def _parts(self, args: dict[str, Tensor | None], **buffers: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        """A function of ``part`` and ``step`` for each (product, passed) of gru_step."""
-        device = self.args.h0.device
-        return {
-            name: native.prepared("gru_step", device, self.sizes, {**args, "product": product, "passed": passed})
-            for name, (product, passed) in buffers.items()
-        }
-
     def _run_forward(self, args: dict[str, Tensor | None]) -> None:
         """Library products, and one kernel after each."""
         h0, resets, N = self.args.h0, self.args.resets, self.sizes["N"]
         first = None if resets is None else resets[0]
-        state, new = started(h0, first, self.args.reset_state).clone(), h0.new_empty
-        B, rows = len(state), self.args.w.mT
-        if not self.args.kanai:
-            sums = new(B, 3 * N)
-            parts = self._parts(args, all=(sums, state))
-            for t in range(self.sizes["T"]):
-                torch.mm(state, rows, out=sums)
-                parts["all"](part=_ALL, step=t)
-            return
-        sums, m, of_m = new(B, 2 * N), new(B, N), new(B, N)
-        m.zero_()  # rows of sequences that have ended are not written
-        parts = self._parts(args, gates=(sums, m), candidate=(of_m, state))
-        for t in range(self.sizes["T"]):
-            torch.mm(state, rows[:, : 2 * N], out=sums)
-            parts["gates"](part=_GATES, step=t)
-            torch.mm(m, rows[:, 2 * N :], out=of_m)
-            parts["candidate"](part=_CANDIDATE, step=t)
+        state, kanai = started(h0, first, self.args.reset_state).clone(), self.args.kanai
+        sums = h0.new_empty(len(h0), (2 if kanai else 3) * N)
+        tensors = {"w": self.args.w, "state": state, "sums": sums}
+        if kanai:  # rows of m of sequences that have ended are not written
+            tensors |= {"m": torch.zeros_like(state), "of_m": torch.empty_like(state)}
+
+        def launch(steps: Steps, count: int) -> None:
+            own, rows = steps.tensors, steps.tensors["w"].mT
+            if not kanai:
+                end_step = steps.kernel(_ALL, own["sums"], own["state"])
+                for step in range(count):
+                    torch.mm(own["state"], rows, out=own["sums"])
+                    end_step(step=step)
+                return
+            gates = steps.kernel(_GATES, own["sums"], own["m"])
+            candidate = steps.kernel(_CANDIDATE, own["of_m"], own["state"])
+            for step in range(count):
+                torch.mm(own["state"], rows[:, : 2 * N], out=own["sums"])
+                gates(step=step)
+                torch.mm(own["m"], rows[:, 2 * N :], out=own["of_m"])
+                candidate(step=step)
+
+        run_steps("gru", ("forward", kanai), self.sizes, args, tensors, launch, self.sizes["T"])
 
     def _run_backward(self, args: dict[str, Tensor | None]) -> None:
         """Library products, and one kernel after each."""
-        w, N, T, kanai = self.args.w, self.sizes["N"], self.sizes["T"], self.args.kanai
-        carry = torch.zeros_like(self.args.h0)
-        of_candidate = torch.empty_like(carry)
-        adjoints = carry.new_zeros(len(carry), 3 * N)  # zeros for sequences that have ended
-        parts = self._parts(args, carry=(carry, adjoints), reset=(of_candidate, adjoints))
-        grad_x = args["grad_x"]
-        assert grad_x is not None
-        parts["carry"](part=_CARRY, step=T - 1)
-        for t in reversed(range(T)):
-            if kanai:
-                torch.mm(grad_x[t][:, 2 * N :], w[2 * N :], out=of_candidate)
-                parts["reset"](part=_RESET, step=t)
-                torch.mm(grad_x[t][:, : 2 * N], w[: 2 * N], out=carry)
-            else:
-                torch.mm(adjoints, w, out=carry)
-            parts["carry"](part=_CARRY, step=t - 1)
+        N, kanai, carry = self.sizes["N"], self.args.kanai, torch.zeros_like(self.args.h0)
+        # zeros for sequences that have ended
+        tensors = {"w": self.args.w, "carry": carry, "adjoints": carry.new_zeros(len(carry), 3 * N)}
+        if kanai:
+            tensors["of_candidate"] = torch.empty_like(carry)
+
+        def launch(steps: Steps, count: int) -> None:
+            own, w = steps.tensors, steps.tensors["w"]
+            carry, adjoints = own["carry"], own["adjoints"]
+            end_step = steps.kernel(_CARRY, carry, adjoints)
+            if not kanai:
+                for step in range(count):
+                    torch.mm(adjoints, w, out=carry)
+                    end_step(step=step + 1)
+                return
+            reset = steps.kernel(_RESET, own["of_candidate"], adjoints)
+            for step in range(count):
+                torch.mm(adjoints[:, 2 * N :], w[2 * N :], out=own["of_candidate"])
+                reset(step=step)
+                torch.mm(adjoints[:, : 2 * N], w[: 2 * N], out=carry)
+                end_step(step=step + 1)
+
+        def opening(steps: Steps) -> None:
+            steps.kernel(_CARRY, steps.tensors["carry"], steps.tensors["adjoints"])(step=0)
+
+        run_steps("gru", ("backward", kanai), self.sizes, args, tensors, launch, self.sizes["T"], opening)
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:

@@ -66,12 +66,19 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
 
 
 def plan(
-    op: str, N: int, B: int, *, K: int | None = None, backward: bool = True, tokens: bool = False
+    op: str,
+    N: int,
+    B: int,
+    *,
+    K: int | None = None,
+    backward: bool = True,
+    tokens: bool = False,
+    precision: str = "ieee",
 ) -> dict[str, int]:
     rank = N if K is None else K
     matrices = torch.empty(N, rank), torch.empty(rank), torch.empty(N, rank)
     if op == "dense_scan":
         matrices = None, None, torch.empty(N, N)
     x = torch.zeros(1, B, dtype=torch.int64) if tokens else None
-    args = ScanArgs(x, *matrices, torch.empty(B, N), None, None, None, "tanh")
+    args = ScanArgs(x, *matrices, torch.empty(B, N), None, None, None, "tanh", precision=precision)
     return _scan.Scan(args, backward=backward).plan

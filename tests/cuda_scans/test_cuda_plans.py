@@ -72,6 +72,27 @@ def test_path_by_size(op: str, harness: Any) -> None:
     assert plan(op, 513, 50)["path"] == LIBRARY
 
 
+def test_many_waves_of_clusters_give_way_to_library_products() -> None:
+    for N, cluster, library in ((256, 512, 4096), (512, 128, 2048), (768, 128, 512), (1024, 128, 512)):
+        for backward in (False, True):
+            assert plan("dense_scan", N, cluster, backward=backward)["path"] == CLUSTER, N
+            assert plan("dense_scan", N, library, backward=backward)["path"] == LIBRARY, N
+            for op in OPS:
+                assert plan(op, N, 50, backward=backward)["path"] == CLUSTER, N
+                paths = [plan(op, N, B, backward=backward)["path"] for B in range(8, 4096, 8)]
+                assert paths.index(LIBRARY) > 6 and CLUSTER not in paths[paths.index(LIBRARY) + 64 :]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_library_products_of_tf32_serve_smaller_batches(precision: str) -> None:
+    for N, cluster, library in ((512, 128, 1024), (1024, 64, 512)):
+        for backward in (False, True):
+            assert plan("dense_scan", N, cluster, backward=backward, precision=precision)["path"] == CLUSTER, N
+            of_library = plan("dense_scan", N, library, backward=backward, precision=precision)
+            assert (of_library["path"], of_library["precision"]) == (LIBRARY, 1), N
+    assert plan("dense_scan", 1100, 8, precision="ieee")["precision"] == 0
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_code_for_older_gpus_has_no_clusters(op: str, harness: Any, override: Any) -> None:
     """A build for sm_80 alone on an H200: the driver compiles its PTX, whose code traps where it needs clusters."""

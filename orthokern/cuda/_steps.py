@@ -1,0 +1,159 @@
+"""Scans whose products are a library's, with kernels of single steps: launched as CUDA graphs of many steps."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthokern.cuda import _call as native
+
+# Steps of a graph. Without one, the host takes about 10 us for each of the two or more launches of a step.
+_WINDOW = 64
+# Graphs kept, the least recently used one is dropped. Each has copies of the maps.
+_GRAPHS = 8
+# Elements of a map, 64 MiB, above which a product takes longer than its launch and there are no graphs.
+_LARGEST_MAP = 1 << 24
+_STORED_BYTES = 512  # kStoredBytes of csrc/cuda/scan.h
+
+Tensors = Mapping[str, Tensor]
+# (shape, strides) of tensors by their names
+_Layout = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+
+class Steps:
+    """The launches of single steps: kernels of one scan over one set of tensors."""
+
+    def __init__(self, op: str, tensors: Tensors) -> None:
+        self.op, self.tensors, any_of_them = op, tensors, next(iter(tensors.values()))
+        self.device = any_of_them.device
+        # the arguments of the scan behind the number of the window's first step
+        self.stored = torch.empty(_STORED_BYTES // 8, dtype=torch.int64, device=self.device)
+
+    def kernel(self, part: int, product: Tensor, passed: Tensor) -> Callable[..., None]:
+        """A part of a step on the current stream, as a function of ``step``, counted from the window's first one."""
+        sizes = {"rows": passed.shape[0], "N": product.shape[1] if self.op == "scan" else self.tensors["w"].shape[1]}
+        tensors = {"stored": self.stored, "product": product, "passed": passed}
+        return native.prepared(f"{self.op}_step", self.device, {**sizes, "part": part}, tensors)
+
+    def window(self, launch: Callable[[Steps, int], None], count: int) -> None:
+        """The next ``count`` steps."""
+        launch(self, count)
+        self.stored[:1].add_(count)
+
+
+class _Kept(Steps):
+    """Steps over tensors in a fixed place, and their graph. Used by one thread at a time, on one stream."""
+
+    def __init__(self, op: str, tensors: Tensors) -> None:
+        super().__init__(op, tensors)
+        self.lock = threading.Lock()
+        self.replay: Callable[[], None] | None = None
+
+
+@functools.lru_cache(maxsize=_GRAPHS)
+def _kept(op: str, variant: object, device: torch.device, stream: int, layout: _Layout) -> _Kept:
+    with torch.inference_mode(False):  # a tensor of inference mode could not be changed outside of it
+        return _Kept(op, {name: torch.empty_strided(shape, stride, device=device) for name, shape, stride in layout})
+
+
+def run(
+    op: str,
+    variant: object,
+    sizes: Mapping[str, Any],
+    args: Mapping[str, Tensor | None],
+    tensors: Tensors,
+    launch: Callable[[Steps, int], None],
+    steps: int,
+    opening: Callable[[Steps], None] | None = None,
+) -> None:
+    """Run all steps of a scan on the current stream.
+
+    op: "scan" or "gru", whose arguments are `sizes` and `args`. tensors: the maps, and what steps pass to each other,
+    with its first values; they may be overwritten. launch: launches steps with ``Steps.tensors`` and ``Steps.kernel``,
+    in the same way for every call with the same `variant` and layout of `tensors`. opening: launched before them.
+    """
+    own = Steps(op, tensors)
+    device = own.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kept = None
+        if steps >= 2 * _WINDOW and max(t.numel() for t in tensors.values()) <= _LARGEST_MAP and _may_record(device):
+            layout = tuple((name, tuple(t.shape), t.stride()) for name, t in tensors.items())
+            kept = _kept(op, variant, device, _stream_address(device), layout)
+            if not kept.lock.acquire(blocking=False):  # another thread has them
+                kept = None
+        if kept is None:
+            _store(own, sizes, args, opening)
+            return own.window(launch, steps)
+        try:
+            for name, tensor in kept.tensors.items():
+                tensor.copy_(tensors[name])
+            _store(kept, sizes, args, opening)
+            for begin in range(0, steps, _WINDOW):
+                count = min(_WINDOW, steps - begin)
+                if count == _WINDOW and kept.replay is not None:
+                    kept.replay()
+                    continue
+                kept.window(launch, count)
+                if kept.replay is None:  # the library has been initialised by now
+                    kept.replay = _recorded(device, functools.partial(kept.window, launch, _WINDOW))
+        finally:
+            kept.lock.release()
+
+
+def _store(
+    steps: Steps,
+    sizes: Mapping[str, Any],
+    args: Mapping[str, Tensor | None],
+    opening: Callable[[Steps], None] | None,
+) -> None:
+    native.call(f"{steps.op}_store", steps.device, sizes, {**args, "stored": steps.stored})
+    if opening is not None:
+        opening(steps)
+
+
+def _stream_address(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _may_record(device: torch.device) -> bool:
+    """Whether steps may be launched as graphs: not on a CPU, in tests, and not into a graph that the caller captures,
+    which shall hold the steps themselves."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+_recording = threading.Lock()
+
+
+def _recorded(device: torch.device, function: Callable[[], None]) -> Callable[[], None] | None:
+    """`function` as a CUDA graph, for replays on the current stream; None while another thread records one."""
+    if not _recording.acquire(blocking=False):
+        return None
+    try:
+        stream, pool, first = _stream_and_pool(device, _stream_address(device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        first[:] = first[:1] or [graph]
+        return graph.replay
+    finally:
+        _recording.release()
+
+
+@functools.lru_cache(maxsize=32)
+def _stream_and_pool(device: torch.device, main: int) -> tuple[Any, Any, list[Any]]:
+    """The stream to record graphs for the stream with the address `main`, their memory pool, and the first of them.
+
+    torch has a workspace of the library for each stream, whose address a graph contains. Graphs that may run at the
+    same time therefore need different ones, in memory that nothing else gets: the first graph keeps the pool.
+    """
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.graph_pool_handle(), []
