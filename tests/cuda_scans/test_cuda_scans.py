@@ -18,9 +18,11 @@ from cuda_host import build
 from helpers import (
     FloatProducts,
     GruProblem,
+    assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
     run_scan,
+    scan_needs,
     scan_problem,
     some_lengths,
     with_poisoned_padding,
@@ -369,7 +371,7 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, o
     assert torch.equal(actual[good], expected[good])
     assert bool(actual[~good].isnan().all())
     backward = getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")
-    backward(problem.args(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
+    backward(problem.args(), problem.grad_hs, actual, None, scan_needs())  # reads and writes nothing out of bounds
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -487,6 +489,9 @@ def test_only_what_is_needed(op: str) -> None:
             )
             if name != "ckpt":
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
+    for inputs in KINDS:
+        problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
+        assert_each_result_alone(with_resets(problem), "cuda")
 
 
 def test_many_sequences(harness: Any, override: Any) -> None:

@@ -22,6 +22,7 @@ from helpers import (
     SHORT,
     GruProblem,
     ScanProblem,
+    assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
     run_scan,
@@ -181,6 +182,14 @@ def test_products_beside_a_scan_while_another_thread_captures(monkeypatch: pytes
     assert len(results) == 2
     for found in (captured, *results):
         assert_same_bits(plain, found)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("inputs", KINDS)
+def test_each_result_alone(op: str, inputs: str, backend: str) -> None:
+    need(op, backend, N=17, K=17)
+    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
+    assert_each_result_alone(on(problem, "cuda"), backend)
 
 
 def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
