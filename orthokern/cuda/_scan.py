@@ -25,7 +25,10 @@ _WINDOW_ELEMENTS = 1 << 23
 # The fewest steps of a window whose products run concurrently with the scan of the next one, which costs a launch for
 # each window.
 _OVERLAPPED_STEPS = 256
-_LIBRARY = 2  # ScanPath::kLibrary of csrc/cuda/scan.h
+_CLUSTER, _LIBRARY = 1, 2  # ScanPath of csrc/cuda/scan.h
+# Clocks of the GPU between a scan on clusters and the products of its window: otherwise the blocks of a product, which
+# become ready at the same moment as the next kernel of the scan, occupy the multiprocessors that its clusters need.
+_PRODUCT_DELAY = 10_000
 # Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
 # chunks of time are not faster.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -347,7 +350,8 @@ def _adjoint_scan(
     # a batch with so short a window occupies the GPU, and products of a library alternate with other kernels
     room = scan.plan["path"] != _LIBRARY and window >= _OVERLAPPED_STEPS
     if again is None and not chunk and products.required and room and window < steps:
-        every, side = window, SideStream(h0.device)  # products of a window run during the scan of the next one
+        delay = _PRODUCT_DELAY if scan.plan["path"] == _CLUSTER else 0
+        every, side = window, SideStream(h0.device, delay)  # products of a window run during the scan of the next one
 
     # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
     # steps follow, as in _Recomputed.

@@ -236,7 +236,7 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
     beside = {}
     for main in (captured, eager, captured, eager):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
-        beside[main] = _streams.SideStream(torch.device("cuda", 0))
+        beside[main] = _streams.SideStream(torch.device("cuda", 0), 0)
         with beside[main]:
             pass
     assert Stream.made == 4  # two each, for all calls
@@ -444,7 +444,7 @@ def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, ove
         for lengths in (wrong, wrong.clamp(0, 4)):
             args = problem.args(lengths=lengths, **options)
             hs, ckpt, pre = fwd(args)
-            results.append([hs, ckpt, *bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre)])
+            results.append([hs, ckpt, *bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre, scan_needs())])
         for one, other in zip(*results, strict=True):
             assert one is other is None or torch.equal(one, other)
 

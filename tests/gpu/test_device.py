@@ -835,6 +835,29 @@ def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> Non
                 assert (one - other).norm() <= 2e-2 * one.norm(), type(module)
 
 
+@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU])
+def test_graphed_module(kind: Any) -> None:
+    """Outputs and gradients of ``make_graphed_callables`` are the eager ones, also after steps of an optimizer."""
+    eager, graphed = kind(7, 128).cuda(), kind(7, 128).cuda()
+    graphed.load_state_dict(eager.state_dict())
+    shape = (28, 5, 7)
+    graphed = torch.cuda.make_graphed_callables(graphed, (torch.randn(shape, device="cuda", requires_grad=True),))
+    optimizers = [optim.optimizer_for(module, lr=1e-2, geodesic_lr=1e-3) for module in (eager, graphed)]
+    for _ in range(3):
+        x, results = torch.randn(shape, device="cuda"), []
+        for module, optimizer in zip((eager, graphed), optimizers, strict=True):
+            optimizer.zero_grad()
+            inputs = x.clone().requires_grad_()
+            output, last = module(inputs)
+            (output.square().sum() + last.sum()).backward()
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            results.append({"output": output.detach().clone(), "x": inputs.grad, **grads})
+        assert set(results[0]) == set(results[1])
+        assert_same_bits(*results)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def test_out_of_memory(backend: str) -> None:
     """One clear error, nothing of the call stays allocated, and the process goes on."""
     need("factored_scan", backend, N=128, K=128)
