@@ -3,15 +3,17 @@
 A backend module of ``factored_scan`` and ``dense_scan`` has two functions, named after the op:
 
     <op>_fwd(args) -> ScanStates
-    <op>_bwd(args, grad_hs, states, pre, *, need_x=True, need_params=True) -> ScanGradients
+    <op>_bwd(args, grad_hs, states, pre, needs) -> ScanGradients
 
 Those of the other ops have the functions:
 
     gru_scan_fwd(args) -> GruStates
-    gru_scan_bwd(args, grad_hs, states, *, need_params=True) -> GruGradients
+    gru_scan_bwd(args, grad_hs, states, needs) -> GruGradients
     peephole_scan_fwd(inputs) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
+
+``needs`` has the type of the result, with a bool for each field: whether it is needed. A function may return more.
 
 All tensors are contiguous; those of the reference may have any strides. B batch, T time, N hidden, K rank, D features
 or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same
@@ -40,6 +42,22 @@ def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:
     """The arguments from the results of `split_tensors`."""
     saved = iter(tensors)
     return args._make([next(saved) if value is _SAVED else value for value in args])
+
+
+def schema_of_needs(gradients: Any) -> str:
+    """The arguments of a backward op for ``needs``."""
+    return ", ".join(f"bool need_{name}" for name in gradients._fields)
+
+
+def split_needs(gradients: Any, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """``needs`` and the other arguments, from the arguments of a backward op."""
+    count = len(gradients._fields)
+    return gradients(*fields[:count]), fields[count:]
+
+
+def only_needed(grads: Any, needs: Any) -> tuple[Any, ...]:
+    """The results of a backward, None for those that are not needed."""
+    return tuple([grad if need else None for grad, need in zip(grads, needs, strict=True)])
 
 
 def _contiguous(args: Any) -> dict[str, Any]:
@@ -115,12 +133,17 @@ class ScanGradients(NamedTuple):
 
     x: Tensor | None
     m: Tensor | None  # M = dL/dW = sum_t delta_t h_{t-1}^T [N, N], at a reset with reset_state in place of h_{t-1}
-    h0: Tensor  # [B, N]
+    h0: Tensor | None  # [B, N]
     weight: Tensor | None
     bias: Tensor | None
     act_param: Tensor | None
     reset_state: Tensor | None  # [B, N]
-    norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+    norm: Tensor | None  # [T], the Frobenius norm over [B, N] of dL/dh_t
+
+    @property
+    def sums(self) -> bool:
+        """Of needs: whether any result is a sum over time of products with delta_t."""
+        return bool(self.m or self.weight or self.bias)
 
 
 GRU_VARIANTS = ("kanai", "torch")
@@ -160,12 +183,12 @@ class GruStates(NamedTuple):
 class GruGradients(NamedTuple):
     """Results of a backward; None for what does not apply or is not needed."""
 
-    x: Tensor  # [T, B, 3N]
+    x: Tensor | None  # [T, B, 3N]
     w: Tensor | None
-    h0: Tensor
+    h0: Tensor | None
     bias: Tensor | None
     reset_state: Tensor | None  # [B, N]
-    norm: Tensor  # [T], the Frobenius norm over [B, N] of dL/dh_t
+    norm: Tensor | None  # [T], the Frobenius norm over [B, N] of dL/dh_t
 
 
 class PeepholeInputs(NamedTuple):

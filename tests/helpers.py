@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import GruArgs, ScanArgs
+from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients
 from orthokern.ops._scan import map_gradients
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term, started
@@ -278,6 +278,19 @@ def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, obj
         yield f"{''.join(f'{k}{case[k]}' for k in size)}-{activation}-{kind}", case
 
 
+def scan_needs(need_x: bool = True, need_params: bool = True) -> Any:
+    """The argument ``needs`` of a scan's backward."""
+    params = need_params
+    needs: Any = (need_x, params, True, params, params, params, True, True)
+    return ScanGradients(*needs)
+
+
+def gru_needs(need_params: bool = True) -> Any:
+    """The argument ``needs`` of a GRU's backward."""
+    needs: Any = (True, need_params, True, need_params, True, True)
+    return GruGradients(*needs)
+
+
 def run_scan(
     problem: ScanProblem,
     backend: str,
@@ -305,8 +318,21 @@ def run_scan(
     hs, ckpt, pre = fwd(*args)
     x_needed = problem.weight is not None or checkpoint_every > 0
     args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
-    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, need_x, need_params, *args)
+    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(need_x, need_params), *args)
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, args, grads)}
+
+
+def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
+    """A backward that needs one result has its bits, and no other."""
+    namespace = torch.ops.orthokern
+    fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
+    args = problem.args(backend=backend)
+    hs, _, pre = fwd(*args)
+    everything = bwd(problem.grad_hs, hs, pre, *scan_needs(), *args)
+    for name in ("", *ScanGradients._fields):
+        needs = [field == name for field in ScanGradients._fields]
+        for need, one, full in zip(needs, bwd(problem.grad_hs, hs, pre, *needs, *args), everything, strict=True):
+            assert torch.equal(one, full) if need else not one.numel(), name
 
 
 def named_gradients(problem: ScanProblem, args: ScanArgs, grads: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -403,7 +429,7 @@ class GruProblem:
         """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
         args = self.args(**options)
         states = fwd.gru_scan_fwd(args)
-        grads = (bwd or fwd).gru_scan_bwd(args._replace(x=None), self.grad_hs, states, need_params=need_params)
+        grads = (bwd or fwd).gru_scan_bwd(args._replace(x=None), self.grad_hs, states, gru_needs(need_params))
         return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
 
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
@@ -412,7 +438,7 @@ class GruProblem:
         args = self.args(backend=backend, lengths=lengths)
         saved = namespace.gru_scan_fwd(*args)
         args = args._replace(x=None, backend=bwd_backend or backend)
-        grads = namespace.gru_scan_bwd(self.grad_hs, *saved, True, *args)
+        grads = namespace.gru_scan_bwd(self.grad_hs, *saved, *gru_needs(), *args)
         return dict(zip(self.NAMES, (*saved, *grads), strict=True))
 
     def with_poisoned_padding(self, lengths: Tensor) -> GruProblem:

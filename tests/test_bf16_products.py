@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SCANS, ScanProblem, assert_same_bits, run_scan, scan_problem, some_lengths, with_resets
+from helpers import SCANS, ScanProblem, assert_same_bits, run_scan, scan_needs, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
 import orthokern
@@ -113,12 +113,12 @@ def leaf_results(problem: ScanProblem, precision: str = "bf16", **options: Any) 
     """States, pre-activations, their gradients and the others by the CPU kernels; grad_m is that of the map."""
     args = problem.args(precision=precision, **options)
     hs, ckpt, pre = _scan.scan_fwd(args)
-    grads = _scan.scan_bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre)
+    grads = _scan.scan_bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre, scan_needs())
     # delta is the gradient of x without a weight; a backward that has all states reads no x
     whole = args._replace(checkpoint_every=0)
     states = _scan.scan_fwd(whole)
     dense = whole._replace(x=states.hs, weight=None, bias=None)
-    delta = _scan.scan_bwd(dense, problem.grad_hs, states.hs, states.pre).x
+    delta = _scan.scan_bwd(dense, problem.grad_hs, states.hs, states.pre, scan_needs()).x
     assert delta is not None
     kept = {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
     return {"hs": hs, "delta": delta, "pre": hs.new_empty(0) if pre is None else pre, **kept}

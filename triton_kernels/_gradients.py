@@ -12,6 +12,7 @@ Note [Blocks of the gradient product]
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,9 +153,7 @@ def scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
-    *,
-    need_x: bool = True,
-    need_params: bool = True,
+    needs: Any,
 ) -> ScanGradients:
     """The adjoint scan of Note [Factored scan backward] and the sums over its result."""
     x, h0, weight, act_param, reset_state = args.x, args.h0, args.weight, args.act_param, args.reset_state
@@ -179,16 +178,16 @@ def scan_bwd(
 
     features = x is not None and x.is_floating_point() and weight is not None
     # all of delta is kept where it is grad_x (x is the input term) or there are no checkpoints; else one block
-    whole = not checkpoint_every or chunked or (weight is None and need_x)
+    whole = not checkpoint_every or chunked or (weight is None and needs.x)
     one_block = bool(checkpoint_every) and not chunked
     delta_all = h0.new_empty(T, B, N) if whole else None
     square, carry, left = h0.new_empty(T, B), h0.new_zeros(B, N), h0.new_empty(B, N)
-    by_row = h0.new_zeros(B, N) if act_param is not None and need_params else None
+    by_row = h0.new_zeros(B, N) if act_param is not None and needs.act_param else None
     # chunks depend on T, so the same bits need all steps again, from the first checkpoint
     source = States(states, pre, h0, T, T if chunked and checkpoint_every else checkpoint_every, run)
     source.keep_pre = ACTIVATIONS[args.activation].needs_input
-    sums = ParameterSums(h0, weight, args.bias, features) if need_params else None
-    grad_x = h0.new_empty(x.shape) if features and need_x and x is not None else None
+    sums = ParameterSums(h0, weight, args.bias, features) if needs.sums else None
+    grad_x = h0.new_empty(x.shape) if features and needs.x and x is not None else None
 
     if chunked:
         assert delta_all is not None
@@ -232,7 +231,7 @@ def scan_bwd(
             torch.mm(delta.view(-1, N), weight, out=grad_x[low:high].view(-1, weight.shape[1]))
     if one_block:
         left = carry  # exchanged after the last block
-    if need_x and weight is None:
+    if needs.x and weight is None:
         grad_x = delta_all
     grad_act_param = None
     if by_row is not None and act_param is not None:
@@ -240,4 +239,5 @@ def scan_bwd(
         grad_act_param = by_unit if act_param.numel() > 1 else by_unit.sum(0, keepdim=True)
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
     grad_state = None if cut_sum is None else transposed_product(args, cut_sum)
-    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, square.sum(1).sqrt())
+    norm = square.sum(1).sqrt() if needs.norm else None
+    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, norm)

@@ -25,6 +25,7 @@ every step.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -400,12 +401,12 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     return states
 
 
-def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
+def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     h0, lengths, state = args.h0, args.lengths, args.reset_state
     T, B, N = grad_hs.shape
     grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_empty(T, B)
-    factor = h0.new_empty(T, B, N) if need_params else None
+    factor = h0.new_empty(T, B, N) if needs.w or needs.bias else None
     grad_state = None if state is None else torch.empty_like(state)
     way = plan(N, h0.dtype)
     with torch.cuda.device_of(h0):
@@ -438,7 +439,8 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     grad_w = grad_bias = None
     if factor is not None:
         grad_w, grad_bias = parameter_gradients(args, states.hs, grad_x, factor)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, square.sum(1).sqrt())
+    norm = square.sum(1).sqrt() if needs.norm else None
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norm)
 
 
 def _flags(args: GruArgs) -> Tensor | None:

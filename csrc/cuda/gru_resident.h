@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_bwd_kernel(const GruSc
   // Squares of step t. They are summed kNormSteps at a time while the other half of the buffer is written.
   auto keep_square = [&](int i, float square) { squares[i % (2 * kNormSteps) * kThreads + thread] = square; };
   auto sum_squares = [&](int i) {  // after the barrier that follows keep_square(i)
-    if (i % kNormSteps != kNormSteps - 1 && i + 1 != longest) return;
+    if (!a.norms || (i % kNormSteps != kNormSteps - 1 && i + 1 != longest)) return;
     const int half = i / kNormSteps % 2;
 #pragma unroll 1
     for (int j = thread / 32; j <= i % kNormSteps; j += C) {

@@ -89,9 +89,7 @@ def scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
-    *,
-    need_x: bool = True,
-    need_params: bool = True,
+    needs: Any,
 ) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     (T, B, N), dtype = grad_hs.shape, grad_hs.dtype
@@ -101,12 +99,12 @@ def scan_bwd(
         return new(*tensor.shape, dtype=dtype) if tensor is not None and required else None
 
     grads = ScanGradients(
-        x=new(T, B, sizes["D"], dtype=dtype) if need_x and tensors["tokens"] is None else None,
-        m=new(N, N, dtype=dtype) if need_params else None,
+        x=new(T, B, sizes["D"], dtype=dtype) if needs.x and tensors["tokens"] is None else None,
+        m=new(N, N, dtype=dtype) if needs.sums else None,
         h0=new(B, N, dtype=dtype),
-        weight=like(args.weight, need_params),
-        bias=like(args.bias, need_params),
-        act_param=like(args.act_param, need_params),
+        weight=like(args.weight, needs.sums),
+        bias=like(args.bias, needs.sums),
+        act_param=like(args.act_param, needs.act_param),
         reset_state=like(args.reset_state, args.resets is not None),
         norm=new(T, dtype=dtype),
     )

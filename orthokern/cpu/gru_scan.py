@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def prepared_step(args: GruArgs) -> Prepared:
     return Prepared("gru_scan_fwd", args.h0.dtype, sizes, {**fixed, "bias": args.bias})
 
 
-def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
+def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     (T, B, N), dtype = grad_hs.shape, args.h0.dtype
     sizes, tensors = _arguments(args, T)
@@ -44,7 +46,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
     call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
-    if need_params:
+    if needs.w or needs.bias:
         grad_w, grad_bias = parameter_gradients(args, states.hs, grad_x, factor)
     return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_reset_state, grad_norm)
 

@@ -39,19 +39,20 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
         raise ValueError(f"{name} is on {tensor.device}: the cuda backend takes tensors of one CUDA device")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
-    tensor = tensor.contiguous()
+    tensor = tensor.contiguous()  # the tensor itself if it is
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def ready_args(args: Any) -> Any:
     """The arguments of a scan, ``ScanArgs`` or ``GruArgs``, with tensors in the form that kernels need."""
-    tensors = {}
-    for name, value in args._asdict().items():
+    copies, device = {}, args.h0.device
+    for name, value in zip(args._fields, args, strict=True):
         if isinstance(value, Tensor):
             ids = name == "x" and not value.is_floating_point()
             dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
-            tensors[name] = ready(value, dtype, args.h0.device, name)
-    return args._replace(**tensors)
+            if (tensor := ready(value, dtype, device, name)) is not value:
+                copies[name] = tensor
+    return args._replace(**copies) if copies else args
 
 
 def address(tensor: Tensor) -> int:

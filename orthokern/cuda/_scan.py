@@ -28,7 +28,10 @@ _WINDOW_ELEMENTS = 1 << 23
 # The fewest steps of a window whose products run concurrently with the scan of the next one, which costs a launch for
 # each window.
 _OVERLAPPED_STEPS = 256
-_LIBRARY = 2  # ScanPath::kLibrary of csrc/cuda/scan.h
+_CLUSTER, _LIBRARY = 1, 2  # ScanPath of csrc/cuda/scan.h
+# Clocks of the GPU between a scan on clusters and the products of its window: otherwise the blocks of a product, which
+# become ready at the same moment as the next kernel of the scan, occupy the multiprocessors that its clusters need.
+_PRODUCT_DELAY = 10_000
 # Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
 # chunks of time are not faster.
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
@@ -287,18 +290,18 @@ def window_steps(B: int, N: int) -> int:
 class _Products:
     """The products with the adjoints of whole windows, the last window first."""
 
-    def __init__(self, args: ScanArgs, steps: int, window: int, *, need_x: bool, need_params: bool) -> None:
+    def __init__(self, args: ScanArgs, steps: int, window: int, needs: Any) -> None:
         x, lengths, reset_state = args.x, args.lengths, args.reset_state
         self.h0, self.weight, self.resets = args.h0, args.weight, args.resets
         alive = None if lengths is None else torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths
-        self.sums = Sums(args, alive) if need_params else None
+        self.sums = Sums(args, alive, needs) if needs.sums else None
         # [B, N], the sum of delta_t over the resets
-        self.cut_sum = None if self.resets is None or reset_state is None else torch.zeros_like(reset_state)
-        features = need_x and self.weight is not None and x is not None and x.is_floating_point()
+        self.cut_sum = torch.zeros_like(reset_state) if reset_state is not None and needs.reset_state else None
+        features = needs.x and self.weight is not None and x is not None and x.is_floating_point()
         # [T, B, D]
         self.grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if features and x is not None else None
         self.window, self.high = window, steps  # high: the first step that has been processed
-        self.required = need_params or self.grad_x is not None
+        self.required = self.sums is not None or self.grad_x is not None
 
     def add(self, start: int, low: int, delta: Tensor, before: Tensor | None, states: Tensor) -> None:
         """Process the windows that begin at ``start``, the first step whose adjoint is known, or later.
@@ -313,14 +316,14 @@ class _Products:
             rows = delta[begin - low : end - low]
             if self.resets is not None and self.cut_sum is not None:
                 self.cut_sum += started(rows, ~self.resets[begin:end], None).sum(0)
-            if self.sums is not None and begin > 0:
-                self.sums.add(
-                    begin, rows, states[begin - 1 : end - 1] if before is None else before[begin - start : end - start]
-                )
-            elif self.sums is not None:  # without checkpoints, h0 is not in the same tensor
-                if end > 1:
-                    self.sums.add(1, rows[1:], states[: end - 1] if before is None else before[1:end])
-                self.sums.add(0, rows[:1], self.h0.unsqueeze(0) if before is None else before[:1])
+            if self.sums is not None:
+                if before is not None:
+                    entering = before[begin - start : end - start]
+                elif begin > 0:
+                    entering = states[begin - 1 : end - 1]
+                else:  # a copy of at most a window: one product takes less time than two
+                    entering = torch.cat([self.h0.unsqueeze(0), states[: end - 1]])
+                self.sums.add(begin, rows, entering)
             if self.grad_x is not None and self.weight is not None:
                 torch.mm(rows.flatten(0, 1), self.weight, out=self.grad_x[begin:end].flatten(0, 1))
             self.high = begin
@@ -347,9 +350,9 @@ def _adjoint_scan(
     states: Tensor,
     pre: Tensor | None,
     products: _Products,
+    needs: Any,
     *,
     keep_delta: bool,
-    need_params: bool,
 ) -> _Adjoints:
     """The adjoint recurrence, segment by segment, and the products with its results."""
     h0, resets = args.h0, args.resets
@@ -361,15 +364,16 @@ def _adjoint_scan(
     side = None
     # a batch with so short a window occupies the GPU, and products of a library alternate with other kernels
     room = scan.plan["path"] != _LIBRARY and window >= _OVERLAPPED_STEPS
-    if again is None and not chunk and products.required and room:
-        every, side = window, SideStream(h0.device)  # products of a window run during the scan of the next one
+    if again is None and not chunk and products.required and room and window < steps:
+        delay = _PRODUCT_DELAY if scan.plan["path"] == _CLUSTER else 0
+        every, side = window, SideStream(h0.device, delay)  # products of a window run during the scan of the next one
 
     # Row t - low of delta is delta_t. low is 0 if all are kept, else the start of the segment; then the rows of waiting
     # steps follow, as in _Recomputed.
     delta = h0.new_empty(steps if keep_delta else min(every + window, steps), B, N)
     carry = None  # delta of the step after the segment
-    running = scan.sums() if args.act_param is not None and need_params else None
-    norms = None if chunk else scan.norms(steps)
+    running = scan.sums() if args.act_param is not None and needs.act_param else None
+    norms = scan.norms(steps) if needs.norm and not chunk else None
     try:
         for start in reversed(range(0, steps, every)):
             stop = min(start + every, steps)
@@ -394,7 +398,7 @@ def _adjoint_scan(
             carry = place[0] if keep_delta else place[0].clone()
             if resets is not None:
                 carry = started(carry, resets[start], None)
-            with ieee_products(), side or nullcontext():
+            with side or nullcontext():
                 products.add(start, low, delta, None if again is None else again.before, states)
     finally:
         if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
@@ -402,15 +406,8 @@ def _adjoint_scan(
     return _Adjoints(delta, carry, running, norms)
 
 
-def scan_bwd(
-    args: ScanArgs,
-    grad_hs: Tensor,
-    states: Tensor,
-    pre: Tensor | None,
-    *,
-    need_x: bool = True,
-    need_params: bool = True,
-) -> ScanGradients:
+@ieee_products()
+def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
     args = native.ready_args(args)
     h0, act_param = args.h0, args.act_param
@@ -425,16 +422,16 @@ def scan_bwd(
         args = args._replace(checkpoint_every=0)
         states = scan_fwd(args).hs
 
-    window, of_input = window_steps(B, N), need_x and args.weight is None
-    products = _Products(args, steps, window, need_x=need_x, need_params=need_params)
+    window, of_input = window_steps(B, N), needs.x and args.weight is None
+    products = _Products(args, steps, window, needs)
     keep_delta = not args.checkpoint_every or of_input
-    delta, carry, running, norms = _adjoint_scan(
-        args, grad_hs, states, pre, products, keep_delta=keep_delta, need_params=need_params
-    )
-    with ieee_products():
+    delta, carry, running, norms = _adjoint_scan(args, grad_hs, states, pre, products, needs, keep_delta=keep_delta)
+    grad_h0 = norm = None
+    if needs.h0:
         grad_h0 = torch.zeros_like(h0) if carry is None else transposed_product(args, carry)
-        grad_state = None if products.cut_sum is None else transposed_product(args, products.cut_sum)
-    norm = norms_of_steps(delta).to(delta.dtype) if norms is None else norms.sum(1).sqrt()
+    if needs.norm:
+        norm = norms_of_steps(delta).to(delta.dtype) if norms is None else norms.sum(1).sqrt()
+    grad_state = None if products.cut_sum is None else transposed_product(args, products.cut_sum)
     grad_act_param = None if running is None or act_param is None else _parameter_gradient(running, act_param)
     m, grad_weight, grad_bias = (None, None, None) if products.sums is None else products.sums.results()
     return ScanGradients(

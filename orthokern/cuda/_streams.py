@@ -7,30 +7,29 @@ from typing import Any
 
 import torch
 
-# Clocks of the GPU that the second stream waits before its work: otherwise the blocks of a product, which become ready
-# at the same moment as the next kernel of the scan, occupy the multiprocessors that its clusters need.
-_DELAY = 10_000
-
 
 class SideStream:
     """A second stream for work that runs concurrently with the scan: the current stream inside a ``with`` block.
 
-    It first waits for all work of the current stream, which waits for it in ``join`` only. References to tensors of
+    It first waits for all work of the current stream, and then ``delay`` clocks of the GPU. The current stream waits
+    for it in ``join`` only. References to tensors of
     both streams must be kept until then, also after an exception. A CUDA graph captures both. Without a CUDA device, in
     tests, there is one stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, delay: int) -> None:
         self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.stream = None if self.main is None else _side_stream(device.index or 0, self.main.cuda_stream)
         self.inside: Any = None
+        self.delay = delay
 
     def __enter__(self) -> None:
         if self.stream is not None:
             self.stream.wait_stream(self.main)
             self.inside = torch.cuda.stream(self.stream)
             self.inside.__enter__()
-            torch.cuda._sleep(_DELAY)
+            if self.delay:
+                torch.cuda._sleep(self.delay)
 
     def __exit__(self, *error: object) -> None:
         if self.inside is not None:

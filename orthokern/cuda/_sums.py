@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,9 @@ class Sums:
     an infinity or a NaN is NaN.
     """
 
-    def __init__(self, args: ScanArgs, alive: Tensor | None) -> None:
-        x, self.h0, self.weight, self.bias, self.alive = args.x, args.h0, args.weight, args.bias, alive
+    def __init__(self, args: ScanArgs, alive: Tensor | None, needs: Any) -> None:
+        x, self.h0, self.alive, self.need_m = args.x, args.h0, alive, needs.m
+        self.weight, self.bias = args.weight if needs.weight else None, args.bias if needs.bias else None
         self.x, self.resets, self.reset_state = x, args.resets, args.reset_state
         self.m: Tensor | None = None
         self.grad_weight: Tensor | None = None
@@ -33,15 +36,16 @@ class Sums:
         steps = delta.shape[0]
         alive = None if self.alive is None else self.alive[start : start + steps].unsqueeze(-1)
         # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
-        if delta[0].numel() % 4:
+        if start and delta[0].numel() % 4:
             delta, before = delta.clone(), before.clone()
-        if self.resets is not None:
-            state = before.new_zeros(()) if self.reset_state is None else self.reset_state
-            before = torch.where(self.resets[start : start + steps].unsqueeze(-1), state, before)
-        if alive is not None:
-            before = torch.where(alive, before, 0.0)
         rows = delta.flatten(0, 1)
-        self.m = add_product(self.m, rows, before.flatten(0, 1))
+        if self.need_m:
+            if self.resets is not None:
+                state = before.new_zeros(()) if self.reset_state is None else self.reset_state
+                before = torch.where(self.resets[start : start + steps].unsqueeze(-1), state, before)
+            if alive is not None:
+                before = torch.where(alive, before, 0.0)
+            self.m = add_product(self.m, rows, before.flatten(0, 1))
         if self.bias is not None:
             of_steps = rows.sum(0)
             self.grad_bias = of_steps if self.grad_bias is None else self.grad_bias.add_(of_steps)
@@ -52,7 +56,7 @@ class Sums:
         if self.features:
             if alive is not None:
                 x = torch.where(alive, x, 0.0)
-            elif x[0].numel() % 4:
+            elif start and x[0].numel() % 4:
                 x = x.clone()
             self.grad_weight = add_product(self.grad_weight, rows, x.flatten(0, 1))
             return
@@ -71,7 +75,7 @@ class Sums:
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(M, grad_weight, grad_bias), zeros if no step was added; None for what does not apply."""
-        if self.m is not None:
-            return self.m, self.grad_weight, self.grad_bias
-        weight, bias = (None if tensor is None else torch.zeros_like(tensor) for tensor in (self.weight, self.bias))
-        return self.h0.new_zeros(self.h0.shape[1], self.h0.shape[1]), weight, bias
+        m = self.h0.new_zeros(self.h0.shape[1], self.h0.shape[1]) if self.need_m and self.m is None else self.m
+        sums = (self.weight, self.grad_weight), (self.bias, self.grad_bias)
+        weight, bias = (torch.zeros_like(of) if of is not None and total is None else total for of, total in sums)
+        return m, weight, bias

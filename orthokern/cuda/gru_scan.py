@@ -116,7 +116,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     return states
 
 
-def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_params: bool = True) -> GruGradients:
+def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     args = native.ready_args(args._replace(x=None))
     h0 = args.h0
@@ -129,11 +129,12 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, *, need_para
     T, B, N = hs.shape
     grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
     scan = _Scan(args, T, backward=True)
-    norms = h0.new_zeros(T, scan.plan["norm_columns"])
+    norms = h0.new_zeros(T, scan.plan["norm_columns"]) if needs.norm else None
     state = args.reset_state
     grad_state = None if args.resets is None or state is None else torch.zeros_like(state)
     scan.run(**saved, grad_x=grad_x, factor=factor, grad_h0=grad_h0, grad_reset_state=grad_state, norms=norms)
     grad_w = grad_bias = None
-    if need_params:
+    if needs.w or needs.bias:
         grad_w, grad_bias = parameter_gradients(args, hs, grad_x, factor)
-    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norms.sum(1).sqrt())
+    norm = None if norms is None else norms.sum(1).sqrt()
+    return GruGradients(grad_x, grad_w, grad_h0, grad_bias, grad_state, norm)

@@ -68,9 +68,10 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def filled(results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """The results with an empty tensor in place of each None: a result of a torch op is a tensor."""
-    like = next(result for result in results if result is not None)
+def filled(results: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
+    """The results with an empty tensor in place of each None, also if the op with the arguments ``given`` has none: a
+    result of a torch op is a tensor."""
+    like = next(tensor for tensor in (*results, *given) if isinstance(tensor, Tensor))
     # torch.empty: new_empty is many times slower below autograd
     return tuple([torch.empty(0, dtype=like.dtype, device=like.device) if t is None else t for t in results])
 

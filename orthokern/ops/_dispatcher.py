@@ -2,7 +2,8 @@
 
 A call through the dispatcher converts all arguments twice, which takes longer than a scan of one step. The dispatcher
 is needed for torch.compile and export, vmap and torch.func, modes (fake tensors, flop counters, a default device),
-torch.jit.trace, autocast, the profiler, forward-mode derivatives, tensor subclasses and tensors that are not on a CPU.
+torch.jit.trace, autocast, the profiler, forward-mode derivatives, tensor subclasses, and tensors that are neither on a
+CPU nor on a CUDA device.
 """
 
 from __future__ import annotations
@@ -47,17 +48,19 @@ def no_dispatch_modes() -> bool:
         and forward_ad._current_level < 0
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
     )
 
 
 def can_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of an op may bypass the dispatcher: `no_dispatch_modes`, and all tensors are plain CPU tensors."""
+    """Whether a call of an op may bypass the dispatcher: `no_dispatch_modes`, and all tensors are plain ones on a CPU
+    or a CUDA device."""
     if not no_dispatch_modes():
         return False
     for argument in arguments:
         kind = type(argument)
         if kind is Tensor or kind is nn.Parameter:
-            if not argument.is_cpu or argument.is_neg():
+            if not (argument.is_cpu or argument.is_cuda) or argument.is_neg():
                 return False
         elif kind not in _PLAIN:
             return False

@@ -110,7 +110,7 @@ class CustomOp:
             except RuntimeError as error:
                 self._report_memory(error, given)
                 raise
-            return filled(results) if isinstance(results, tuple) else results
+            return filled(results, given) if isinstance(results, tuple) else results
 
         return call
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
-from orthokern._scan_contract import ScanArgs, ScanGradients, join_tensors, split_tensors
+from orthokern._scan_contract import (
+    ScanArgs,
+    ScanGradients,
+    join_tensors,
+    only_needed,
+    schema_of_needs,
+    split_needs,
+    split_tensors,
+)
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_lengths, check_tokens, no_second_derivative
@@ -43,9 +51,9 @@ class ScanOp:
     """The ops ``torch.ops.orthokern.<name>_fwd`` and ``<name>_bwd``; calling the object runs the forward.
 
     The forward takes the fields of `ScanArgs` and returns those of `ScanStates`. The backward takes (grad_hs, states,
-    pre, need_x, need_params, x, ...), where states is hs, or ckpt with checkpoints, and x may be None where it is not
-    read (no weight, no checkpoints). It returns the fields of `ScanGradients`. What does not apply or is not needed is
-    an empty tensor, or None in a call that bypasses torch's dispatcher.
+    pre, needs, x, ...), where needs are the fields of `ScanGradients` as bools, states is hs, or ckpt with checkpoints,
+    and x may be None where it is not read (no weight, no checkpoints). It returns the fields of `ScanGradients`. What
+    does not apply or is not needed is an empty tensor, or None in a call that bypasses torch's dispatcher.
 
     A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there hs
     and pre are functions of the inputs through the forward op.
@@ -57,7 +65,7 @@ class ScanOp:
         self.fwd = custom_op(f"{name}_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")(self._forward)
         self.bwd = custom_op(
             f"{name}_bwd",
-            "(Tensor grad_hs, Tensor states, Tensor? pre, bool need_x, bool need_params, "
+            f"(Tensor grad_hs, Tensor states, Tensor? pre, {schema_of_needs(ScanGradients)}, "
             f"Tensor? x, {_SCHEMA}) -> ({', '.join(['Tensor'] * len(ScanGradients._fields))})",
         )(self._backward)
         self.fwd.register_fake(self._forward_fake)
@@ -111,17 +119,15 @@ class ScanOp:
         _taps.record_states(self.name, states.hs)
         return tuple(states)
 
-    def _backward(
-        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool, need_params: bool, *fields: Any
-    ) -> tuple[Tensor | None, ...]:
+    def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
+        needs, fields = split_needs(ScanGradients, fields)
         module, args = self._backend_module(ScanArgs(*fields), grad_hs.shape[0])
         pre = pre.contiguous() if pre is not None and args.keeps_pre else None
         backward = getattr(module, f"{self.name}_bwd")
         saved = grad_hs.contiguous(), states.contiguous(), pre
-        result = backward(args, *saved, need_x=need_x, need_params=need_params)
-        if _taps.SINKS:
-            _taps.record(self.name, result.norm)
-        return tuple(result)
+        grads = only_needed(backward(args, *saved, needs), needs)
+        _taps.record(self.name, grads[-1])
+        return grads
 
     def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
         args = ScanArgs(*fields)
@@ -131,27 +137,29 @@ class ScanOp:
         return new(T, B, N), ckpt, new(T, B, N) if args.keeps_pre else new(0)
 
     def _backward_fake(
-        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool, need_params: bool, *fields: Any
-    ) -> tuple[Tensor, ...]:
+        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any
+    ) -> tuple[Tensor | None, ...]:
+        needs, fields = split_needs(ScanGradients, fields)
         args = ScanArgs(*fields)
         new, (T, B, N), dtype = args.h0.new_empty, grad_hs.shape, args.h0.dtype
 
-        def like(tensor: Tensor | None, required: bool = need_params) -> Tensor:
+        def like(tensor: Tensor | None, applies: bool = True) -> Tensor | None:
             # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
-            return new(tensor.shape) if tensor is not None and required else new(0)
+            return new(tensor.shape) if tensor is not None and applies else None
 
         x = args.x if args.weight is not None else grad_hs
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        return (
-            new(x.shape) if need_x and x is not None and x.is_floating_point() else new(0),
-            new(N, N) if need_params else new(0),
-            new(B, N),
-            like(args.weight),
-            like(args.bias),
-            like(args.act_param),
-            like(args.reset_state, args.resets is not None),
-            new(T, dtype=wide),
+        grads = ScanGradients(
+            x=like(x, x is not None and x.is_floating_point()),
+            m=new(N, N),
+            h0=new(B, N),
+            weight=like(args.weight),
+            bias=like(args.bias),
+            act_param=like(args.act_param),
+            reset_state=like(args.reset_state, args.resets is not None),
+            norm=new(T, dtype=wide),
         )
+        return only_needed(grads, needs)
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         args, (hs, ckpt, pre) = ScanArgs(*inputs), output
@@ -170,36 +178,46 @@ class ScanOp:
             return ()
         states, pre, *tensors = saved
         args: ScanArgs = join_tensors(ctx.options, tensors)
-        needs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
-        of_map = needs.first or needs.scale or needs.second
-        need_params = bool(of_map or needs.weight or needs.bias or needs.act_param)
+        of_inputs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
+        of_map = of_inputs.first or of_inputs.scale or of_inputs.second
+        needs: Any = ScanGradients(
+            of_inputs.x,
+            of_map,
+            of_inputs.h0,
+            of_inputs.weight,
+            of_inputs.bias,
+            of_inputs.act_param,
+            of_inputs.reset_state,
+            _taps.needed(),  # type: ignore[arg-type]
+        )
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if of_map and not recorded and few_rows(args, grad_hs):
             assert grad_hs is not None
-            grads, of_factors = self._few_rows_gradients(args, grad_hs, states, pre, needs.x)
+            grads, of_factors = self._few_rows_gradients(args, grad_hs, states, pre, needs)
         else:
             if recorded:
-                grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs.x, need_params)
+                grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs)
             else:
-                grads = ScanGradients(*self.bwd(grad_hs, states, pre, needs.x, need_params, *args))
+                grads = ScanGradients(*self.bwd(grad_hs, states, pre, *needs, *args))
             if of_map:
                 of_factors = map_gradients(args, grads.m)
         of_reset_state = None if args.resets is None else grads.reset_state
         of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
         of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state)  # type: ignore[arg-type]
-        return tuple([grad if need else None for grad, need in zip(of_args, needs, strict=True)])
+        return only_needed(of_args, of_inputs)
 
     @ieee_products()
     def _few_rows_gradients(
-        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, need_x: bool
+        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
     ) -> tuple[ScanGradients, tuple[Tensor, Tensor, Tensor]]:
         """The results of the backward op, and the gradients of first, scale and second, in O(N K) operations per row:
         from delta_t, which is the gradient of an input term, in place of M = sum_t delta_t h_{t-1}^T."""
         v, s, u, x, weight = args.first, args.scale, args.second, args.x, args.weight
         assert v is not None and s is not None
         term = args._replace(x=None, weight=None, bias=None)
-        grads = ScanGradients(*self.bwd(grad_hs, states, pre, True, args.act_param is not None, *term))
+        of_term = needs._replace(x=True, m=False, weight=False, bias=False)
+        grads = ScanGradients(*self.bwd(grad_hs, states, pre, *of_term, *term))
         assert grads.x is not None
         delta, before = grads.x.flatten(0, 1), torch.cat([args.h0.unsqueeze(0), states[:-1]])
         if args.resets is not None:
@@ -214,7 +232,7 @@ class ScanOp:
             padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
             x = x.masked_fill(padding if x.ndim == 2 else padding.unsqueeze(-1), 0)
         if x.is_floating_point():
-            of_weight, of_x = delta.mT @ x.flatten(0, 1), (delta @ weight).view_as(x) if need_x else None
+            of_weight, of_x = delta.mT @ x.flatten(0, 1), (delta @ weight).view_as(x) if needs.x else None
         else:
             of_weight, of_x = torch.zeros_like(weight).index_add(1, x.flatten(), delta.mT), None
         return grads._replace(x=of_x, weight=of_weight, bias=delta.sum(0)), of_factors
@@ -226,8 +244,7 @@ class ScanOp:
         pre: Tensor | None,
         grad_hs: Tensor | None,
         grad_pre: Tensor | None,
-        need_x: bool,
-        need_params: bool,
+        needs: Any,
     ) -> ScanGradients:
         """The results of the backward op, computed by the reference as differentiable functions of all tensors."""
         if args.checkpoint_every:  # recompute the states as a differentiable function of the inputs
@@ -239,11 +256,10 @@ class ScanOp:
             torch.zeros_like(states) if grad_hs is None else grad_hs,
             states,
             pre if args.keeps_pre else None,
-            need_x=need_x,
-            need_params=need_params,
+            needs,
             grad_pre=grad_pre,
         )
-        if _taps.SINKS and grad_pre is None:
+        if result.norm is not None and grad_pre is None:
             _taps.record(self.name, result.norm.detach())
         return result
 

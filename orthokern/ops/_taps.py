@@ -1,8 +1,8 @@
 """Record the norms of states and gradients at every time step: ‖h_t‖ and ‖dL/dh_t‖.
 
 ``tap`` is public as ``orthokern.diagnostics.tap``. The recording functions are called in the implementations of the
-ops, so that they also run under torch.compile. The backward ops always compute the norms of the gradient; the norms of
-the states are one reduction over the result of the forward, while a tap is open.
+ops, so that they also run under torch.compile. The backward ops compute the norms of the gradient where `needed` says
+so; the norms of the states are one reduction over the result of the forward, while a tap is open.
 """
 
 from __future__ import annotations
@@ -84,8 +84,15 @@ def set_aside() -> Iterator[tap]:
         SINKS[:] = outer
 
 
-def record(op: str, grad_norm: Tensor) -> None:
-    """Append the norms [T] of one backward to every open tap."""
+def needed() -> bool:
+    """Whether a backward computes norms: a tap is open, or may be open when the graph that is being traced runs."""
+    return bool(SINKS) or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def record(op: str, grad_norm: Tensor | None) -> None:
+    """Append the norms [T] of one backward, if it computed them, to every open tap."""
+    if grad_norm is None:
+        return
     for sink in SINKS:
         sink.grad_norms.append(grad_norm.detach().clone())  # torch.compile may reuse the buffer of an unused output
         sink.ops.append(op)

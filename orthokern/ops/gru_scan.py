@@ -15,6 +15,9 @@ from orthokern._scan_contract import (
     GruGradients,
     GruStates,
     join_tensors,
+    only_needed,
+    schema_of_needs,
+    split_needs,
     split_tensors,
 )
 from orthokern.dispatch import Support
@@ -84,7 +87,7 @@ def gru_scan(
     Saved:
         hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on
         padding, w, h0, bias, lengths, resets and reset_state.
-        The backward op also computes the norms over [B, N] of dL/dh_t, see ``_taps``.
+        While a tap is open, the backward op computes the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 6 T B N^2 flops, backward scan the same, gradient of w the same. Forward reads 3 T B N elements and
@@ -161,40 +164,27 @@ def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
 
 @custom_op(
     "gru_scan_bwd",
-    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, bool need_params, Tensor? x, {_SCHEMA}) "
+    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, {schema_of_needs(GruGradients)}, Tensor? x, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _bwd(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, need_params: bool, *fields: Any
-) -> tuple[Tensor | None, ...]:
+def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
     """The fields of GruGradients; what is not needed is empty. x is not read."""
+    needs, fields = split_needs(GruGradients, fields)
     module, args = _backend_module(GruArgs(*fields), grad_hs.shape[0])
     states = GruStates(hs.contiguous(), gates.contiguous(), None if pre is None or args.kanai else pre.contiguous())
-    grads = module.gru_scan_bwd(args, grad_hs.contiguous(), states, need_params=need_params)
-    if _taps.SINKS:
-        _taps.record("gru_scan", grads.norm)
-    return tuple(grads)
+    grads = only_needed(module.gru_scan_bwd(args, grad_hs.contiguous(), states, needs), needs)
+    _taps.record("gru_scan", grads[-1])
+    return grads
 
 
 @_bwd.register_fake
-def _bwd_fake(
-    grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, need_params: bool, *fields: Any
-) -> tuple[Tensor, ...]:
+def _bwd_fake(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
+    needs, fields = split_needs(GruGradients, fields)
     args = GruArgs(*fields)
-    new = args.w.new_empty
-
-    def like(tensor: Tensor | None, required: bool) -> Tensor:
-        return new(tensor.shape if tensor is not None and required else 0)
-
+    new, state = args.w.new_empty, None if args.resets is None else args.reset_state
     wide = torch.float32 if args.w.dtype in (torch.float16, torch.bfloat16) else args.w.dtype
-    return (
-        new(gates.shape),
-        like(args.w, need_params),
-        like(args.h0, True),
-        like(args.bias, need_params),
-        like(args.reset_state, args.resets is not None),
-        new(grad_hs.shape[0], dtype=wide),
-    )
+    of = [None if tensor is None else new(tensor.shape) for tensor in (gates, args.w, args.h0, args.bias, state)]
+    return only_needed((*of, new(grad_hs.shape[0], dtype=wide)), needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -214,24 +204,25 @@ def _backward(
         return ()
     hs, gates, pre, *tensors = saved
     args: GruArgs = join_tensors(ctx.options, tensors)
-    needs: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
-    need_params = bool(needs.w or needs.bias)
+    of_inputs: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
+    of_state, norm = of_inputs.reset_state, _taps.needed()
+    needs: Any = GruGradients(of_inputs.x, of_inputs.w, of_inputs.h0, of_inputs.bias, of_state, norm)  # type: ignore[arg-type]
     if of_saved or _route.recording():
         states = GruStates(hs, gates, None if args.kanai else pre)
-        grads = _differentiable(args, states, grad_hs, need_params, grad_gates, grad_pre)
+        grads = _differentiable(args, states, grad_hs, needs, grad_gates, grad_pre)
     else:
-        grads = GruGradients(*_bwd(grad_hs, hs, gates, pre, need_params, *args))
+        grads = GruGradients(*_bwd(grad_hs, hs, gates, pre, *needs, *args))
     of_args = grads._asdict()
     if args.resets is None:
         del of_args["reset_state"]
-    return tuple(of_args.get(name) if need else None for name, need in needs._asdict().items())
+    return tuple(of_args.get(name) if need else None for name, need in of_inputs._asdict().items())
 
 
 def _differentiable(
     args: GruArgs,
     states: GruStates,
     grad_hs: Tensor | None,
-    need_params: bool,
+    needs: Any,
     grad_gates: Tensor | None,
     grad_pre: Tensor | None,
 ) -> GruGradients:
@@ -241,11 +232,11 @@ def _differentiable(
         args,
         torch.zeros_like(states.hs) if grad_hs is None else grad_hs,
         states,
-        need_params=need_params,
+        needs,
         grad_gates=grad_gates,
         grad_pre=grad_pre,
     )
-    if _taps.SINKS and grad_gates is None and grad_pre is None:
+    if result.norm is not None and grad_gates is None and grad_pre is None:
         _taps.record("gru_scan", result.norm.detach())
     return result
 

@@ -153,9 +153,7 @@ def scan_bwd(
     grad_hs: Tensor,
     states: Tensor,
     pre: Tensor | None,
-    *,
-    need_x: bool = True,
-    need_params: bool = True,
+    needs: Any,
     grad_pre: Tensor | None = None,
 ) -> ScanGradients:
     """The adjoint recurrence of Note [Factored scan backward], for any W.
@@ -175,9 +173,9 @@ def scan_bwd(
     grad_hs = without_padding(grad_hs, alive)
     x = None if x is None else without_padding(x, alive)
     m = grad_hs.new_zeros(N, N)
-    grad_weight = torch.zeros_like(weight) if weight is not None and need_params else None
-    grad_bias = torch.zeros_like(bias) if bias is not None and need_params else None
-    grad_act_param = torch.zeros_like(act_param) if act_param is not None and need_params else None
+    grad_weight = torch.zeros_like(weight) if weight is not None and needs.weight else None
+    grad_bias = torch.zeros_like(bias) if bias is not None and needs.bias else None
+    grad_act_param = torch.zeros_like(act_param) if act_param is not None and needs.act_param else None
     grad_x_segments: list[Tensor] = []
     norms: list[Tensor] = []
     carry = torch.zeros_like(h0)  # W^T delta_{t+1}
@@ -200,7 +198,8 @@ def scan_bwd(
         rows = zip(grad_hs[start:stop].unbind(0), hs.unbind(0), pre_rows, cut_rows, of_pre, strict=True)
         for g_t, h_t, a_t, cut_t, of_pre_t in reversed(list(rows)):
             ghat = g_t + carry
-            norms.append(norm_over_batch(ghat))
+            if needs.norm:
+                norms.append(norm_over_batch(ghat))
             delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
             if elementwise is not None and grad_act_param is not None:
                 assert act_param is not None
@@ -218,7 +217,7 @@ def scan_bwd(
             deltas.append(delta)
         delta_segment = torch.stack(deltas[::-1])
 
-        if need_params:
+        if needs.sums:
             before = started(torch.cat([entering.unsqueeze(0), hs[:-1]]), cut, reset_state)  # h_{t-1}
             before = without_padding(before, None if alive is None else alive[start:stop])
             m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
@@ -227,16 +226,16 @@ def scan_bwd(
                 grad_weight = grad_weight + weight_gradient(delta_segment, x[start:stop], weight)
             if grad_bias is not None:
                 grad_bias = grad_bias + delta_segment.sum((0, 1))
-        if need_x and weight is None:
+        if needs.x and weight is None:
             grad_x_segments.append(delta_segment)
-        elif need_x and x is not None and x.is_floating_point():
+        elif needs.x and x is not None and x.is_floating_point():
             assert weight is not None
             grad_x_segments.append(delta_segment @ weight)
 
     grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else None
-    norm = torch.stack(norms[::-1])
+    norm = torch.stack(norms[::-1]) if needs.norm else None
     return ScanGradients(
-        grad_x, m if need_params else None, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, norm
+        grad_x, m if needs.m else None, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, norm
     )
 
 

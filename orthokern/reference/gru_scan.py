@@ -30,6 +30,8 @@ Note [GRU scan backward]
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,8 +71,8 @@ def gru_scan_bwd(
     args: GruArgs,
     grad_hs: Tensor,
     states: GruStates,
+    needs: Any,
     *,
-    need_params: bool = True,
     grad_gates: Tensor | None = None,
     grad_pre: Tensor | None = None,
 ) -> GruGradients:
@@ -95,7 +97,8 @@ def gru_scan_bwd(
         h = before[t]
         r, z, n = gates[t].split(N, 1)
         ghat = grad_hs[t] + carry
-        norms.append(norm_over_batch(ghat))
+        if needs.norm:
+            norms.append(norm_over_batch(ghat))
         of_r, of_z, of_n = (gradient[t] for gradient in of_gates)
         d_z = (ghat * (h - n) + of_z) * (z * (1 - z))
         d_n = (ghat * (1 - z) + of_n) * (1 - n * n)
@@ -118,11 +121,12 @@ def gru_scan_bwd(
         grad_x.append(torch.cat([d_r, d_z, d_n], 1))
     grads = torch.stack(grad_x[::-1])
     grad_w = grad_bias = None
-    if need_params:
+    if needs.w or needs.bias:
         rows = grads.flatten(0, 1)
         rows_n = torch.stack(to_w_n[::-1]).flatten(0, 1)
         factor = gates[..., :N] * before if args.kanai else before
         grad_w = torch.cat([rows[:, : 2 * N].mT @ before.flatten(0, 1), rows_n.mT @ factor.flatten(0, 1)])
         if bias is not None:
             grad_bias = torch.cat([rows[:, : 2 * N].sum(0), rows_n.sum(0)])
-    return GruGradients(grads, grad_w, carry, grad_bias, grad_reset_state, torch.stack(norms[::-1]))
+    norm = torch.stack(norms[::-1]) if needs.norm else None
+    return GruGradients(grads, grad_w, carry, grad_bias, grad_reset_state, norm)

@@ -18,9 +18,11 @@ from cuda_host import build
 from helpers import (
     FloatProducts,
     GruProblem,
+    assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
     run_scan,
+    scan_needs,
     scan_problem,
     some_lengths,
     with_poisoned_padding,
@@ -232,7 +234,7 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
     beside = {}
     for main in (captured, eager, captured, eager):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
-        beside[main] = _streams.SideStream(torch.device("cuda", 0))
+        beside[main] = _streams.SideStream(torch.device("cuda", 0), 0)
         with beside[main]:
             pass
     assert Stream.made == 4  # two each, for all calls
@@ -366,7 +368,7 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, o
     assert torch.equal(actual[good], expected[good])
     assert bool(actual[~good].isnan().all())
     backward = getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")
-    backward(problem.args(), problem.grad_hs, actual, None)  # reads and writes nothing out of bounds
+    backward(problem.args(), problem.grad_hs, actual, None, scan_needs())  # reads and writes nothing out of bounds
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -437,7 +439,7 @@ def test_a_length_out_of_range_counts_as_the_nearest_one(op: str, path: str, ove
         for lengths in (wrong, wrong.clamp(0, 4)):
             args = problem.args(lengths=lengths, **options)
             hs, ckpt, pre = fwd(args)
-            results.append([hs, ckpt, *bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre)])
+            results.append([hs, ckpt, *bwd(args, problem.grad_hs, hs if ckpt is None else ckpt, pre, scan_needs())])
         for one, other in zip(*results, strict=True):
             assert one is other is None or torch.equal(one, other)
 
@@ -482,6 +484,9 @@ def test_only_what_is_needed(op: str) -> None:
             )
             if name != "ckpt":
                 assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
+    for inputs in KINDS:
+        problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
+        assert_each_result_alone(with_resets(problem), "cuda")
 
 
 def test_many_sequences(harness: Any, override: Any) -> None:

@@ -22,6 +22,7 @@ from helpers import (
     SHORT,
     GruProblem,
     ScanProblem,
+    assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
     run_scan,
@@ -182,6 +183,14 @@ def test_products_beside_a_scan_while_another_thread_captures(monkeypatch: pytes
     assert len(results) == 2
     for found in (captured, *results):
         assert_same_bits(plain, found)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("inputs", KINDS)
+def test_each_result_alone(op: str, inputs: str, backend: str) -> None:
+    need(op, backend, N=17, K=17)
+    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
+    assert_each_result_alone(on(problem, "cuda"), backend)
 
 
 def test_more_sequences_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -844,6 +853,29 @@ def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> Non
             if one is not None:  # torch's own products around the scan are in 16 bits in a backward inside autocast
                 assert one.dtype == other.dtype == torch.float32
                 assert (one - other).norm() <= 2e-2 * one.norm(), type(module)
+
+
+@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU])
+def test_graphed_module(kind: Any) -> None:
+    """Outputs and gradients of ``make_graphed_callables`` are the eager ones, also after steps of an optimizer."""
+    eager, graphed = kind(7, 128).cuda(), kind(7, 128).cuda()
+    graphed.load_state_dict(eager.state_dict())
+    shape = (28, 5, 7)
+    graphed = torch.cuda.make_graphed_callables(graphed, (torch.randn(shape, device="cuda", requires_grad=True),))
+    optimizers = [optim.optimizer_for(module, lr=1e-2, geodesic_lr=1e-3) for module in (eager, graphed)]
+    for _ in range(3):
+        x, results = torch.randn(shape, device="cuda"), []
+        for module, optimizer in zip((eager, graphed), optimizers, strict=True):
+            optimizer.zero_grad()
+            inputs = x.clone().requires_grad_()
+            output, last = module(inputs)
+            (output.square().sum() + last.sum()).backward()
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            results.append({"output": output.detach().clone(), "x": inputs.grad, **grads})
+        assert set(results[0]) == set(results[1])
+        assert_same_bits(*results)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def test_out_of_memory(backend: str) -> None:

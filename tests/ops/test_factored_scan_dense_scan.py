@@ -18,6 +18,7 @@ from helpers import (
     DTYPES,
     SCANS,
     SHORT,
+    assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
     backends,
@@ -194,6 +195,7 @@ def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
                 assert torch.equal(without_params[name], full[name]), name
             else:
                 assert without_params[name].numel() == 0, name
+        assert_each_result_alone(with_resets(problem), backend)
 
 
 @each(*SCANS)

@@ -15,6 +15,7 @@ from helpers import (
     named_gradients,
     scan_args,
     scan_cases,
+    scan_needs,
     scan_problem,
     some_lengths,
     with_poisoned_padding,
@@ -50,7 +51,7 @@ def backward_of(problem: ScanProblem) -> Any:
     op = getattr(torch.ops.orthokern, f"{problem.op}_bwd")
 
     def backward(grad_hs: Tensor, states: Tensor, pre: Tensor, *inputs: Any, activation: str, **options: Any) -> Any:
-        needs = options.pop("need_x", True), options.pop("need_params", True)
+        needs = scan_needs(options.pop("need_x", True), options.pop("need_params", True))
         args = scan_args(problem.op, inputs, activation, backend="reference", **options)
         return tuple(named_gradients(problem, args, op(grad_hs, states, pre, *needs, *args)).values())
 

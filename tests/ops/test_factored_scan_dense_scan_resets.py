@@ -18,6 +18,7 @@ from helpers import (
     leaf_tensors,
     run_scan,
     scan_args,
+    scan_needs,
     scan_problem,
     served,
     some_lengths,
@@ -206,7 +207,7 @@ def test_opcheck_and_compile_with_resets(op: str) -> None:
     torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "tanh", **more)))
     args = problem.args(**{name: tensor.detach() for name, tensor in more.items()})
     hs, _, pre = fwd(*args)
-    torch.library.opcheck(bwd, (problem.grad_hs, hs, pre, True, True, *args))
+    torch.library.opcheck(bwd, (problem.grad_hs, hs, pre, *scan_needs(), *args))
 
     def run(function: Any) -> list[Tensor]:
         inputs, own = leaf_tensors(problem), state_for(problem).requires_grad_()

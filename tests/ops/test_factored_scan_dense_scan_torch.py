@@ -15,6 +15,7 @@ from helpers import (
     gradients,
     leaf_tensors,
     scan_args,
+    scan_needs,
     scan_problem,
     served,
     some_lengths,
@@ -48,7 +49,7 @@ def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, chec
     args = args._replace(x=args.x if problem.weight is not None or checkpoint_every else None)
     states = ckpt if checkpoint_every else hs
     for needs in ((True, True), (False, True), (True, False)):
-        arguments = (problem.grad_hs, states, pre, *needs, *args)
+        arguments = (problem.grad_hs, states, pre, *scan_needs(*needs), *args)
         torch.library.opcheck(bwd, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(bwd, arguments)
 
@@ -62,7 +63,7 @@ def test_opcheck_scans_with_lengths_and_clip(op: str) -> None:
         torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "prelu", **more)))
         args = problem.args(**more)
         hs, ckpt, pre = fwd(*args)
-        torch.library.opcheck(bwd, (problem.grad_hs, ckpt if every else hs, pre, True, True, *args))
+        torch.library.opcheck(bwd, (problem.grad_hs, ckpt if every else hs, pre, *scan_needs(), *args))
 
 
 # -------------------------------------------------------------------------------------------------------- torch.compile

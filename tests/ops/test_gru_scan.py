@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, assert_matches_reference, assert_same_bits, some_lengths, strided
+from helpers import GruProblem, assert_matches_reference, assert_same_bits, gru_needs, some_lengths, strided
 from torch import Tensor
 
 import orthokern
@@ -226,7 +226,7 @@ def test_opcheck(variant: str) -> None:
         saved = NAMESPACE.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant)
         for need_params in (True, False):
             torch.library.opcheck(
-                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, need_params, *p.args()._replace(x=None))
+                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, *gru_needs(need_params), *p.args()._replace(x=None))
             )
         ragged = (None, torch.tensor([4, 2]))
         torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant, *ragged))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, assert_matches_reference, assert_same_bits, compiled, served, some_lengths
+from helpers import GruProblem, assert_matches_reference, assert_same_bits, compiled, gru_needs, served, some_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -169,7 +169,7 @@ def test_opcheck_and_compile_with_resets(variant: str) -> None:
     torch.library.opcheck(fwd, (*leaves.values(), variant, None, lengths, p.resets, state))
     cuts = (None, lengths, p.resets, p.reset_state)
     saved = fwd(*p.inputs(), variant, *cuts)
-    torch.library.opcheck(bwd, (p.grad_hs, *saved, True, None, p.w, p.h0, p.bias, variant, *cuts))
+    torch.library.opcheck(bwd, (p.grad_hs, *saved, *gru_needs(), None, p.w, p.h0, p.bias, variant, *cuts))
 
     def run(function: Any) -> list[Tensor]:
         tensors = leaves_of(p)

@@ -27,6 +27,7 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_scan_parity,
+    scan_needs,
     scan_problem,
     some_lengths,
     with_poisoned_padding,
@@ -77,8 +78,7 @@ def run(
         problem.grad_hs,
         states.ckpt if checkpoint_every else states.hs,
         states.pre,
-        need_x=need_x,
-        need_params=need_params,
+        scan_needs(need_x, need_params),
     )
     results = {**states._asdict(), **dict(zip(GRADS, grads, strict=True))}
     return {name: problem.h0.new_empty(0) if result is None else result for name, result in results.items()}
