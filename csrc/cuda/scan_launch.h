@@ -159,11 +159,11 @@ int low_rank_warps(int64_t n) {
   return static_cast<int>(divide_up(n, 32 * Traits::kUnits));
 }
 
-// Clocks of a step of one sequence with N <= 1024 and four warps: 2 N K / 128 of multiply-adds, N / 3 of all else that a
-// scheduler issues for its units (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of latency
-// that nothing hides (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the resident
-// kernel has 2 N^2 / 128 of multiply-adds and 530 of latency, and one of a cluster 880 for its exchanges alone. So this
-// path is used wherever it serves the sizes, except where the resident kernel multiplies no more than four times as
+// Clocks of a step of one sequence, N <= 1024 and four warps: 2 N K / 128 of multiply-adds, N / 3 of all else that is
+// issued for the units of a scheduler (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of
+// latency that nothing hides (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the
+// resident kernel has 2 N^2 / 128 of multiply-adds and 530 of latency, one of a cluster 880 for its exchanges alone. So
+// this path is used wherever it serves the sizes, except where the resident kernel multiplies no more than four times as
 // much.
 inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                           ScanPlan& plan) {

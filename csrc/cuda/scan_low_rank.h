@@ -173,7 +173,8 @@ struct LowRankThread {
     return result;
   }
 
-  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step. Called for one step after the other, from -1 on. id: the token of the later step.
+  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step.
+  // Called for one step after the other, from -1 on. id: the token of the later step.
   __device__ __forceinline__ void publish(int step, int64_t id) {
     const int limit = step >= 0 ? units : 0;
     if (a.out)
