@@ -163,8 +163,7 @@ int low_rank_warps(int64_t n) {
 // issued for the units of a scheduler (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of
 // latency that nothing hides (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the
 // resident kernel has 2 N^2 / 128 of multiply-adds and 530 of latency, one of a cluster 880 for its exchanges alone. So
-// this path is used wherever it serves the sizes, except where the resident kernel multiplies no more than four times as
-// much.
+// it is used wherever it serves the sizes, unless the resident kernel multiplies no more than four times as much.
 inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                           ScanPlan& plan) {
   bool does = false;
