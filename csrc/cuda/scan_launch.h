@@ -131,21 +131,26 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
 template <class F>
 bool with_low_rank_kernel(bool backward, const ScanArgs& a, F f) {
   bool called = false;
-  auto choose = [&](auto rank, auto units) {
-    constexpr int kRank = decltype(rank)::value, kUnits = decltype(units)::value;
-    if (called || a.K > kRank || a.N > kLowRankThreads * kUnits) return;
+  auto choose = [&](auto rank, auto units, auto warps) {
+    constexpr int kRank = decltype(rank)::value, kUnits = decltype(units)::value, kWarps = decltype(warps)::value;
+    if (called || a.K > kRank || a.N > 32 * kUnits * kWarps) return;
     called = true;
     with_direction(backward, [&](auto direction) {
       constexpr bool kBackward = decltype(direction)::value;
-      if (a.activation == act::Tanh::number && !a.pre) f(LowRankTraits<kBackward, kRank, kUnits, act::Tanh::number>());
-      else f(LowRankTraits<kBackward, kRank, kUnits, kAnyActivation>());
+      if (a.activation == act::Tanh::number && !a.pre)
+        f(LowRankTraits<kBackward, kRank, kUnits, kWarps, act::Tanh::number>());
+      else f(LowRankTraits<kBackward, kRank, kUnits, kWarps, kAnyActivation>());
     });
   };
-  choose(std::integral_constant<int, 8>(), std::integral_constant<int, 4>());
-  choose(std::integral_constant<int, 8>(), std::integral_constant<int, 8>());
-  choose(std::integral_constant<int, 16>(), std::integral_constant<int, 4>());
-  choose(std::integral_constant<int, 32>(), std::integral_constant<int, 2>());
-  choose(std::integral_constant<int, 64>(), std::integral_constant<int, 1>());
+  const std::integral_constant<int, 1> one;
+  const std::integral_constant<int, 2> two;
+  const std::integral_constant<int, 4> four;
+  const std::integral_constant<int, 8> eight;
+  choose(eight, four, four);  // more than four warps would issue more than they hide
+  choose(eight, eight, eight);
+  choose(std::integral_constant<int, 16>(), four, eight);
+  choose(std::integral_constant<int, 32>(), two, eight);
+  choose(std::integral_constant<int, 64>(), one, eight);
   return called;
 }
 
@@ -154,11 +159,11 @@ int low_rank_warps(int64_t n) {
   return static_cast<int>(divide_up(n, 32 * Traits::kUnits));
 }
 
-// A step of one sequence takes about 350 clocks of latency (three to five rounds of shuffles, a barrier, shared memory
-// twice, the activation), and 2 N K / 128 of multiply-adds and N / 5 of all else, in which blocks of the same
-// multiprocessor take turns (estimates). A step of the resident kernel has 2 N^2 / 128 of multiply-adds and 530 of
-// latency, one of a cluster 880 for its exchanges alone: this path is used wherever it serves the sizes, except where
-// the resident kernel multiplies no more than four times as much.
+// Clocks of a step of one sequence, N <= 1024 and four warps: 2 N K / 128 of multiply-adds, N / 3 of all else that is
+// issued for the units of a scheduler (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of
+// latency that nothing hides (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the
+// resident kernel has 2 N^2 / 128 of multiply-adds and 530 of latency, one of a cluster 880 for its exchanges alone. So
+// it is used wherever it serves the sizes, unless the resident kernel multiplies no more than four times as much.
 inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                           ScanPlan& plan) {
   bool does = false;

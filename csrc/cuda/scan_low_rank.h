@@ -13,33 +13,34 @@
 //   the barrier, after which each lane adds up the parts of all warps for its k, and scales the sum by s_k
 //   the warp hands the K values to all of its lanes, which multiply them by their rows and end the step for their units
 //
-// A warp has as many units as a multiply-add takes clocks, or more, so that few warps suffice: a sum over the block has
-// a latency that grows with their number. tests/test_sass.py counts the instructions between the store and the barrier.
+// What a warp issues for the sum over the block is the same for any number of units. So a lane has several, and a
+// scheduler one warp, as far as the registers suffice: the units hide the latency of each other's multiply-adds.
+// tests/test_sass.py counts the instructions between the store and the barrier.
 #pragma once
 
 #include "cuda/scan_units.h"
 
 namespace orthokern::cuda {
 
-constexpr int kLowRankWarps = 8, kLowRankThreads = 32 * kLowRankWarps;  // of a block, at most
 constexpr int kLowRankPart = 32;  // steps whose flags and token ids are read together, and whose squares are summed
 
-// rank: K, padded. units: of a lane. activation: a number of common/activations.h, or kAnyActivation.
-template <bool backward, int rank, int units, int activation>
+// rank: K, padded. units: of a lane. warps: of a block, at most. activation: a number of common/activations.h, or
+// kAnyActivation.
+template <bool backward, int rank, int units, int warps, int activation>
 struct LowRankTraits {
   static constexpr bool kBackward = backward;
-  static constexpr int kRank = rank, kUnits = units, kActivation = activation;
+  static constexpr int kRank = rank, kUnits = units, kWarps = warps, kActivation = activation;
   static constexpr int kSpread = rank < 32 ? rank : 32;  // lanes over which the sums of a warp are spread
   static constexpr int kOwn = rank / kSpread, kParts = 32 / kSpread;
   // Words of shared memory for the sums of one k: the distance of two of them avoids bank conflicts of 16-byte reads.
-  static constexpr int kSumWords = kParts * kLowRankWarps + 4;
+  static constexpr int kSumWords = kParts * warps + 4;
   // Steps that inputs are fetched ahead: at least 1 us, more than device memory takes to answer.
   static constexpr int kAhead = units > 4 ? 4 : 8;
   static constexpr bool kAny = activation == kAnyActivation;
   static constexpr bool kGates = backward && (kAny || reads_of(activation) != act::kNothing);
   static constexpr bool kPre = !backward && (kAny || reads_of(activation) == act::kInput);
   static constexpr bool kSums = backward && (kAny || has_parameter(activation));
-  static_assert(rank >= 8 && rank <= 64 && rank * units <= 64, "the maps do not fit into the registers");
+  static_assert(rank >= 8 && rank <= 64 && rank * units <= 64 && warps <= 8, "the maps do not fit into the registers");
 };
 
 template <class Traits>
@@ -132,8 +133,8 @@ struct LowRankThread {
       total[r] = {0, 0};
       if (Traits::kSums && a.sums && unit) total[r] = {a.sums[place], a.sums[gridDim.x * a.N + place]};
     }
-    // a block of fewer warps reads zeros in the place of the sums of the others
-    for (int i = threadIdx.x; i < 2 * kRank * kSumWords; i += blockDim.x) sums[i] = 0;
+    // zeros stay in the place of the sums of warps that the block does not have, and of inputs of missing units
+    for (int i = threadIdx.x; i < LowRankMemory<Traits>(warps).squares; i += blockDim.x) sums[i] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < kAhead - 1; i++) {
@@ -145,7 +146,7 @@ struct LowRankThread {
   // The inputs of a step into the place where this thread reads them. It is kAhead steps after the one of `at`, which
   // moves on to the next step.
   __device__ __forceinline__ void fetch(int step, int64_t id) {
-    const int place = step % kAhead * warps * 32 * kUnits, limit = step < length ? units : 0;
+    const int place = (step & (kAhead - 1)) * warps * 32 * kUnits, limit = step < length ? units : 0;
     const bool known = static_cast<uint64_t>(id) < static_cast<uint64_t>(a.D);
     const int64_t ahead = at + kAhead * stride;
     const float* const from = kBackward || !a.tokens ? a.x + ahead : a.table + (known ? id * a.N : 0) + n;
@@ -154,7 +155,8 @@ struct LowRankThread {
     for (int r = 0; r < kUnits; r++) cp_async_if<4>(r < limit && !nan, inputs + place + 32 * r, from + 32 * r);
     if (nan)
 #pragma unroll
-      for (int r = 0; r < kUnits; r++) inputs[place + 32 * r] = NAN;
+      for (int r = 0; r < kUnits; r++)
+        if (r < limit) inputs[place + 32 * r] = NAN;
     if constexpr (Traits::kGates)
       if (!Traits::kAny || a.gate)
 #pragma unroll
@@ -171,7 +173,8 @@ struct LowRankThread {
     return result;
   }
 
-  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step. Called for one step after the other, from -1 on. id: the token of the later step.
+  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step.
+  // Called for one step after the other, from -1 on. id: the token of the later step.
   __device__ __forceinline__ void publish(int step, int64_t id) {
     const int limit = step >= 0 ? units : 0;
     if (a.out)
@@ -197,7 +200,7 @@ struct LowRankThread {
         of_lane[k] = r == 0 ? first[r][k] * state[r] : fmaf(first[r][k], state[r], of_lane[k]);
   }
   __device__ __forceinline__ float* sums_of(int step, int j) const {
-    return sums + ((step % 2 * kOwn + j) * kSpread + lane % kSpread) * kSumWords;
+    return sums + (((step & 1) * kOwn + j) * kSpread + lane % kSpread) * kSumWords;
   }
   // The sum over the block for the lane's own k, times s_k.
   __device__ __forceinline__ void block_sums(float (&own)[kOwn], int step) const {
@@ -209,12 +212,13 @@ struct LowRankThread {
 #pragma unroll
         for (int q = 0; q < kParts; q++) {
           const float4 four = from[begin_quad + q];
-          sum += (four.x + four.y) + (four.z + four.w);
+          const float of_quad = (four.x + four.y) + (four.z + four.w);
+          sum = q == 0 ? of_quad : sum + of_quad;
         }
         return sum;
       };
       float sum = sum_from(0);
-      if (warps > 4) sum += sum_from(kParts);
+      if (Traits::kWarps > 4 && warps > 4) sum += sum_from(kParts);
       own[j] = sum * scale[j];
     }
   }
@@ -286,11 +290,11 @@ struct LowRankThread {
 #pragma unroll
     for (int j = 0; j < kOwn; j++) sums_of(i, j)[warp * kParts + lane / kSpread] = of_lane[j];
     __syncthreads();
-    const int place = i % kAhead * warps * 32 * kUnits;
+    const int place = (i & (kAhead - 1)) * warps * 32 * kUnits;
 #pragma unroll
     for (int r = 0; r < kUnits; r++) {
-      input[r] = r < units ? inputs[place + 32 * r] : 0.f;
-      gate[r] = Traits::kGates && r < units && (!Traits::kAny || a.gate) ? gates[place + 32 * r] : 0.f;
+      input[r] = inputs[place + 32 * r];
+      gate[r] = Traits::kGates ? gates[place + 32 * r] : 0.f;
     }
     block_sums(own, i);
     second_product(own, input);
@@ -318,7 +322,7 @@ struct LowRankThread {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(kLowRankThreads, 1) low_rank_scan_kernel(const ScanArgs a) {
+__global__ void __launch_bounds__(32 * Traits::kWarps, 1) low_rank_scan_kernel(const ScanArgs a) {
   LowRankThread<Traits> self(a);
   self.start();
   const int length = self.length;

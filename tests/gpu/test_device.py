@@ -951,6 +951,9 @@ for n in (33, 130):
     f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend).sum().backward()
     f.factored_scan(ids, u, ones(n), u, weight=table, backend=backend, message_clip=0.1,
                     lengths=torch.tensor([6, -1, 2**40], device="cuda")).sum().backward()
+    low = u[:, :5]
+    f.factored_scan(ids, low, ones(5), low, weight=table, backend=backend,
+                    lengths=torch.tensor([6, -1, 2**40], device="cuda")).sum().backward()
     f.dense_scan(ids, u, weight=table, activation="identity", backend=backend).sum().backward()
     f.dense_scan(ids, u, weight=table, activation="identity", algorithm="chunked", backend=backend).sum().backward()
 """,
