@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _EXACT = ("ieee", "none")  # none: not set
+ROWS = 4096  # rows of a product over steps, between two additions in float64
+PRODUCTS = 64  # such products in one call
 
 
 @contextlib.contextmanager
@@ -154,6 +156,20 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @torch.no_grad()
+def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right, float64, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+    for a, b in zip(left.split(PRODUCTS * ROWS), right.split(PRODUCTS * ROWS), strict=True):
+        even = len(a) - len(a) % ROWS
+        if even:
+            parts = a[:even].reshape(-1, ROWS, a.shape[1]).mT @ b[:even].reshape(-1, ROWS, b.shape[1])
+            total += parts.sum(0, dtype=torch.float64)
+        if even < len(a):
+            total += a[even:].mT @ b[even:]
+    return total
+
+
 def norms_of_steps(values: Tensor) -> Tensor:
     """Frobenius norms [T], in float64 (on MPS, which has none, in float32), of values [T, ...].
 

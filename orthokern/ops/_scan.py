@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._products import ieee_products
+from orthokern._products import ieee_products, sum_over_rows
 from orthokern._scan_contract import (
     ScanArgs,
     ScanGradients,
@@ -192,9 +192,9 @@ class ScanOp:
         )
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-        if of_map and not recorded and few_rows(args, grad_hs):
+        if of_map and not recorded and without_m(args, grad_hs):
             assert grad_hs is not None
-            grads, of_factors = self._few_rows_gradients(args, grad_hs, states, pre, needs)
+            grads, of_factors = self._factor_gradients(args, grad_hs, states, pre, needs)
         else:
             if recorded:
                 grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs)
@@ -208,7 +208,7 @@ class ScanOp:
         return only_needed(of_args, of_inputs)
 
     @ieee_products()
-    def _few_rows_gradients(
+    def _factor_gradients(
         self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
     ) -> tuple[ScanGradients, tuple[Tensor, Tensor, Tensor]]:
         """The results of the backward op, and the gradients of first, scale and second, in O(N K) operations per row:
@@ -219,13 +219,19 @@ class ScanOp:
         of_term = needs._replace(x=True, m=False, weight=False, bias=False)
         grads = ScanGradients(*self.bwd(grad_hs, states, pre, *of_term, *term))
         assert grads.x is not None
-        delta, before = grads.x.flatten(0, 1), torch.cat([args.h0.unsqueeze(0), states[:-1]])
+        delta, states = grads.x.flatten(0, 1), states[:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
+        from_v, to_u = torch.cat([args.h0 @ v, states @ v]), (delta @ u).view(len(grads.x), -1, u.shape[1])  # K columns
+        of_v, start = to_u * s, args.reset_state
         if args.resets is not None:
-            start = torch.zeros_like(args.h0) if args.reset_state is None else args.reset_state
-            before = torch.where(args.resets.unsqueeze(-1), start, before)
-        before = before.flatten(0, 1)
-        to_v, to_u = before @ v, delta @ u  # [T B, K]
-        of_factors = before.mT @ (to_u * s), (to_u * to_v).sum(0), delta.mT @ (to_v * s)
+            cut = args.resets.unsqueeze(-1)
+            from_v = torch.where(cut, 0 if start is None else start @ v, from_v.view_as(to_u)).flatten(0, 1)
+            of_start, of_v = (of_v * cut).sum(0), of_v.masked_fill(cut, 0)
+        of_h0, of_v = of_v[0], of_v[1:].flatten(0, 1)
+        total_v = sum_over_rows(states, of_v) + args.h0.mT @ of_h0
+        if args.resets is not None and start is not None:
+            total_v += start.mT @ of_start
+        of_s, total_u = (to_u.flatten(0, 1) * from_v).sum(0), sum_over_rows(delta, from_v * s)
+        of_factors = total_v.to(v.dtype), of_s, total_u.to(u.dtype)
         if weight is None or x is None:
             return grads, of_factors
         if args.lengths is not None:  # padding may hold anything, and the rows of delta are zero there
@@ -272,11 +278,13 @@ def check_values(args: ScanArgs, T: int) -> None:
         check_tokens(args.x, args.weight, args.lengths)
 
 
-def few_rows(args: ScanArgs, grad_hs: Tensor | None) -> bool:
-    """Whether a backward has so few rows that M [N, N] is not worth forming: with factors, without checkpoints."""
+def without_m(args: ScanArgs, grad_hs: Tensor | None) -> bool:
+    """Whether the gradients of the factors take less work without M [N, N]: of few rows, or a low rank. Without
+    checkpoints, since delta_t of all steps is stored."""
     if args.first is None or args.checkpoint_every or grad_hs is None or torch.compiler.is_compiling():
         return False
-    return 4 * grad_hs.shape[0] * grad_hs.shape[1] <= args.second.shape[0]
+    N, K = args.second.shape
+    return 4 * grad_hs.shape[0] * grad_hs.shape[1] <= N or 8 * K <= N
 
 
 def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
-from orthokern._products import norms_of_steps
+from orthokern._products import norms_of_steps, sum_over_rows
 from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops import _taps
@@ -19,7 +19,7 @@ from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.norms import last_step_norms, norms_through_time
-from orthokern.ops.modal.reference import Inputs, entering, sum_over_rows, turn, without_padding
+from orthokern.ops.modal.reference import Inputs, entering, turn, without_padding
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
 SPAN_ROWS, SPAN_STEPS = 16384, 64

@@ -30,10 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
-
-ROWS = 4096  # rows of a product over steps, between two additions in float64
-PRODUCTS = 64  # such products in one call
 
 
 class Inputs(NamedTuple):
@@ -110,20 +108,6 @@ def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
     if alive is None:
         return values
     return values.masked_fill(~alive.view(*alive.shape, *(1,) * (values.ndim - 2)), 0)
-
-
-def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right, float64, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
-    left, right = left.flatten(0, -2), right.flatten(0, -2)
-    total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(PRODUCTS * ROWS), right.split(PRODUCTS * ROWS), strict=True):
-        even = len(a) - len(a) % ROWS
-        if even:
-            parts = a[:even].view(-1, ROWS, a.shape[1]).mT @ b[:even].view(-1, ROWS, b.shape[1])
-            total += parts.sum(0, dtype=torch.float64)
-        if even < len(a):
-            total += a[even:].mT @ b[even:]
-    return total
 
 
 def _rows_of(ids: Tensor, size: int, alive: Tensor | None) -> Tensor:
