@@ -178,18 +178,9 @@ class ScanOp:
             return ()
         states, pre, *tensors = saved
         args: ScanArgs = join_tensors(ctx.options, tensors)
-        of_inputs: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
-        of_map = of_inputs.first or of_inputs.scale or of_inputs.second
-        needs: Any = ScanGradients(
-            of_inputs.x,
-            of_map,
-            of_inputs.h0,
-            of_inputs.weight,
-            of_inputs.bias,
-            of_inputs.act_param,
-            of_inputs.reset_state,
-            _taps.needed(),  # type: ignore[arg-type]
-        )
+        of: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
+        of_map, norm = of.first or of.scale or of.second, _taps.needed()
+        needs = ScanGradients._make((of.x, of_map, of.h0, of.weight, of.bias, of.act_param, of.reset_state, norm))
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if of_map and not recorded and without_m(args, grad_hs):
@@ -205,7 +196,7 @@ class ScanOp:
         of_reset_state = None if args.resets is None else grads.reset_state
         of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
         of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state)  # type: ignore[arg-type]
-        return only_needed(of_args, of_inputs)
+        return only_needed(of_args, of)
 
     @ieee_products()
     def _factor_gradients(

@@ -204,9 +204,8 @@ def _backward(
         return ()
     hs, gates, pre, *tensors = saved
     args: GruArgs = join_tensors(ctx.options, tensors)
-    of_inputs: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
-    of_state, norm = of_inputs.reset_state, _taps.needed()
-    needs: Any = GruGradients(of_inputs.x, of_inputs.w, of_inputs.h0, of_inputs.bias, of_state, norm)  # type: ignore[arg-type]
+    of: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
+    needs = GruGradients._make((of.x, of.w, of.h0, of.bias, of.reset_state, _taps.needed()))
     if of_saved or _route.recording():
         states = GruStates(hs, gates, None if args.kanai else pre)
         grads = _differentiable(args, states, grad_hs, needs, grad_gates, grad_pre)
@@ -215,7 +214,7 @@ def _backward(
     of_args = grads._asdict()
     if args.resets is None:
         del of_args["reset_state"]
-    return tuple(of_args.get(name) if need else None for name, need in of_inputs._asdict().items())
+    return tuple(of_args.get(name) if need else None for name, need in of._asdict().items())
 
 
 def _differentiable(

@@ -514,7 +514,7 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
                 problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
                 fwd, bwd = (getattr(dispatch.leaf(op, "cuda"), f"{op}_{direction}") for direction in ("fwd", "bwd"))
                 hs, _, pre = fwd(problem.args())
-                bwd(problem.args(), problem.grad_hs, hs, pre)
+                bwd(problem.args(), problem.grad_hs, hs, pre, scan_needs())
         for variant in VARIANTS:
             GruProblem.random(variant, 4, 3, 9).map(Tensor.float).run_leaves(gru_scan)
     assert products.seen >= {"mm", "addmm", "addmm_"}

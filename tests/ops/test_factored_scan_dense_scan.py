@@ -8,6 +8,7 @@ harness itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -33,7 +34,9 @@ from helpers import (
     with_resets,
 )
 
-from orthokern import cpu, functional
+from orthokern import cpu, dispatch, functional
+from orthokern.ops._scan import scan
+from orthokern.ops._taps import tap
 from orthokern.ops.activations import NAMES
 
 # odd sizes, sizes of one, and sizes that fill several register tiles and column panels
@@ -196,6 +199,22 @@ def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
             else:
                 assert without_params[name].numel() == 0, name
         assert_each_result_alone(with_resets(problem), backend)
+
+
+@each(*SCANS)
+def test_a_backward_asks_for_what_autograd_needs(op: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, leaf = scan_problem(op, B=3, T=5, N=4, activation="prelu", inputs="features"), dispatch.leaf(op, backend)
+    true_bwd, asked = getattr(leaf, f"{op}_bwd"), []
+    monkeypatch.setattr(leaf, f"{op}_bwd", lambda *given: (asked.append(given[-1]), true_bwd(*given))[1])
+    fields = {"x": "x", "second": "m", "h0": "h0", "weight": "weight", "bias": "bias", "act_param": "act_param"}
+    for field, result in fields.items():
+        args = problem.args(backend=backend)
+        tensor = getattr(args, field).clone().requires_grad_()
+        for recorder in (contextlib.nullcontext(), tap()):
+            with recorder:
+                scan(args._replace(**{field: tensor})).sum().backward()
+            needed = {name for name, need in asked.pop()._asdict().items() if need}
+            assert needed == ({result} if isinstance(recorder, contextlib.nullcontext) else {result, "norm"})
 
 
 @each(*SCANS)
