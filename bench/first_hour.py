@@ -133,8 +133,8 @@ def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Sta
         Stage("versions", 1, 60, cases=("versions",)),
         Stage("probe", 1, 60, probe_command(dry, folder, capability), missing="" if nvcc() else "nvcc not found"),
         Stage("parity", CHECKS, 120, cases=checks),
-        Stage("tests-cuda", CHECKS, 200, (*cuda, "-k", "not triton")),
-        Stage("tests-triton", CHECKS, 200, (*triton, "-k", "triton")),
+        Stage("tests-cuda", CHECKS, 150, (*cuda, "-k", "not triton")),
+        Stage("tests-triton", CHECKS, 150, (*triton, "-k", "triton")),
         Stage("memcheck", CHECKS, 180, check, missing="" if sanitizer else "compute-sanitizer not found"),
         Stage("times", 3, 600, cases=timed),
     ]
