@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FloatProducts, GruProblem, products_are_ieee, run_scan, scan_problem
+from float_products import FloatProducts, products_are_ieee
+from helpers import GruProblem, run_scan, scan_problem
 from torch import Tensor
 
 from orthokern import cpu, functional

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FloatProducts
+from float_products import FloatProducts
 from torch import Tensor
 from torch.autograd import forward_ad
 

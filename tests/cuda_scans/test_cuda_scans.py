@@ -15,8 +15,8 @@ import pytest
 import torch
 from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OP_PATHS, OPS, PATHS, RESIDENT, check, check_gru, run
 from cuda_host import build
+from float_products import FloatProducts
 from helpers import (
-    FloatProducts,
     GruProblem,
     assert_each_result_alone,
     assert_matches_reference,

@@ -60,9 +60,10 @@ def need(op: str, backend: str, dtype: torch.dtype = torch.float32, **facts: Any
 
 
 def on(problem: ScanProblem, device: str) -> ScanProblem:
-    """The problem on a device, token ids too."""
+    """The problem on a device, token ids and resets too."""
     moved = problem.map(lambda t: t.to(device))
     moved.x = moved.x.to(device)
+    moved.resets = None if moved.resets is None else moved.resets.to(device)
     return moved
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from float_products import FloatProducts
 from helpers import (
     SHORT,
-    FloatProducts,
     GruProblem,
     ScanProblem,
     assert_matches_reference,
