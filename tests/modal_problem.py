@@ -71,10 +71,11 @@ class Problem:
         """The results of a backend's loss that are not None, by name."""
         inputs = Inputs(self.x, self.re, self.im, self.z0, self.table, lengths, self.pairs)
         readout = Readout(self.readout, self.bias, self.target, reduction)
-        loss, hits, grads = backend.loss(inputs, readout, need_grad)
-        assert (grads is not None) == need_grad
+        steps = sorted({0, len(self.x) // 2, len(self.x) - 1})
+        loss, hits, grads, states, adjoints = backend.loss(inputs, readout, need_grad, steps)
+        assert (grads is not None) == need_grad and states.shape == (len(steps), *self.z0.shape)
         result = {} if grads is None else {f"grad_{name}": t for name, t in grads._asdict().items() if t is not None}
-        return {"loss": loss, "hits": hits, **result}
+        return {"loss": loss, "hits": hits, "states": states, **result, **({"adjoints": adjoints} if need_grad else {})}
 
     def scan(self, backend: Any) -> dict[str, Tensor]:
         """The states of a backend in both directions."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from orthokern import cpu, functional
 from orthokern.cpu import _call
+from orthokern.diagnostics import tap
 from orthokern.errors import InputError
 from orthokern.nn import PeepholeLSTM
 
@@ -44,7 +45,8 @@ def call_other_ops() -> None:
     recurrent = torch.linalg.qr(torch.randn(4, 4))[0].requires_grad_()
     functional.dense_scan(torch.randn(3, 2, 4), recurrent, **linear).sum().backward()
     target = torch.randint(0, 5, (3, 2))
-    functional.scan_cross_entropy(torch.randn(3, 2, 4), recurrent, torch.randn(5, 4), target, **linear)
+    with tap(sparse=True):  # which asks for states and adjoints
+        functional.scan_cross_entropy(torch.randn(3, 2, 4), recurrent, torch.randn(5, 4), target, **linear)
     ops, x, w, slope = torch.ops.orthokern, torch.randn(4, 3), torch.randn(6, 3), torch.ones(3)
     ops.activation_bwd(x, ops.activation_fwd(x, slope, "prelu", "cpu"), slope, "prelu", "cpu")
     ops.linear_cross_entropy_fwd(x, w, torch.zeros(6), torch.tensor([0, 1, 2, 5]), "mean", True, "cpu")

@@ -282,6 +282,7 @@ struct Worker {
     if (before != state) memcpy(state, before, sizeof(double) * Np);
     for (int n = 0; n < Np; n++) z[n] = static_cast<T>(before[n]);
     advance<T, true>(modes, input.rows, steps, state, z + Np);
+    keep_steps(b, t, steps, z + Np, args.step_states);
     if (!args.need_grad) {
       readout_and_loss<false>(b, t, steps);
       return;
@@ -302,6 +303,15 @@ struct Worker {
     }
     sums.modal.template add_chunk<T>(args, modes, steps, g, z);
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
+    keep_steps(b, t, steps, g, args.step_adjoints);
+  }
+
+  // Copies the rows [steps][Np] of the steps that the caller asks for to [K, B, 2M].
+  void keep_steps(int64_t b, int64_t t, int steps, const T* rows, void* to) {
+    for (int64_t k = 0; k < args.K; k++) {
+      const int64_t r = args.steps[k] - t;
+      if (r >= 0 && r < steps) gather(modes, rows + r * Np, static_cast<T*>(to) + (k * args.B + b) * 2 * modes.M);
+    }
   }
 
   static int steps_of(int64_t length, int64_t t) { return static_cast<int>(length - t < kSteps ? length - t : kSteps); }

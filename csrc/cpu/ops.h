@@ -190,7 +190,7 @@ struct LinearCrossEntropyArgs {
 
 // modal_scan and modal_loss. M modes; a vector [2M] holds the real parts, then the imaginary ones.
 struct ModalArgs {
-  int64_t B, T, M, D, C, P;
+  int64_t B, T, M, D, C, P, K;
   int dtype, threads;
   int reverse;       // modal_scan: from the last step to the first, with the conjugate coefficients
   const double* re;  // [M]
@@ -222,6 +222,10 @@ struct ModalArgs {
   double* grad_re;     // [M]
   double* grad_im;     // [M]
   double* grad_pairs;  // [P, 2, 2] or null
+  // states and, with gradients, adjoints of K steps; not written for steps from the length of a sequence on
+  const int64_t* steps;  // [K] in [0, T)
+  void* step_states;     // [K, B, 2M]
+  void* step_adjoints;   // [K, B, 2M] or null
 
   ORTHOKERN_FIELDS_OF(common, B, T, M, dtype, threads, re, im, x, z0);
   template <class Visit>
@@ -235,6 +239,7 @@ struct ModalArgs {
     ORTHOKERN_FIELDS(visit, D, C, P, need_grad, scale, lengths, ids, id_bytes, table, pairs, readout, bias, target_ids,
                      target_bytes, loss, hits);
     ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_readout, grad_bias, grad_re, grad_im, grad_pairs);
+    ORTHOKERN_FIELDS(visit, K, steps, step_states, step_adjoints);
   }
 };
 

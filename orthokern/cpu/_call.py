@@ -83,7 +83,7 @@ def empty_cache() -> None:
 
 # Arguments of kernels whose dtype is not that of the call.
 _OWN_DTYPE = {
-    **dict.fromkeys(("tokens", "lengths", "target", "hits", "pairs"), torch.int64),
+    **dict.fromkeys(("tokens", "lengths", "target", "hits", "pairs", "steps"), torch.int64),
     "resets": torch.bool,
     **dict.fromkeys(("lr", "re", "im"), torch.float64),
     **dict.fromkeys(("grad_re", "grad_im", "grad_pairs"), torch.float64),

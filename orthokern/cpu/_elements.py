@@ -121,7 +121,7 @@ def _linear_cross_entropy(s: Sizes) -> dict[str, int]:
 
 def _modal(s: Sizes) -> dict[str, int]:
     T, M, rows, D, P = s["T"], s["M"], s["T"] * s["B"], s.get("D", 0), s.get("P", 0)
-    state, states, C = 2 * s["B"] * M, 2 * rows * M, s.get("C", 0)
+    state, states, C, K = 2 * s["B"] * M, 2 * rows * M, s.get("C", 0), s.get("K", 0)
     return {
         "re": M,
         "im": M,
@@ -145,6 +145,9 @@ def _modal(s: Sizes) -> dict[str, int]:
         "grad_re": M,
         "grad_im": M,
         "grad_pairs": 4 * P,
+        "steps": K,
+        "step_states": K * state,
+        "step_adjoints": K * state,
     }
 
 

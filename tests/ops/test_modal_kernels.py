@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -67,10 +68,15 @@ def test_gradients_of_the_reference(padded: bool, tokens: bool) -> None:
                 """The reference, for some steps at a time."""
 
                 @staticmethod
-                def loss(*args: object, steps: int = steps) -> object:
-                    return reference.loss_in_spans(reference.scan, *args, steps)
+                def loss(*args: Any, steps: int = steps) -> object:
+                    return reference.loss_in_spans(reference.scan, *args[:3], steps, *args[3:])
 
-            assert_near(inputs.loss(Spans, lengths=lengths), expected, 1e-11)
+            result = inputs.loss(Spans, lengths=lengths)
+            first, adjoints = result.pop("states")[0], result.pop("adjoints")
+            assert_near(result, expected, 1e-11)
+            entering = reference.entering(inputs.x[:1], inputs.table, None)
+            assert torch.equal(first, reference.scan(entering, inputs.re, inputs.im, inputs.z0)[0])
+            torch.testing.assert_close(reference.turn(adjoints[0], inputs.re, -inputs.im), expected["grad_z0"])
 
 
 CASES = [

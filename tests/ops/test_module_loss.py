@@ -16,7 +16,7 @@ from orthokern import _memory, functional
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.ops.modal import choice, norms, op
+from orthokern.ops.modal import choice, op
 from orthokern.ops.modal import loss as scan_loss
 
 
@@ -166,9 +166,8 @@ def test_the_basis_in_a_state_of_torch_distributed_checkpoint() -> None:
     assert all(torch.equal(result[name], value) for name, value in state.items())
 
 
-def test_norms_through_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_through_time() -> None:
     """A sparse tap gets the norms of the sequential scan at the steps that a record keeps; a full one makes it run."""
-    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
     torch.manual_seed(0)
     rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64)
     readout = LinearCrossEntropy(12, 4, dtype=torch.float64)
@@ -238,7 +237,6 @@ def test_norms_of_a_scan_in_chunks(
 @pytest.mark.parametrize("inputs", ["ids", "features"])
 def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the states of all steps as with them."""
-    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
     torch.manual_seed(0)
     rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
     readout = nn.Linear(12, 4, dtype=torch.float64)

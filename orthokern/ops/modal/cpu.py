@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,14 @@ def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False
     return z
 
 
-def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
+def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
     """See ``reference.loss``. Ids are passed as bytes, with their width."""
     x, re, im, z0, table, lengths, pairs = inputs
     weight, bias, target, reduction = readout
     (T, B), dtype, ids = target.shape, z0.dtype, None if table is None else x
     count = target.numel() if lengths is None else int(lengths.sum())
     result = Loss(torch.empty((), dtype=dtype, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu"))
+    result = result._replace(states=z0.new_zeros(len(profile), *z0.shape))
     named: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
     if need_grad:
         grads = Gradients(
@@ -37,7 +40,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
             weight=new(*weight.shape, dtype=dtype),
             bias=None if bias is None else new(*bias.shape, dtype=dtype),
         )
-        result, named = result._replace(grads=grads), grads._asdict()
+        result, named = result._replace(grads=grads, adjoints=z0.new_zeros(len(profile), *z0.shape)), grads._asdict()
     sizes = {
         "T": T,
         "B": B,
@@ -47,6 +50,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
         "P": 0 if pairs is None else len(pairs),
         "scale": 1.0 / count if reduction == "mean" else 1.0,
         "need_grad": int(need_grad),
+        "K": len(profile),
         "id_bytes": 0 if ids is None else ids.element_size(),
         "target_bytes": target.element_size(),
     }
@@ -65,6 +69,9 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
         "target_ids": as_bytes(target),
         "loss": result.loss,
         "hits": result.hits,
+        "steps": torch.tensor(profile, dtype=torch.int64, device="cpu"),
+        "step_states": result.states,
+        "step_adjoints": result.adjoints,
     }
     call("modal_loss", dtype, sizes, tensors | {f"grad_{name}": grad for name, grad in named.items()})
     return result

@@ -8,6 +8,7 @@ Note [Modal chunks]
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -56,8 +57,8 @@ def scan(
 
 
 @ieee_products()
-def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
+def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
     """See ``reference.loss_in_spans``."""
     z0 = inputs.z0
     steps = span_steps(len(inputs.x), len(z0), len(inputs.re), len(readout.weight), z0.dtype.itemsize)
-    return loss_in_spans(scan, inputs, readout, need_grad, steps)
+    return loss_in_spans(scan, inputs, readout, need_grad, steps, profile)

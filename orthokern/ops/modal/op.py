@@ -65,14 +65,16 @@ class _ModalLoss(torch.autograd.Function):
         inputs = Inputs(x.contiguous(), basis.re, basis.im, z0.contiguous(), *map(contiguous, (table, lengths, pairs)))
         readout = Readout(weight.contiguous(), contiguous(bias), readout.target.contiguous(), readout.reduction)
         # ctx.needs_input_grad of parameters is true under no_grad too
-        loss, hits, grads = modes.backend.loss(inputs, readout, modes.backward)
+        tapped = bool(_taps.SINKS) and lengths is None
+        steps = _taps.profile_steps(len(x)) if tapped else []
+        loss, hits, grads, states, adjoints = modes.backend.loss(inputs, readout, modes.backward or tapped, steps)
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.has_table, ctx.norms = modes, table is not None, None
-        if _taps.SINKS and lengths is None:
-            state_norms, ctx.norms = norms_through_time(modes.backend, inputs._replace(pairs=None), readout, basis)
+        if tapped:
+            state_norms, ctx.norms = norms_through_time(len(x), steps, states, adjoints, basis)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
-        if grads is not None:
+        if grads is not None and modes.backward:
             save_tensors(ctx, x if table is None else table, z0, weight, *grads)
         return loss, hits
 

@@ -24,7 +24,7 @@ Note [Modal recurrence]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ class Loss(NamedTuple):
     loss: Tensor  # 0-dim
     hits: Tensor  # int64 [T]
     grads: Gradients | None = None  # with need_grad
+    states: Tensor | None = None  # z_t [K, B, 2M] at the steps of a profile
+    adjoints: Tensor | None = None  # delta_t [K, B, 2M] there, with need_grad
 
 
 def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
@@ -88,9 +90,10 @@ def scan(
     return torch.stack(states[::-1] if reverse else states).to(dtype or x.dtype)
 
 
-def loss(inputs: Inputs, readout: Readout, need_grad: bool) -> Loss:
-    """The cross-entropy of a linear readout [C, 2M] of the states, and its gradients."""
-    return loss_in_spans(scan, inputs, readout, need_grad, steps=len(inputs.x))
+def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
+    """The cross-entropy of a linear readout [C, 2M] of the states, and its gradients. profile: increasing steps whose
+    states and, with need_grad, adjoints are returned."""
+    return loss_in_spans(scan, inputs, readout, need_grad, len(inputs.x), profile)
 
 
 def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
@@ -160,7 +163,14 @@ class _Sums:
 
 
 @torch.no_grad()
-def loss_in_spans(scan: Callable[..., Tensor], inputs: Inputs, readout: Readout, need_grad: bool, steps: int) -> Loss:
+def loss_in_spans(
+    scan: Callable[..., Tensor],
+    inputs: Inputs,
+    readout: Readout,
+    need_grad: bool,
+    steps: int,
+    profile: Sequence[int] = (),
+) -> Loss:
     """`loss` by a function as `scan`, for ``steps`` steps at a time.
 
     Only the states between the spans are kept. The spans are processed from the last to the first, and memory does not
@@ -192,6 +202,7 @@ def loss_in_spans(scan: Callable[..., Tensor], inputs: Inputs, readout: Readout,
     for span in spans[:-1]:
         starts.append(scan(entries(span), re, im, starts[-1], dtype=torch.float64)[-1].clone())
     sums = _Sums(inputs, readout)
+    states, adjoints = [z0.new_empty(0, *z0.shape)], [z0.new_empty(0, *z0.shape)]  # of the profile, the last span first
     total, hits = re.new_zeros(()), torch.empty(T, dtype=torch.int64, device=target.device)
     for span, start in zip(reversed(spans), reversed(starts), strict=True):
         living = None if alive is None else alive[span]
@@ -201,6 +212,8 @@ def loss_in_spans(scan: Callable[..., Tensor], inputs: Inputs, readout: Readout,
         total -= without_padding(log_p.gather(-1, ids).squeeze(-1), living).sum(dtype=torch.float64)
         right = log_p.argmax(-1) == ids.squeeze(-1)
         hits[span] = (right if living is None else right & living).sum(1)
+        rows = [t - span.start for t in profile if span.start <= t < span.stop]
+        states.append(z[rows])
         if not need_grad:
             continue
         d = log_p.exp_()
@@ -212,6 +225,8 @@ def loss_in_spans(scan: Callable[..., Tensor], inputs: Inputs, readout: Readout,
         first = start if lengths is None else torch.where((lengths > span.start)[:, None], start, 0)
         before = torch.cat([first.to(z.dtype)[None], z[:-1]])
         sums.add(span.start, x[span], delta, before)
+        adjoints.append(delta[rows].to(z.dtype))
     sums.weight *= scale
     sums.bias *= scale
-    return Loss((total * scale).to(z0.dtype), hits, sums.gradients(bias is not None) if need_grad else None)
+    grads = sums.gradients(bias is not None) if need_grad else None
+    return Loss((total * scale).to(z0.dtype), hits, grads, torch.cat(states[::-1]), torch.cat(adjoints[::-1]))
