@@ -163,6 +163,11 @@ class GruArgs(NamedTuple):
     reset_state: Tensor | None = None  # [B, N]; None: zeros
 
     @property
+    def op(self) -> str:
+        """The name of the op."""
+        return "gru_scan"
+
+    @property
     def kanai(self) -> bool:
         """Whether the variant is "kanai", which saves no ``pre``."""
         return self.variant == "kanai"

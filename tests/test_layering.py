@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
-    {"_scan_contract", "_native_check"},
+    {"_scan_contract", "_elements"},
     {"_gru_parameters"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
@@ -45,7 +45,7 @@ LAYERS: list[set[str]] = [
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it
 # depends on nothing that it is there to check.
-SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters", "_native_check"}
+SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters", "_elements"}
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
     "cpu": SHARED | {"_version", "_C"},

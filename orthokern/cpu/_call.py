@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._native_check import check
-from orthokern.cpu._elements import elements_of
+from orthokern._elements import check, elements_of
 
 _C: Any
 try:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._elements import check, elements_of
+from orthokern._scan_contract import ScanArgs
+
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = None
 DEVICE = "cuda"
@@ -43,16 +46,33 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def ready_args(args: Any) -> Any:
-    """The arguments of a scan, ``ScanArgs`` or ``GruArgs``, with tensors in the form that kernels need."""
-    copies, device = {}, args.h0.device
-    for name, value in zip(args._fields, args, strict=True):
+def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list[Any]]:
+    """The arguments of a scan of ``steps`` steps, ``ScanArgs`` or ``GruArgs``, and the tensors ``saved`` of a backward,
+    in the form that kernels need. InputError for a tensor whose size is not that of the call: its ``data`` was
+    exchanged."""
+    device, (B, N) = args.h0.device, args.h0.shape
+    sizes = {"B": B, "T": steps, "N": N}
+    if isinstance(args, ScanArgs):
+        sizes["K"] = 0 if args.first is None else args.second.shape[1]
+        sizes["D"] = N if args.weight is None else args.weight.shape[1]
+        sizes["act_param_size"] = 0 if args.act_param is None else args.act_param.numel()
+        sizes["checkpoint_every"] = args.checkpoint_every
+    kernel = f"{args.op}_bwd"
+    elements, copies, results = elements_of(kernel, sizes), {}, []
+    for name, value in (*zip(args._fields, args, strict=True), *saved.items()):
+        tensor = value
         if isinstance(value, Tensor):
             ids = name == "x" and not value.is_floating_point()
             dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
-            if (tensor := ready(value, dtype, device, name)) is not value:
-                copies[name] = tensor
-    return args._replace(**copies) if copies else args
+            tensor = ready(value, dtype, device, name)
+            count = elements["tokens" if ids else name]
+            if value.numel() != count:
+                check(kernel, name, value, dtype, device.type, count)
+        if name in saved:
+            results.append(tensor)
+        elif tensor is not value:
+            copies[name] = tensor
+    return args._replace(**copies) if copies else args, results
 
 
 def address(tensor: Tensor) -> int:

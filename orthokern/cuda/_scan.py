@@ -223,7 +223,8 @@ def scan_fwd(args: ScanArgs) -> ScanStates:
     ``precision`` has an effect above N = 160 (factored) or 192: on the kernels of clusters, and on library products,
     which are TF32 for "tf32" and "bf16".
     """
-    args = native.ready_args(args)
+    assert args.x is not None
+    args, _ = native.ready_args(args, len(args.x))
     x, h0, resets, checkpoint_every = args.x, args.h0, args.resets, args.checkpoint_every
     assert x is not None
     steps = args.time_steps
@@ -409,13 +410,8 @@ def _adjoint_scan(
 @ieee_products()
 def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    args = native.ready_args(args)
+    args, (grad_hs, states, pre) = native.ready_args(args, len(grad_hs), grad_hs=grad_hs, states=states, pre=pre)
     h0, act_param = args.h0, args.act_param
-    saved: list[Any] = [
-        native.ready(tensor, torch.float32, h0.device, name)
-        for name, tensor in (("grad_hs", grad_hs), ("states", states), ("pre", pre))
-    ]
-    grad_hs, states, pre = saved
     steps, B, N = grad_hs.shape
     if args.checkpoint_every and chunk_length(args, steps):
         # chunks and segments have different borders: recompute all states as in the forward

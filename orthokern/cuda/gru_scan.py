@@ -107,9 +107,9 @@ class _Scan:
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``."""
-    args = native.ready_args(args)
     assert args.x is not None
     T, (B, N), new = args.x.shape[0], args.h0.shape, args.h0.new_empty
+    args, _ = native.ready_args(args, T)
     states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if args.kanai else new(T, B, N))
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
     _Scan(args, T, backward=False).run(**of_backward, **states._asdict())
@@ -118,14 +118,9 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
-    args = native.ready_args(args._replace(x=None))
-    h0 = args.h0
-    saved = {
-        name: native.ready(tensor, torch.float32, h0.device, name)
-        for name, tensor in {"grad_hs": grad_hs, **states._asdict()}.items()
-    }
-    hs = saved["hs"]
-    assert hs is not None
+    tensors = {"grad_hs": grad_hs, **states._asdict()}
+    args, ready = native.ready_args(args._replace(x=None), len(grad_hs), **tensors)
+    saved, h0, hs = dict(zip(tensors, ready, strict=True)), args.h0, ready[1]
     T, B, N = hs.shape
     grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
     scan = _Scan(args, T, backward=True)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from orthokern import cpu, dispatch
 from orthokern.cuda import _call, _scan, _streams, gru_scan
+from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
@@ -520,3 +521,19 @@ def test_products_are_ieee_whatever_the_process_allows() -> None:
     assert products.seen >= {"mm", "addmm", "addmm_"}
     with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
         torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_data_exchanged_between_forward_and_backward_is_an_error(op: str) -> None:
+    """Each tensor of a backward with a row less: the kernels would read and write past its end."""
+    problem = with_resets(scan_problem(op, B=3, T=4, N=6, K=5, inputs="features", activation="prelu")).to(torch.float32)
+    args = problem.args(lengths=torch.tensor([4, 2, 3]))
+    states = _scan.scan_fwd(args)
+    saved = {"grad_hs": problem.grad_hs, "states": states.hs, "pre": states.pre}
+    tensors = {name: tensor for name, tensor in {**args._asdict(), **saved}.items() if isinstance(tensor, torch.Tensor)}
+    for name in tensors.keys() - {"h0", "second"}:  # which define the sizes
+        tensor = tensors[name]
+        shorter = {name: tensor[:-1] if name == "weight" else tensor[..., :-1].contiguous()}
+        changed, own = (args._replace(**shorter), saved) if name in args._fields else (args, {**saved, **shorter})
+        with pytest.raises(InputError, match=f"^{op}_bwd: {name} must have {tensor.numel()} elements, got "):
+            _scan.scan_bwd(changed, *own.values(), scan_needs())

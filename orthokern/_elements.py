@@ -1,4 +1,4 @@
-"""The number of elements of every tensor that a kernel reads or writes, from the sizes of its call.
+"""The number of elements of every tensor that a kernel reads or writes, from the sizes of its call, and its check.
 
 One function for each struct of arguments in ``csrc/cpu/ops.h``, whose comments have the same shapes.
 """
@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from orthokern.errors import InputError
 
 Sizes = Mapping[str, int]
 
@@ -175,3 +180,18 @@ def elements_of(kernel: str, sizes: Sizes) -> dict[str, int]:
 @functools.lru_cache(maxsize=64)
 def _cached(kernel: str, names: tuple[str, ...], values: tuple[int, ...]) -> dict[str, int]:
     return ELEMENTS[kernel](dict(zip(names, values, strict=True)))
+
+
+def check(kernel: str, name: str, tensor: Tensor, dtype: torch.dtype, device_type: str, elements: int) -> None:
+    """Raise an InputError unless the tensor is of this dtype, on such a device, and has this many elements.
+
+    A tensor can differ from those of the call's other tensors if its ``data`` was exchanged after the call was checked,
+    for example between forward and backward.
+    """
+    if tensor.device.type != device_type:
+        raise InputError(f"{kernel}: {name} must be on a {device_type} device, got {tensor.device}")
+    if tensor.dtype is not dtype:
+        raise InputError(f"{kernel}: {name} must be {dtype}, got {tensor.dtype}")
+    if tensor.numel() != elements:
+        shape = tuple(tensor.shape)
+        raise InputError(f"{kernel}: {name} must have {elements} elements, got {tensor.numel()} of shape {shape}")
