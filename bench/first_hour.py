@@ -36,6 +36,7 @@ START_SECONDS = 60.0  # of a process of cases before its first case
 CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
 CHECKS = 2  # the group of the stages that check results
 ENDING = 10.0  # seconds that a killed process has to end
+TIMES = ("ms", "us", "s")  # units of which less is better
 Record = dict[str, Any]
 
 # The required and the desired value by the beginning of a case's name: a time is to be below, a ratio above.
@@ -256,12 +257,17 @@ class Runner:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
+def bars_of(name: str) -> tuple[float | None, float | None]:
+    """The bar and the goal of a case."""
+    return next((limits for start, limits in BARS.items() if name.startswith(start)), (None, None))
+
+
 def verdict(name: str, result: Record) -> tuple[str, str]:
     """The bar and the goal of a case, and whether its value reaches them."""
-    bar, goal = next((limits for start, limits in BARS.items() if name.startswith(start)), (None, None))
+    bar, goal = bars_of(name)
     if bar is None or goal is None:
         return "", ""
-    value, lower = result["value"], result["unit"] in ("ms", "us", "s")
+    value, lower = result["value"], result["unit"] in TIMES
 
     def holds(limit: float) -> bool:
         return bool(value <= limit if lower else value >= limit)

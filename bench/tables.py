@@ -54,10 +54,7 @@ TITLES = {
     "projection": "Spectral projection: its time as a share of a training iteration",
     "activations": "Activations: time of eager torch divided by ours, forward and backward",
     "readout": "Readout with cross-entropy: time of torch divided by ours, forward and backward",
-    "gpu scan": "GPU: forward and backward of the scans",
-    "gpu cudnn": "GPU: time of torch.nn.RNN (cuDNN) divided by ours",
-    "gpu cayley": "GPU: Cayley step, time of torch.linalg.solve divided by ours",
-    "gpu copy": "GPU: the copy task until it is solved",
+    "gpu": "GPU: times, and times of torch divided by ours",
 }
 ACCURACY = {
     "accuracy": "Error of the factored scan in float32, ours / eager torch",

@@ -127,7 +127,7 @@ def test_the_pages_agree_with_their_results_file() -> None:
 
 def test_results_are_small() -> None:
     files = [*(ROOT / "bench" / "results").rglob("*.json")]
-    assert len(files) > 30 and sum(path.stat().st_size for path in files) < 300_000
+    assert len(files) >= 3 and sum(path.stat().st_size for path in files) < 300_000
 
 
 def assert_columns_differ(markdown: str) -> None:

@@ -136,15 +136,6 @@ def test_without_a_gpu_it_says_so(script: Any, monkeypatch: pytest.MonkeyPatch, 
     assert plan[0].name == "build" and "ORTHOKERN_CUDA_ARCHS=90" in plan[0].command
 
 
-def test_the_tolerance_of_the_benchmarks_is_that_of_torch() -> None:
-    """Linear states after 10 000 steps are off by 1.9e-5 in plain torch: 2e-5 is no bar for them."""
-    code = (
-        "import sys; sys.path.insert(0, 'bench'); import bench_gpu as b; print(b.tolerated(1.9e-5), b.tolerated(0.0))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3.8e-05", "2e-05"]
-
-
 TORCH = """
 class cuda:
     is_available = is_initialized = lambda: True
