@@ -1,8 +1,8 @@
 """The scans: their rate as a share of the rate of torch's matrix product, and the same loop in eager and compiled
 torch.
 
-tanh, K = N, inputs and cotangents at every step (so that adjoints do not become denormal numbers, which would slow down
-the other implementation). W is near an orthogonal matrix, with s within 5 % of 1.
+tanh, K = N but for the rows of lower rank, inputs and cotangents at every step (so that adjoints do not become denormal
+numbers, which would slow down the other implementation). W is near an orthogonal matrix, with s within 5 % of 1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from orthokern.cpu._call import has_bf16
 
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
+LOW_RANKS = (2, 8, 32, 128)
 OPS = ("factored_scan", "dense_scan")
 
 # Relative RMS of float32 results against float64; measured: at most 3e-6. See bench_accuracy.py for the errors by T.
@@ -33,9 +34,9 @@ EAGER = {128: 4.5, 500: 2.0, 1000: 1.6}  # time of the eager loop over ours, by 
 class Problem:
     """Inputs of one scan: x [T, B, N], matrices (u, s, v) or (w,), h0 [B, N], cotangent [T, B, N], all float32."""
 
-    def __init__(self, op: str, N: int, T: int, activation: str = "tanh") -> None:
+    def __init__(self, op: str, N: int, T: int, activation: str = "tanh", rank: int | None = None) -> None:
         generator = torch.Generator().manual_seed(N + T)
-        u, s, v = factors(N, generator)
+        u, s, v = factors(N, generator, rank)
         self.op, self.activation, self.size = op, activation, {"N": N, "T": T, "B": BATCH}
         matrices = (u, s, v) if op == "factored_scan" else ((u * s) @ v.mT,)
         x = 0.1 * torch.randn(T, BATCH, N, generator=generator)
@@ -157,20 +158,22 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
         )
 
 
-def compare_loop(benchmark: Any, bench: Bench, p: Problem, name: str, loop: Callable[..., Tensor]) -> None:
+def compare_loop(
+    benchmark: Any, bench: Bench, p: Problem, name: str, loop: Callable[..., Tensor], table: str = "loops", **more: Any
+) -> None:
     """Check that a loop agrees with ours, and record the time of its forward and backward over ours."""
     error = p.error
     check(name, p.step(loop), p.step(p.forward), 2 * TOLERANCE)
     bench.compare(
         benchmark,
-        "loops",
-        f"{name} over {p.op}",
+        table,
+        name,
         p.size,
         lambda: p.step(loop),
         lambda: p.step(p.forward),
         rounds=9 if p.size["T"] < 5000 else 3,
-        target=EAGER.get(p.size["N"]) if loop is eager_factored else None,
         error=error,
+        **more,
     )
 
 
@@ -184,7 +187,15 @@ def compare_loop(benchmark: Any, bench: Bench, p: Problem, name: str, loop: Call
 )
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str, name: str, loop: Callable[..., Tensor]) -> None:
-    compare_loop(benchmark, bench, problem(op, **size), name, loop)
+    target = EAGER.get(size["N"]) if loop is eager_factored else None
+    compare_loop(benchmark, bench, problem(op, **size), f"{name} over {op}", loop, target=target)
+
+
+@pytest.mark.parametrize("rank", LOW_RANKS)
+@pytest.mark.sizes([{"N": N, "T": 60} for N in (512, 1024, 2048)], quick=QUICK)
+def test_low_rank(benchmark: Any, bench: Bench, size: Size, rank: int) -> None:
+    p = Problem("factored_scan", **size, rank=min(rank, size["N"]))
+    compare_loop(benchmark, bench, p, f"rank {rank}", eager_factored, "low rank", target=3.0 if rank <= 8 else None)
 
 
 @pytest.mark.sizes([{"N": N, "T": 120} for N in (128, 500, 1000)], quick=[])
@@ -209,7 +220,7 @@ def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
         p.step(loop)
     except Exception as failure:  # any error of the compiler
         pytest.skip(f"torch.compile does not work here: {type(failure).__name__}")
-    compare_loop(benchmark, bench, p, "torch.compile of a step", loop)
+    compare_loop(benchmark, bench, p, "torch.compile of a step over factored_scan", loop)
 
 
 @pytest.mark.skipif(not has_bf16(), reason="no products of bfloat16 on this CPU")

@@ -230,11 +230,13 @@ def only(cotangent: Tensor, sequences: Tensor) -> Tensor:
     return masked
 
 
-def factors(N: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """u, s, v of a recurrence near an orthogonal one: Haar bases [N, N] and s [N] in 1 +- 0.05, float32."""
-    u = init.haar_orthogonal_(torch.empty(N, N), generator)
-    v = init.haar_orthogonal_(torch.empty(N, N), generator)
-    return u, 1 + 0.1 * (torch.rand(N, generator=generator) - 0.5), v
+def factors(N: int, generator: torch.Generator, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """u, s, v of a recurrence near an orthogonal one, of rank K, or N: Haar bases [N, K] and s [K] in 1 +- 0.05,
+    float32."""
+    K = N if rank is None else rank
+    u = init.haar_orthogonal_(torch.empty(N, K), generator)
+    v = init.haar_orthogonal_(torch.empty(N, K), generator)
+    return u, 1 + 0.1 * (torch.rand(K, generator=generator) - 0.5), v
 
 
 # ---- results -----------------------------------------------------------------------------------------------------

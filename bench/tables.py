@@ -35,6 +35,7 @@ RELATIVE_ERROR = "Relative error: RMS of the difference from the float64 result,
 TITLES = {
     "scan": "Scans: rate as a share of torch's SGEMM rate in the same round",
     "loops": "Loops over time written in torch: their time divided by ours, forward and backward",
+    "low rank": "Factored scans of rank K < N: time of the loop in torch divided by ours, forward and backward",
     "modules": "Modules with input projection: time of torch.nn.RNN divided by ours, forward and backward",
     "gru": "GRU: time of torch.nn.GRU divided by ours, forward and backward",
     "lstm": "LSTM with peepholes: time of torch.nn.LSTM divided by ours, forward and backward",

@@ -108,11 +108,13 @@ _SMALL = 64**3  # multiply-adds below which the overhead of oneDNN exceeds what 
 
 
 def onednn_serves(left: Tensor, columns: int) -> bool:
-    """Whether `product` of left [..., K] and a right [K, columns] is computed by oneDNN."""
+    """Whether `product` of left [..., K] and a right [K, columns] is computed by oneDNN. Under the transforms of
+    torch.func it is torch's, which has rules for them."""
     return (
         left.dtype == torch.float32
         and left.device.type == "cpu"
         and left.numel() * columns >= _SMALL
+        and not torch._C._are_functorch_transforms_active()
         and _onednn_is_faster()
     )
 
@@ -127,10 +129,9 @@ def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 _ADDED_ROWS = (4096, 2048, 1024, 512, 256)
 
 
-def _padded_rows(rows: int) -> int:
-    """The smallest number, not below `rows`, that has at most four significant bits."""
-    unit = 1 << max(rows.bit_length() - 4, 0)
-    return -(-rows // unit) * unit
+def _unit(rows: int) -> int:
+    """The multiples of it next to `rows` have at most four significant bits."""
+    return 1 << max(rows.bit_length() - 4, 0)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,9 +139,13 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     does not record it."""
     if not onednn_serves(left, right.shape[1]):
         return left @ right if bias is None else torch.addmm(bias, left, right)
-    rows = len(left)
-    padding = _padded_rows(rows) - rows
-    return _onednn(torch.nn.functional.pad(left, (0, 0, 0, padding)) if padding else left, right, bias)[:rows]
+    rows, unit = len(left), _unit(len(left))
+    odd = rows % unit
+    if not odd:
+        return _onednn(left, right, bias)
+    if left.shape[1] > right.shape[1]:  # a copy of the result is smaller than one of left
+        return torch.cat([_onednn(left[:-odd], right, bias), product(left[-odd:], right, bias)])
+    return _onednn(torch.nn.functional.pad(left, (0, 0, 0, unit - odd)), right, bias)[:rows]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -159,14 +164,20 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
     """left^T right, float64, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
     left, right = left.flatten(0, -2), right.flatten(0, -2)
+    if left.shape[1] > right.shape[1]:  # the other order is up to 20 times slower in MKL
+        return sum_over_rows(right, left).mT.contiguous()
+    on_cpu = left.device.type == "cpu"
+    rows = ROWS if on_cpu else PRODUCTS * ROWS  # one call of all products saves launches
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(PRODUCTS * ROWS), right.split(PRODUCTS * ROWS), strict=True):
-        even = len(a) - len(a) % ROWS
+    for a, b in zip(left.split(rows), right.split(rows), strict=True):
+        even = 0 if on_cpu else len(a) - len(a) % ROWS
         if even:
             parts = a[:even].reshape(-1, ROWS, a.shape[1]).mT @ b[:even].reshape(-1, ROWS, b.shape[1])
             total += parts.sum(0, dtype=torch.float64)
         if even < len(a):
-            total += a[even:].mT @ b[even:]
+            part = left.new_zeros(total.shape)
+            add_product(part, a[even:], b[even:])
+            total += part
     return total
 
 

@@ -3,6 +3,10 @@
 Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is the skew-symmetric matrix
 A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in radians.
 
+For the factors U diag(s) V^T of rank K < N (`rank=` of orthokern.nn.FactorizedRNN), an orthogonal initialisation is
+applied in K dimensions: U and V are bases of one random subspace, V = U Q with a K x K orthogonal Q, in which W is the
+orthogonal matrix of K units. W has N - K eigenvalues 0, and K on the unit circle.
+
 Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
@@ -272,7 +276,6 @@ def check_rotations(name: str | None, max_angle: float, names: Collection[str | 
 
 
 UNCONSTRAINED = ("glorot", "glorot-uniform")  # not orthogonal: a margin of the singular values does not admit them
-LOWER_RANK = ("orthogonal", *UNCONSTRAINED)  # defined for W = U S V^T of rank K < N
 
 
 def initialize_(
@@ -318,12 +321,18 @@ def factorized_(
 ) -> None:
     """Fill the factors of W = U diag(s) V^T so that W is the matrix that `name` stands for.
 
-    orthogonal: U and V independent Haar, s = 1. For K < N, W is a partial isometry of rank K.
+    orthogonal: U and V independent Haar, s = 1.
     henaff, cayley, identity, learned: V Haar, U = W0 V with W0 the named orthogonal matrix, s = 1, so that
         W = W0 V V^T = W0. A Haar V rather than V = I because V fixes the directions that s may later scale: with V = I
-        they would be the coordinate axes. Needs K = N.
+        they would be the coordinate axes.
     glorot, glorot-uniform: the K leading singular triplets of such a matrix, so W is that matrix (K = N) or its best
-        approximation of rank K.
+        approximation of rank K, whose eigenvalues are small: the spaces of U and V are nearly orthogonal.
+
+    For K < N, the orthogonal starts are those of K units, in a random subspace of K dimensions. With a Haar basis P
+    [N, K] of it and the K x K factors U_K and V_K of the named start W_K = U_K V_K^T, U = P U_K and V = P V_K. So
+    V = U Q, Q = U_K^T V_K orthogonal, and W = P W_K P^T: it drops what is outside of the subspace, and acts as W_K
+    within. W has the K eigenvalues of W_K, on the unit circle, and N - K zeros. If U and V were independent, V^T U
+    and with it the spectral radius of W would be about sqrt(K/N), and the states would be forgotten in a few steps.
 
     Args:
         u, v: [N, K] float, K <= N; written with orthonormal columns.
@@ -332,17 +341,11 @@ def factorized_(
         generator: CPU generator, or None for torch's global one.
         max_angle: as in `initialize_`.
 
-    Raises InputError for an unknown name, for K < N with henaff, cayley, identity and learned, and for a max_angle that
-    the initialisation does not have.
+    Raises InputError for an unknown name, and for a max_angle that the initialisation does not have.
     """
     if name not in INITS:
         raise unknown_name("init", name, list(INITS))
     n, k = u.shape
-    if k < n and name not in LOWER_RANK:
-        raise InputError(
-            f"init {name!r} needs K = N = {n}, got K = {k}; "
-            f"accepted for a lower rank: {', '.join(map(repr, LOWER_RANK))}"
-        )
     if max_angle is not None:
         check_rotations(name, max_angle)
     if u.is_meta:
@@ -354,12 +357,15 @@ def factorized_(
         s.copy_(values[:k])
         v.copy_(right[:k].mT)
         return
-    v64 = _haar((n, k), generator)
+    v64 = _haar((k, k), generator)
     if name == "orthogonal":
-        u64 = _haar((n, k), generator)
+        u64 = _haar((k, k), generator)
     else:
-        w64 = torch.empty(n, n, dtype=torch.float64, device="cpu")
+        w64 = torch.empty(k, k, dtype=torch.float64, device="cpu")
         u64 = initialize_(w64, name, generator, max_angle=max_angle) @ v64
+    if k < n:
+        basis = _haar((n, k), generator)
+        u64, v64 = basis @ u64, basis @ v64
     u.copy_(u64)
     s.fill_(1.0)
     v.copy_(v64)

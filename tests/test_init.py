@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, init
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, ModReLU, NonNormalRNN, PeepholeLSTM
+from orthokern.optim import optimizer_for
 
 IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_, init.glorot_uniform_]
 IN_PLACE += [init.learned_]
@@ -131,11 +132,24 @@ def test_thin_factors() -> None:
     w = init.glorot_(torch.empty(9, 9, dtype=torch.float64), torch.Generator().manual_seed(1))
     left, values, right = torch.linalg.svd(w)
     torch.testing.assert_close((u * s) @ v.T, (left[:, :4] * values[:4]) @ right[:4])
-    init.factorized_(u, s, v, "orthogonal")
-    torch.testing.assert_close(v.T @ v, torch.eye(4, dtype=torch.float64))
-    for name in ("henaff", "cayley", "identity", "learned"):
-        with pytest.raises(InputError, match="K = N = 9, got K = 4"):
-            init.factorized_(u, s, v, name)
+
+
+@pytest.mark.parametrize("name", [name for name in init.INITS if name not in init.UNCONSTRAINED])
+@pytest.mark.parametrize(("n", "k"), [(9, 4), (9, 1), (200, 5)])
+def test_orthogonal_starts_of_lower_rank(name: str, n: int, k: int) -> None:
+    u, s, v = (torch.empty(*shape, dtype=torch.float64) for shape in ((n, k), (k,), (n, k)))
+    init.factorized_(u, s, v, name, torch.Generator().manual_seed(1))
+    for basis in (u, v):
+        torch.testing.assert_close(basis.T @ basis, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-14)
+    torch.testing.assert_close(u @ (u.T @ v), v, rtol=0, atol=1e-14)  # one subspace
+    values = torch.linalg.eigvals((u * s) @ v.T)
+    modulus, kept = values.abs().sort(descending=True)
+    torch.testing.assert_close(modulus, (torch.arange(n) < k).double(), rtol=0, atol=1e-13)
+    angles = values[kept[:k]].angle().abs()
+    if name == "identity":
+        assert float(angles.max()) < 1e-13
+    elif name == "cayley":
+        assert float(angles.max()) < math.pi / 2 and int((angles < 1e-13).sum()) == k % 2
 
 
 def test_meta_and_bad_tensors() -> None:
@@ -232,3 +246,30 @@ def test_modules_draw_the_numbers_of_a_generator_on_the_cpu(make: Callable[..., 
     before = generator.get_state()
     make(device="meta").reset_parameters(generator)
     assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("name", [name for name in init.INITS if name not in init.UNCONSTRAINED])
+def test_a_low_rank_learns_to_remember(name: str) -> None:
+    """The sign of the first input, 20 steps later; from independent U and V, the loss does not change."""
+    torch.manual_seed(0)
+    sign = torch.tensor([-1.0, 1.0]).repeat(4)
+    x = torch.zeros(20, 8, 1)
+    x[0, :, 0] = sign
+
+    def losses(rnn: FactorizedRNN) -> tuple[float, float]:
+        readout, values = torch.nn.Linear(128, 1), []
+        optimizer = optimizer_for(torch.nn.ModuleList([rnn, readout]), lr=3e-3, geodesic_lr=1e-3)
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss = (readout(rnn(x)[1][0])[:, 0] - sign).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        return values[0], values[-1]
+
+    independent = FactorizedRNN(1, 128, rank=4)
+    for basis in ("u_l0", "v_l0"):
+        torch.nn.init.orthogonal_(independent.get_parameter(basis))
+    start, end = losses(FactorizedRNN(1, 128, rank=4, init=name))
+    assert start > 0.9 and end < 0.01
+    assert losses(independent)[1] > 0.9

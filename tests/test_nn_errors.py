@@ -86,9 +86,6 @@ FACTORIZED = [
     ({"init": None}, ["init", "None"]),
     ({"init": "glorot"}, ["glorot", "margin=None", "0.1"]),
     ({"init": "glorot", "margin": 0}, ["glorot", "margin=None"]),
-    ({"init": "henaff", "rank": 4}, ["'henaff'", "rank=4", "'orthogonal'", "'glorot'"]),
-    ({"init": "cayley", "rank": 4}, ["'cayley'", "rank=4"]),
-    ({"init": "identity", "rank": 5}, ["'identity'", "rank=5"]),
     ({"dtype": torch.bfloat16}, ["torch.bfloat16", "orthogonality", "torch.float32"]),
     ({"dtype": torch.float16}, ["torch.float16", "torch.float64"]),
 ]

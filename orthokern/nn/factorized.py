@@ -47,14 +47,17 @@ class FactorizedRNN(Recurrent):
             parameter, without a bound.
         spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. No effect
             for margin 0 or None.
-        rank: K <= N, columns of U and V; None for N.
+        rank: K <= N, columns of U and V; None for N. For K < N, W = U diag(s) V^T keeps the K numbers V^T h of a
+            state and drops the rest.
         apply: "factored" applies V^T, s and U in turn without forming W: 4NK flops per step and sequence. "composed"
             forms W once per forward: 2N^2 flops per step and sequence, fewer for K > N/2. The results agree up to
             rounding. The attribute is `apply_mode`, because `apply` is a method of torch.nn.Module.
         init: of the recurrent matrix. "orthogonal": U and V Haar-distributed, s = 1. "henaff", "cayley", "identity",
-            "learned": W is the named orthogonal matrix, s = 1, for K = N. "glorot", "glorot-uniform": the (truncated)
-            singular value decomposition of such a matrix, for margin=None. See orthokern.init. Input weights are
-            U(-1/sqrt(N), 1/sqrt(N)) as in torch, the bias is 0.
+            "learned": W is the named orthogonal matrix, s = 1. For K < N, U and V span the same random subspace,
+            V = U Q with an orthogonal Q [K,K], and W is the named matrix of K units in it: its K eigenvalues that are
+            not zero have modulus 1. "glorot", "glorot-uniform": the (truncated) singular value decomposition of such a
+            matrix, for margin=None. See orthokern.init. Input weights are U(-1/sqrt(N), 1/sqrt(N)) as in torch, the
+            bias is 0.
         max_angle: for init "henaff" and "cayley", the largest angle in radians by which W rotates per step, at most pi;
             None: pi and pi/2. Smaller angles suit inputs that change slowly from step to step.
         negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
@@ -119,11 +122,6 @@ class FactorizedRNN(Recurrent):
         if init in init_.UNCONSTRAINED and margin is not None:
             raise InputError(
                 f"init {init!r} needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
-            )
-        if self.rank < self.hidden_size and init not in init_.LOWER_RANK:
-            raise InputError(
-                f"init {init!r} needs rank = hidden_size = {self.hidden_size}, got rank={self.rank}; "
-                f"accepted for a lower rank: {', '.join(map(repr, init_.LOWER_RANK))}"
             )
         self.init, self.max_angle = init, max_angle  # factorized_ checks the latter
         dtype, device = parameter_dtype(dtype, half=False), check_device(device)

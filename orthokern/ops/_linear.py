@@ -19,8 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     It is torch's, except for products that oneDNN computes faster (``onednn_serves``). Then its gradients are such
     products too. Under torch.compile, torch.func and forward mode it is torch's always.
     """
-    transformed = torch._C._are_functorch_transforms_active()
-    traced = torch.compiler.is_compiling() or transformed or _route.by_reference(None, x, weight)
+    traced = torch.compiler.is_compiling() or _route.by_reference(None, x, weight)
     if traced or not onednn_serves(x, weight.shape[0]):
         return torch.nn.functional.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias)

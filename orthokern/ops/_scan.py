@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._products import ieee_products, sum_over_rows
+from orthokern._products import ieee_products, product, sum_over_rows
 from orthokern._scan_contract import (
     ScanArgs,
     ScanGradients,
@@ -211,7 +211,7 @@ class ScanOp:
         grads = ScanGradients(*self.bwd(grad_hs, states, pre, *of_term, *term))
         assert grads.x is not None
         delta, states = grads.x.flatten(0, 1), states[:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
-        from_v, to_u = torch.cat([args.h0 @ v, states @ v]), (delta @ u).view(len(grads.x), -1, u.shape[1])  # K columns
+        from_v, to_u = torch.cat([args.h0 @ v, product(states, v)]), product(delta, u).view(len(grads.x), -1, len(s))
         of_v, start = to_u * s, args.reset_state
         if args.resets is not None:
             cut = args.resets.unsqueeze(-1)
@@ -229,9 +229,10 @@ class ScanOp:
             padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
             x = x.masked_fill(padding if x.ndim == 2 else padding.unsqueeze(-1), 0)
         if x.is_floating_point():
-            of_weight, of_x = delta.mT @ x.flatten(0, 1), (delta @ weight).view_as(x) if needs.x else None
+            of_weight = sum_over_rows(delta, x.flatten(0, 1)).to(weight.dtype)
+            of_x = product(delta, weight).view_as(x) if needs.x else None
         else:
-            of_weight, of_x = torch.zeros_like(weight).index_add(1, x.flatten(), delta.mT), None
+            of_weight, of_x = torch.zeros_like(weight.mT).index_add(0, x.flatten(), delta).mT.contiguous(), None
         return grads._replace(x=of_x, weight=of_weight, bias=delta.sum(0)), of_factors
 
     def _differentiable(
