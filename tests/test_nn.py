@@ -23,7 +23,6 @@ from orthokern.nn import (
     ExpRNN,
     FactorizedRNN,
     LinearCrossEntropy,
-    ModReLU,
     NonNormalRNN,
     PeepholeLSTM,
 )
@@ -320,19 +319,6 @@ def test_repr() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
-def test_checkpointing_changes_no_bit(make: Any) -> None:
-    for nonlinearity in ("tanh", "prelu"):
-        module = make(3, 6, 2, nonlinearity=nonlinearity)
-        x = torch.randn(11, 4, 3)
-        full = run(module, x, None)
-        for k in (1, 4, 50):
-            module.checkpoint_every = k
-            again = run(module, x, None)
-            for name, value in full.items():
-                assert torch.equal(again[name], value), (name, k)
-
-
 def test_factorized_spectrum_and_matrix() -> None:
     module = FactorizedRNN(3, 6, 2, bidirectional=True, margin=0.2, rank=4, dtype=torch.float64)
     assert module.orthogonality_error() < 1e-14
@@ -502,22 +488,3 @@ def test_no_warning_without_reason() -> None:
         with pytest.warns(UserWarning, match="num_layers is 1") as found:
             kind(3, 4, dropout=0.1)
         assert found[0].filename == __file__
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -> None:
-    """A layer of torch before them returns 16 bits."""
-    torch.manual_seed(0)
-    x, target = torch.randn(5, 6).to(dtype).requires_grad_(), torch.randint(4, (5,))
-    activation, readout = ModReLU(6), LinearCrossEntropy(6, 4)
-    parameters = [*activation.parameters(), *readout.parameters()]
-    outside = readout.loss(activation(x.float()), target), readout.loss(x.float(), target)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = readout.loss(activation(x), target), readout.loss(x, target)
-    assert activation(x.float()).dtype == torch.float32 and inside == outside
-    for one, other in zip(inside, outside, strict=True):
-        found = (torch.autograd.grad(loss, [x, *parameters], allow_unused=True) for loss in (one, other))
-        torch.testing.assert_close(*found)
-    for call in (lambda: activation(x), lambda: readout.loss(x, target)):
-        with pytest.raises(InputError, match="dtype"):
-            call()

@@ -75,11 +75,6 @@ def test_factorized_constructor(kwargs: dict[str, Any], parts: list[str]) -> Non
     refused(lambda: FactorizedRNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
 
 
-@pytest.mark.parametrize(("kwargs", "parts"), BOTH)
-def test_rnn_constructor(kwargs: dict[str, Any], parts: list[str]) -> None:
-    refused(lambda: RNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
-
-
 INPUTS = [
     (torch.zeros(4), ["(4,)", "[T, B, D]", "[T, D]"]),
     (torch.zeros(2, 2, 2, 3), ["(2, 2, 2, 3)"]),
