@@ -171,14 +171,6 @@ def test_what_is_saved(op: str, every: int) -> None:
         assert large == sorted(states + x)
 
 
-def test_a_profiler_sees_every_op_once() -> None:
-    problem = scan_problem("dense_scan", B=2, T=3, N=4)
-    with torch.autograd.profiler.profile() as profile:
-        gradients(problem, call_functional)
-    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("orthokern::")}
-    assert counts == {"orthokern::dense_scan_fwd": 1, "orthokern::dense_scan_bwd": 1}
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
 def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
     """The op raises for a tangent, which would be lost without a message; forward mode has its rule in the functionals.
@@ -267,9 +259,3 @@ def test_tap_ignores_padding(op: str) -> None:
             gradients(alone, call_functional)
         squares[:length] += one.grad_norms[0].square()
     torch.testing.assert_close(taken.grad_norms[0], squares.sqrt())
-
-
-def test_tap_closes_after_an_error() -> None:
-    with pytest.raises(KeyError), tap():
-        raise KeyError
-    assert not SINKS

@@ -282,18 +282,3 @@ def test_shapes_with_time_and_batch() -> None:
     flat = functional.linear_cross_entropy(hidden, weight, bias, target)
     shaped = functional.linear_cross_entropy(hidden.view(3, 2, 4), weight, bias, target.view(3, 2).to(torch.int32))
     torch.testing.assert_close(shaped, flat, rtol=0, atol=0)
-
-
-def test_derivatives_of_torch_func() -> None:
-    hidden, weights, target = torch.randn(6, 4), torch.randn(3, 5, 4), torch.arange(6) % 5
-
-    def ours(weight: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(hidden, weight, None, target)
-
-    def plain(weight: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(hidden @ weight.mT, target)
-
-    torch.testing.assert_close(torch.func.grad(ours)(weights[0]), torch.func.grad(plain)(weights[0]))
-    torch.testing.assert_close(
-        torch.func.vmap(torch.func.grad(ours))(weights), torch.func.vmap(torch.func.grad(plain))(weights)
-    )

@@ -12,7 +12,7 @@ from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from orthokern import _memory, functional
+from orthokern import functional
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
@@ -259,12 +259,6 @@ def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pyte
     name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
     assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
     assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
-
-
-def test_the_share_of_the_memory() -> None:
-    total = _memory.machine_memory("cpu", swap=False)
-    assert total is not None and total <= (_memory.machine_memory("cpu") or 0)
-    assert _memory.kept_states(torch.device("cpu")) == total // 16
 
 
 def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from orthokern import functional
 from orthokern.diagnostics import tap
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import PeepholeLSTM
 from orthokern.ops.activations import NAMES
 
 KINDS = ("dense", "features", "tokens")
@@ -345,28 +345,6 @@ def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str,
     torch.testing.assert_close(list(found), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
-def test_hessian_of_a_module(make: Any) -> None:
-    torch.manual_seed(0)
-    rnn, x = make(3, 4, num_layers=2, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
-    names, values = zip(*rnn.named_parameters(), strict=True)
-
-    def loss(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(rnn, dict(zip(names, values, strict=True)), (x,))[0].square().sum()
-
-    values = tuple(value.detach() for value in values)
-    vector = tuple(torch.ones_like(value) for value in values)
-    product = torch.func.jvp(torch.func.grad(loss, tuple(range(len(values)))), values, vector)[1]
-    _, by_double_backward = torch.autograd.functional.hvp(loss, values, vector)
-    for a, b in zip(product, by_double_backward, strict=True):
-        torch.testing.assert_close(a, b)
-    step = 1e-5
-    gradient = torch.func.grad(loss, tuple(range(len(values))))
-    above, below = (gradient(*(v + sign * step for v in values)) for sign in (1, -1))
-    for a, up, down in zip(product, above, below, strict=True):
-        torch.testing.assert_close(a, (up - down) / (2 * step), rtol=1e-5, atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------- what stays as it was
 
 
@@ -382,16 +360,6 @@ def test_a_tap_sees_one_backward() -> None:
     with tap() as second:
         torch.autograd.grad([g.square().sum() for g in first], case.leaves)
     assert len(second.grad_norms) == 1  # of the first backward, which runs again; not of the adjoint's own derivative
-
-
-def test_a_first_backward_takes_the_kernels_alone() -> None:
-    """Without create_graph nothing of the above runs: the same two ops as ever."""
-    case = scan_case("dense_scan", "prelu", "features")
-    with torch.autograd.profiler.profile() as profile:
-        torch.autograd.grad(case(*case.leaves), case.leaves, case.cotangent)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["orthokern::dense_scan_fwd"] == counts["orthokern::dense_scan_bwd"] == 1
-    assert "LinearScan" not in counts and "aten::mm" not in counts
 
 
 def test_what_has_no_second_derivative_says_so() -> None:
