@@ -208,16 +208,6 @@ def test_opcheck(variant: str) -> None:
         torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant, *ragged))
 
 
-def test_compiled() -> None:
-    p = GruProblem.random("kanai", 4, 2, 3)
-    compiled = torch.compile(lambda x, w: functional.gru_scan(x, w).square().sum(), backend="aot_eager", fullgraph=True)
-    grads = []
-    for function in (compiled, lambda x, w: functional.gru_scan(x, w).square().sum()):
-        w = p.w.clone().requires_grad_()
-        grads.append(torch.autograd.grad(function(p.x, w), w)[0])
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_modal_basis import randn
 from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import functional
@@ -235,49 +235,9 @@ def test_norms_of_a_scan_in_chunks(
     assert torch.equal(looked.state_norms[0], recorded["chunks"].state_norms[0]) and not looked.grad_norms
 
 
-@pytest.mark.parametrize("inputs", ["ids", "features"])
-def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the states of all steps as with them."""
-    monkeypatch.setattr(norms, "PIECE", 2 * 3 * 12 * 8)
-    torch.manual_seed(0)
-    rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
-    readout = nn.Linear(12, 4, dtype=torch.float64)
-    x = torch.randint(5, (150, 3)) if inputs == "ids" else torch.randn(150, 3, 5, dtype=torch.float64)
-    target = torch.randint(4, (150, 3))
-    with tap() as recorded:
-        nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
-    result = rnn._last_step_norms(x, readout, target, "modal")
-    assert result is not None
-    kept = profile_steps(150)
-    assert torch.allclose(result[kept], recorded.grad_norms[0][kept], rtol=1e-9)
-    assert rnn._last_step_norms(x, readout, target, "sequential") is None
-
-
 def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
     monkeypatch.setattr(choice, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)
     name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
     assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
     assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
-
-
-def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of all steps are stored up to the limit, beyond it those of a chunk; the modal form stores none."""
-    step, sizes, scan = 3 * 16 * 4, [], scan_loss.scan
-
-    def watched(args: Any) -> Tensor:
-        hs = scan(args)
-        sizes.append(hs.nbytes)
-        return hs
-
-    monkeypatch.setattr(scan_loss, "scan", watched)
-    monkeypatch.setattr(scan_loss, "CHUNK", 10 * step)
-    ids, target, readout = torch.randint(5, (100, 3)), torch.randint(4, (100, 3)), nn.Linear(16, 4)
-    for kept, largest in ((100 * step, 100 * step), (99 * step, 10 * step)):
-        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
-        sizes.clear()
-        RNN(5, 16).loss(ids, readout, target)[0].backward()
-        assert max(sizes) == largest
-    sizes.clear()
-    RNN(5, 16, nonlinearity="identity").loss(ids, readout, target, algorithm="modal")[0].backward()
-    assert not sizes
