@@ -17,8 +17,9 @@ from torch import Tensor
 from orthokern import cpu, functional
 from orthokern._scan_contract import Readout
 from orthokern.cpu import gru_scan, linear_cross_entropy
+from orthokern.errors import InputError
 from orthokern.init import learned_orthogonal_
-from orthokern.nn import GRU, FactorizedRNN
+from orthokern.nn import GRU, FactorizedRNN, LinearCrossEntropy, ModReLU
 from orthokern.optim import GeodesicSGD, SpectralNormProjection
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.reference import skew_exp as reference
@@ -82,16 +83,6 @@ def test_ops_and_their_backward_keep_float32(name: str) -> None:
             torch.testing.assert_close(one, other)
         else:
             assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_the_reference_keeps_float32(name: str) -> None:
-    torch.manual_seed(0)
-    inputs, call = OPS[name]("reference")
-    with torch.no_grad():
-        outside = call(*inputs)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(call(*inputs), outside)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -187,3 +178,22 @@ x, w = torch.zeros(20000, 1, 2, requires_grad=True), torch.eye(2)
 functional.dense_scan(x, w, backend="reference").sum().backward()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -> None:
+    """A layer of torch before them returns 16 bits."""
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 6).to(dtype).requires_grad_(), torch.randint(4, (5,))
+    activation, readout = ModReLU(6), LinearCrossEntropy(6, 4)
+    parameters = [*activation.parameters(), *readout.parameters()]
+    outside = readout.loss(activation(x.float()), target), readout.loss(x.float(), target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = readout.loss(activation(x), target), readout.loss(x, target)
+    assert activation(x.float()).dtype == torch.float32 and inside == outside
+    for one, other in zip(inside, outside, strict=True):
+        found = (torch.autograd.grad(loss, [x, *parameters], allow_unused=True) for loss in (one, other))
+        torch.testing.assert_close(*found)
+    for call in (lambda: activation(x), lambda: readout.loss(x, target)):
+        with pytest.raises(InputError, match="dtype"):
+            call()

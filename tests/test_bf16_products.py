@@ -19,7 +19,6 @@ import torch
 from helpers import SCANS, ScanProblem, assert_same_bits, run_scan, scan_needs, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
-import orthokern
 from orthokern import cpu, functional, nn
 from orthokern.cpu import _call, _scan
 from orthokern.cpu._call import has_amx, has_bf16
@@ -260,52 +259,6 @@ def test_modules_without_gradients(rows: int) -> None:
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 @pytest.mark.parametrize("op", SCANS)
-def test_exact_products_are_the_default(op: str) -> None:
-    """Integers of more than 8 bits, whose products and sums float32 holds: ieee gives all of their digits."""
-    T, B, N = 3, 7, 33
-    generator = torch.Generator().manual_seed(0)
-
-    def integers(*shape: int, most: int) -> Tensor:
-        return torch.randint(-most, most + 1, shape, generator=generator).double()
-
-    signs = integers(N, N, most=1)
-    problem = ScanProblem(
-        op=op,
-        activation="identity",
-        x=integers(T, B, N, most=999),
-        matrices=(signs, torch.ones(N).double(), torch.eye(N).double()) if op == "factored_scan" else (signs,),
-        h0=integers(B, N, most=999),
-        weight=None,
-        bias=None,
-        act_param=None,
-        grad_hs=integers(T, B, N, most=9),
-    )
-    exact, found = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "cpu")
-    for name in ("hs", "grad_x", f"grad_{problem.input_names()[1]}", "grad_h0"):
-        assert torch.equal(found[name].double(), exact[name]), name
-    x, *matrices, h0 = (t for t in problem.to(torch.float32).inputs() if t is not None)
-    assert torch.equal(getattr(functional, op)(x, *matrices, h0=h0, activation="identity").double(), exact["hs"])
-    if has_bf16():
-        assert not torch.equal(run_scan(problem.to(torch.float32), "cpu", precision="bf16")["hs"].double(), exact["hs"])
-
-
-@needs_bf16
-def test_second_derivatives_are_those_of_exact_factors() -> None:
-    """At the states of bfloat16 factors: close to those of float64."""
-    for op in SCANS:
-        problem = problem_of(op, SIZES[0], "tanh", "dense")
-        found = []
-        for dtype, precision in ((torch.float64, "ieee"), (torch.float32, "bf16")):
-            x, *matrices = (t.to(dtype).requires_grad_() for t in (problem.x, *problem.matrices))
-            hs = getattr(functional, op)(x, *matrices, precision=precision)
-            (first,) = torch.autograd.grad(hs.square().sum(), x, create_graph=True)
-            found.append(torch.autograd.grad(first.square().sum(), [x, *matrices]))
-        for exact, less in zip(*found, strict=True):
-            assert error(less, exact) < 5e-2
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-@pytest.mark.parametrize("op", SCANS)
 def test_what_stays_exact(op: str) -> None:
     """float64, every other precision, 16 rows, and kernels of other instruction sets."""
     problem = problem_of(op, SIZES[0], "tanh", "features")
@@ -338,11 +291,6 @@ def test_not_a_number_stays_one() -> None:
         assert tensor is w or not hs[:, :2].isnan().any()
     x[1, 2, 16] = float("inf")  # tanh of it is 1
     assert functional.dense_scan(x, w, h0=h0, precision="bf16").isfinite().all()
-
-
-def test_explain_says_it() -> None:
-    says = orthokern.explain()
-    assert not cpu.AVAILABLE or (f"bf16: {has_bf16()}" in says and f"amx: {has_amx()}" in says)
 
 
 @needs_bf16

@@ -82,8 +82,6 @@ def test_every_task_is_in_the_table() -> None:
 
 # ---- help ----------------------------------------------------------------------------------------
 
-DRAWN = ("adding", "copy", "random_permutation", "temporal_order")  # tasks that generate their sequences
-
 
 @pytest.mark.parametrize("name", TASKS)
 def test_help_is_short_and_help_all_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,13 +96,6 @@ def test_help_is_short_and_help_all_is_complete(name: str, capsys: pytest.Captur
 @pytest.mark.parametrize("text, value", [("1e4", 10_000), ("12", 12)])
 def test_an_integer_may_have_an_exponent(text: str, value: int) -> None:
     assert copy.COMMAND.parser().parse(["--T", text]) == {"T": value}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_help_is_about_its_own_task(name: str) -> None:
-    text = " ".join(parser(name).format_help().split())
-    assert ("even if the task is not solved" in text) == (name in DRAWN)
-    assert ("--cuda-graph" in text) == (name in DRAWN)
 
 
 def test_a_guess_is_about_the_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +150,6 @@ FOLDER_OPTIONS = [
     for action in options(name)
     if action.type in (commandline.path, commandline.file_name)
 ]
-
-
-def test_every_folder_is_an_option_of_names() -> None:
-    for name in COMMANDS:
-        for action in parser(name)._actions:
-            if action.metavar in ("DIR", "FILE", "RUN"):
-                assert action.type in (commandline.path, commandline.file_name), (name, action.dest)
 
 
 @pytest.mark.parametrize("name, option", FOLDER_OPTIONS)

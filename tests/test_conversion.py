@@ -205,11 +205,6 @@ def test_what_is_kept(make: Any, reason: str) -> None:
     assert reason in report.kept[0].reason and "\n" not in str(report)
 
 
-def test_nothing_recurrent() -> None:
-    _, report = convert(nn.Linear(2, 3))
-    assert str(report) == "nothing swapped: no recurrent module found"
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
-import shutil
 import struct
 import zlib
 from collections.abc import Callable
@@ -162,27 +160,6 @@ def test_permutation() -> None:
     assert hashlib.sha256(order.numpy().astype("<i8").tobytes()).hexdigest()[:16] == "4fbbf862a7a64e92"
     with pytest.raises(InputError, match="seed must be an integer .* got -1"):
         pixel_permutation(-1)
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Path:
-    """A copy of the real files, where the environment names the folder that has them in `mnist`."""
-    if not os.environ.get("ORTHOKERN_DATA"):
-        pytest.skip("ORTHOKERN_DATA names no folder with the real data")
-    for path in (Path(os.environ["ORTHOKERN_DATA"]) / "mnist").iterdir():
-        shutil.copyfile(path, tmp_path / path.name)
-    return tmp_path
-
-
-def test_real_files(real: Path) -> None:
-    data = load_mnist(real)
-    assert [len(part) for part in (data.train, data.validation, data.test)] == [50_000, 10_000, 10_000]
-    labels = torch.cat([data.train.labels, data.validation.labels])
-    assert labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    assert torch.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert torch.bincount(data.test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    pixels = torch.cat([data.train.images, data.validation.images]).to(torch.float32) / 255
-    assert round(float(pixels.mean()), 4) == 0.1307 and round(float(pixels.std()), 4) == 0.3081
 
 
 def test_known_content(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from scipy.io import savemat
 
 from orthokern.data import Rolls, load_music
 from orthokern.data import music as module
-from orthokern.data.music import COLLECTIONS, NOTES
+from orthokern.data.music import NOTES
 from orthokern.errors import InputError
 
 SPLITS = ("train", "valid", "test")
@@ -237,24 +236,3 @@ def test_a_collection_in_the_place_of_another(
     check(tmp_path, parts, "jsb")
     np.savez_compressed(tmp_path / "nottingham.npz", **npz_arrays(parts))
     assert refused(tmp_path) == f"{tmp_path / 'nottingham.npz'} holds the collection jsb; expected: nottingham"
-
-
-@pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")
-@pytest.mark.parametrize("collection", COLLECTIONS)
-def test_the_real_files(collection: str, tmp_path: Path) -> None:
-    """Both forms hold the same; sizes as published."""
-    folder = Path(os.environ["ORTHOKERN_DATA"]) / "music"
-    music = load_music(folder, collection)
-    mat = COLLECTIONS[collection][0] + ".mat"
-    (tmp_path / mat).write_bytes((folder / mat).read_bytes())
-    cells = load_music(tmp_path, collection)
-    for ours, theirs in ((music.train, cells.train), (music.validation, cells.validation), (music.test, cells.test)):
-        assert torch.equal(ours.notes, theirs.notes) and torch.equal(ours.offsets, theirs.offsets)
-    sizes = {
-        "nottingham": (694, 173, 170),
-        "jsb": (229, 76, 77),
-        "musedata": (524, 135, 124),
-        "piano-midi": (87, 12, 25),
-    }
-    assert (len(music.train), len(music.validation), len(music.test)) == sizes[collection]
-    assert tuple(len(part.notes) for part in (music.train, music.validation, music.test)) == module._STEPS[collection]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import zlib
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from orthokern.data import Sentences, load_ptb, load_words, read_sentences
+from orthokern.data import load_ptb, load_words, read_sentences
 from orthokern.data import ptb as module
 from orthokern.data._files import Standard
 from orthokern.data.ptb import ALPHABET, decode
@@ -254,29 +253,3 @@ def test_damaged_copies_of_the_standard_files(
                 with pytest.raises(InputError, match=expected) as caught:
                     load(tmp_path)
                 assert str(caught.value).startswith(str(tmp_path / "ptb.valid.txt"))
-
-
-@pytest.fixture
-def real() -> Path:
-    """The folder of the real files, where the environment names the one that has it as `ptb`."""
-    if not os.environ.get("ORTHOKERN_DATA"):
-        pytest.skip("ORTHOKERN_DATA names no folder with the real data")
-    return Path(os.environ["ORTHOKERN_DATA"]) / "ptb"
-
-
-def test_real_files(real: Path) -> None:
-    """The shares of the sentences that Vorontsov et al. 2017 state: 23 %, and over 99 %."""
-    everything = load_ptb(real, max_length=None)
-    assert [len(s) for s in (everything.train, everything.validation, everything.test)] == [42_068, 3_370, 3_761]
-    assert everything.train.tokens.unique().tolist() == list(range(49))
-    assert int((everything.train.tokens == 0).sum()) == 45_020
-    for max_length, share in ((75, 0.234), (300, 0.994)):
-        part = load_ptb(real, max_length=max_length)
-        assert round(len(part.train) / 42_068, 3) == share
-
-    def same(a: Sentences, b: Sentences) -> bool:
-        return torch.equal(a.tokens, b.tokens) and torch.equal(a.offsets, b.offsets)
-
-    for part_name in ("train", "valid", "test"):
-        words, chars = (read_sentences(real / f"ptb.{form}{part_name}.txt") for form in ("", "char."))
-        assert same(words, chars)

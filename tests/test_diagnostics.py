@@ -20,7 +20,6 @@ from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison, runs
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.nn import GRU, RNN, FactorizedRNN
-from orthokern.ops import _taps
 from orthokern.training import RunFolder, metrics
 
 OPS = ("factored_scan", "dense_scan")
@@ -120,30 +119,6 @@ def test_norms_of_gradients_whose_squares_leave_float32(
     torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
-def test_norms_of_states_whose_squares_leave_float32(op: str, backend: str | None, scale: float) -> None:
-    x, w = torch.randn(5, 3, 4), torch.linalg.qr(torch.randn(4, 4))[0]
-    norms = []
-    for factor in (1.0, scale):
-        with diagnostics.tap() as recorded:
-            getattr(functional, op)(
-                x * factor,
-                *((w,) if op == "dense_scan" else (w, torch.ones(4), w)),
-                activation="identity",
-                backend=backend,
-            )
-        norms.append(recorded.state_norms[0])
-    torch.testing.assert_close(norms[1] / scale, norms[0], rtol=1e-6, atol=0)
-
-
-def test_without_a_tap_no_norm_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_taps.torch.linalg, "vector_norm", lambda *args, **kwargs: pytest.fail("a norm was computed"))
-    for op in OPS:
-        run_scan(op)
-
-
 # -------------------------------------------------------------------------------------------------------------- spectra
 
 
@@ -180,11 +155,9 @@ def test_the_parts_of_the_angle_histogram_are_half_open_and_pi_is_minus_pi() -> 
     ("function", "value", "message"),
     [
         (diagnostics.spectral_radius, [[1.0]], r"w must be a square matrix \[N, N\] of real numbers, got list"),
-        (diagnostics.spectral_radius, torch.ones(3), r"w must be a square matrix .*, got torch.float32 \[3\]"),
         (diagnostics.eigenvalue_angles, torch.ones(2, 3), r"w must be a square matrix .*, got torch.float32 \[2, 3\]"),
         (diagnostics.eigenvalue_angles, torch.eye(2) * 1j, r"w must be .* real numbers, got torch.complex64 \[2, 2\]"),
         (diagnostics.angle_histogram, torch.zeros(2, 3), r"angles must be a tensor \[N\], N at least 1, of real"),
-        (diagnostics.angle_histogram, None, "angles must be a tensor .* of real numbers, got NoneType"),
         (lambda value: diagnostics.angle_histogram(value, 0), torch.zeros(3), "bins must be an integer of at least 1"),
         (diagnostics.summarize_spectrum, torch.zeros(0), r"singular_values must be .*, got torch.float32 \[0\]"),
         (diagnostics.diagnose_recurrence, nn.Linear(2, 2), "module must be a recurrence of .*, got Linear without num"),
@@ -334,14 +307,11 @@ def test_of_an_iteration_that_was_done_twice_the_later_record_counts(tmp_path: P
         (lambda run: run.rename(run.with_name("gone")), "no such run folder: .*run"),
         (lambda run: (run / "config.json").unlink(), "run is not a run folder: no config.json there"),
         (lambda run: (run / "config.json").write_text('{"task": "co'), "config.json is damaged: not JSON"),
-        (lambda run: (run / "config.json").write_text('{"task": "copy"}'), "config.json is not the configuration of"),
         (lambda run: (run / "result.json").write_text("{"), "result.json is damaged: not JSON"),
-        (lambda run: (run / "config.json").write_bytes(b"\xff\x00"), "config.json is damaged: not JSON"),
         (
             lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1}\nnoise\n{"iteration": 2}\n'),
             "line 2 is not",
         ),
-        (lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1}\n[1]\n'), "line 2 is not a JSON object"),
         (
             lambda run: (run / "metrics.jsonl").write_text('{"loss": 1}\n'),
             "line 1 is not a JSON object with an iteration",
@@ -362,11 +332,6 @@ def test_a_damaged_run_is_one_line(
     assert "\n" not in str(caught.value)
     assert command.main([str(folder), "--figure", "none"]) == 2
     assert capsys.readouterr().err == f"error: {caught.value}\n"
-
-
-def test_a_folder_of_another_type() -> None:
-    with pytest.raises(InputError, match="folder must be a path, got None"):
-        load_run(None)  # type: ignore[arg-type]
 
 
 def test_time_steps_are_found_where_a_run_tells_them(tmp_path: Path) -> None:

@@ -22,16 +22,6 @@ from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.tasks import copy
 
 
-def test_a_thinned_curve_is_means_over_stretches() -> None:
-    at, values = np.arange(1.0, 10.0), np.arange(9.0) ** 2
-    assert plots.thin_curve(at, values, 9) == (at, values)
-    thin_at, thin_values = plots.thin_curve(at, values, 3)
-    assert thin_at.tolist() == [2.0, 5.0, 8.0]
-    assert thin_values.tolist() == [values[:3].mean(), values[3:6].mean(), values[6:].mean()]
-    thin_at, thin_values = plots.thin_curve(np.arange(1000.0), np.full(1000, 0.7), 7)
-    assert len(thin_at) == 7 and thin_values == pytest.approx(np.full(7, 0.7))
-
-
 def test_profiles_of_known_and_of_varying_lengths() -> None:
     same = [{"iteration": i, "p": [float(i)] * 64} for i in range(1, 2001)] + [{"iteration": 2001, "p": [1.0] * 5}]
     result = plots.profiles(same, "p", 500)
@@ -96,39 +86,6 @@ def test_curves_of_several_runs_by_panel() -> None:
     colours = [{line.get_label(): line.get_color() for line in axis.get_lines()} for axis in (left, right)]
     assert colours[0] == colours[1] and len(set(colours[0].values())) == 3, "a colour means the same everywhere"
     assert left.get_ylabel() == "accuracy (%)" and left.get_xlabel() == "iteration"
-
-    figure = plots.compare_curves(grid, "accuracy")
-    assert figure is not None and len(figure.axes) == 1 and len(shown(figure.axes[0])) == 6
-
-    grid = [
-        new_run(f"{T}-{s}-{m}", T=T, seed=s, margin=m, records=grid[0].records)
-        for T, s, m in ((200, 0, 0.1), (200, 0, 1.0), (500, 0, 0.1), (500, 1, 0.1))
-    ]
-    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend=["seed", "margin"]))
-    assert list(shown(left)) == ["margin 0.1", "margin 1"], "all have seed 0"
-    assert list(shown(right)) == ["seed 0", "seed 1"], "all have margin 0.1"
-    assert left.get_lines()[0].get_color() == right.get_lines()[0].get_color() != left.get_lines()[1].get_color()
-
-
-def test_runs_with_labels_of_their_own() -> None:
-    """In place of settings, in one legend below the panels; runs with one label are one entry of one colour."""
-    records = [{"iteration": i, "accuracy": i / 100} for i in range(1, 81)]
-    grid = [
-        replace(new_run(f"{T}-{seed}-{name}", T=T, seed=seed, records=records[:count]), label=name)
-        for T, count in ((200, 40), (500, 80))
-        for seed in (0, 1)
-        for name in ("zero", "learned")
-    ]
-    left, right = axes(plots.compare_curves(grid, "accuracy", panel="T", legend_title="weights of the blank"))
-    assert left.get_legend() is None and right.get_legend() is None
-    (legend,) = left.figure.legends
-    assert legend.get_title().get_text() == "weights of the blank"
-    assert [text.get_text() for text in legend.get_texts()] == ["zero", "learned"]
-    for axis in (left, right):
-        colours = [line.get_color() for line in axis.get_lines()]
-        assert len(colours) == 4 and len(set(colours[::2])) == len(set(colours[1::2])) == 1 != len(set(colours))
-    assert {line.get_marker() for line in left.get_lines()} == {"o"}
-    assert {line.get_marker() for line in right.get_lines()} == {"None"}
 
 
 def test_a_diverged_run_leaves_room_for_the_others() -> None:
@@ -204,22 +161,6 @@ def test_gradients_of_several_runs(tmp_path: Path) -> None:
     assert first.collections[0].get_clim() == second.collections[0].get_clim() == (-3.0, 0.0), "one scale for all"
     assert first.get_ylim() == pytest.approx((-1.5, 220.5), abs=2) and first.get_ylabel() == "time step t"
     assert "last step" not in bar.get_ylabel()
-
-
-def test_the_last_steps_gradient_is_taken_where_all_runs_have_it(tmp_path: Path) -> None:
-    runs_ = []
-    for name, margin in (("a", 0.0), ("b", 0.1)):
-        run = load_run(a_run(tmp_path / name, fade=0.0, margin=margin))
-        for r in run.records:
-            r["last_grad_norm_through_time"] = np.logspace(-2, 0, 64).tolist()
-        runs_.append(run)
-    figure = plots.compare_gradients(runs_)
-    assert figure is not None and heat_map(figure.axes[0])[0] == pytest.approx(-2.0)
-    assert "last step" in figure.axes[-1].get_ylabel()
-    for r in runs_[1].records:
-        del r["last_grad_norm_through_time"]
-    figure = plots.compare_gradients(runs_)
-    assert figure is not None and heat_map(figure.axes[0]) == pytest.approx(0.0), "never two quantities in one picture"
 
 
 def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
@@ -348,29 +289,3 @@ def test_bad_options_are_one_line(
     assert command.main([str(folder), *(option.format(run=folder) for option in options)]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
-
-
-def test_a_run_without_anything_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_run(tmp_path / "run", []))
-    for options, message in (
-        ([], "holds anything to draw (no record yet)"),
-        (["--recurrence", "l0"], f"--recurrence l0: no record of {folder} holds a spectrum, moduli or angles"),
-        (["--quantity", "loss"], f"--quantity loss: no record of {folder} holds a number yet"),
-    ):
-        assert command.main([folder, *options]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_iterations_over_lengths() -> None:
-    """A panel per problem with something solved, a line per network with something solved, a colour per network."""
-    one = {"easy": {"plain": {20: 5, 10: 3}, "other": {}, "third": {10: 7}}, "hard": {"plain": {}, "third": {}}}
-    figure = plots.iterations_over_lengths(one, "Lengths")
-    assert figure is not None and figure.get_suptitle() == "Lengths: easy" and len(figure.axes) == 1
-    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
-    assert list(lines) == ["plain", "third"] and list(lines["plain"].get_xdata()) == [10, 20]
-    assert list(lines["plain"].get_ydata()) == [3, 5]
-    two = plots.iterations_over_lengths({**one, "hard": {"third": {10: 9}}}, "Lengths")
-    assert two is not None and two.get_suptitle() == "Lengths"
-    assert [axis.get_title() for axis in two.axes] == ["easy", "hard"]
-    assert two.axes[1].get_lines()[0].get_color() == lines["third"].get_color()
-    assert plots.iterations_over_lengths({"hard": {"plain": {}}}) is None

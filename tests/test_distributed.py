@@ -20,7 +20,7 @@ from test_kill_resume import records, same
 
 from orthokern.errors import InputError
 from orthokern.training import load_checkpoint, read_metrics
-from orthokern.training.distributed import Shard, agree, current_shard, gather, on_all, on_first
+from orthokern.training.distributed import Shard
 
 OPTIONS = ["--iterations", 24, "--threads", 1, "--no-plots"]
 
@@ -171,14 +171,6 @@ def test_rows() -> None:
     assert Shard().rows(7) == slice(0, 7)
     with pytest.raises(InputError, match="--batch must be a multiple of the 3 processes, got 10"):
         Shard(0, 3).rows(10)
-
-
-def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert current_shard() == Shard(0, 1)
-    assert agree([0.1], signal.SIGINT) == ([0.1], signal.SIGINT)
-    assert (gather("a"), on_first(lambda: "b"), on_all(lambda: "c")) == (["a"], "b", "c")
 
 
 @pytest.mark.parametrize("world", [{}, {"WORLD_SIZE": "1"}])

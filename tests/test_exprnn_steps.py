@@ -118,34 +118,6 @@ def test_a_step_at_a_rate_of_zero_moves_no_base(kind: type[ExpRNN] | type[NonNor
     assert not torch.equal(rnn.base_l0, before["base_l0"])
 
 
-def test_the_step_of_a_compiled_outer_optimizer_counts() -> None:
-    rnn = make(rebase_every=2)
-    outer = Sharded(rnn.parameters())
-    step = torch.compile(outer.step, backend="eager")
-    for _ in range(4):
-        outer.zero_grad()
-        rnn(inputs())[0].square().mean().backward()
-        step()
-    assert (rnn._uses, rnn._rebases) == (0, 2)
-
-
-def test_a_discarded_module_with_a_shared_skew_parameter_is_in_nobodys_way() -> None:
-    kept, other = make(rebase_every=1), make(rebase_every=1)
-    other.skew_l0 = kept.skew_l0
-    cycle: list[Any] = [other]
-    cycle.append(cycle)
-    del other, cycle
-    train(kept, torch.optim.SGD(kept.parameters(), lr=0.1), 2)
-    assert kept._rebases == 2
-
-
-def test_a_sharded_optimizer_may_be_a_part_of_a_combined_one() -> None:
-    rnn = make(rebase_every=2)
-    optimizer = optimizer_for(rnn, euclidean=lambda groups, lr: Sharded(groups))
-    train(rnn, optimizer, 3)
-    assert (rnn._uses, rnn._rebases) == (1, 1)
-
-
 @pytest.fixture
 def one_process() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
@@ -188,13 +160,6 @@ def test_a_skew_parameter_shared_without_its_base_is_refused(every: int | None) 
         train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
     first.rebase_every = second.rebase_every = None
     train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
-
-
-def test_layers_that_share_a_skew_parameter_without_its_base_are_refused() -> None:
-    rnn = make(rebase_every=1, num_layers=2)
-    rnn.skew_l1 = rnn.skew_l0
-    with pytest.raises(InputError, match="tie base_l. too"):
-        train(rnn, torch.optim.SGD(rnn.parameters(), lr=0.5), 1)
 
 
 @pytest.mark.parametrize("every", [(1, 1), (2, 2), (1, None)])

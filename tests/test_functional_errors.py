@@ -54,54 +54,34 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         {"x": torch.zeros(T, B).bool()},
         "x has dtype bool: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids",
     ),
-    (
-        {"x": torch.zeros(T, B, D, dtype=torch.complex64)},
-        "x has dtype complex64: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids",
-    ),
     ({"x": torch.zeros(0, B, D)}, "x has shape [0, 3, 7]: every size of [T, B, D] must be at least 1"),
-    ({"x": torch.zeros(T, 0, D), "h0": None}, "x has shape [4, 0, 7]: every size of [T, B, D] must be at least 1"),
     (
         {"x": torch.zeros(T, B, D), "weight": None, "bias": None},
         "x has shape [4, 3, 7]: accepted is [T, B, N] with N = 6",
     ),
     # token ids
-    ({"x": torch.zeros(T, B, D).long()}, "x has shape [4, 3, 7]: accepted for token ids is [T, B]"),
     (
         {"x": torch.zeros(T, B).long(), "weight": None},
         "weight is None: token ids (x of dtype int64) need the table [N, D]",
     ),
     ({"x": torch.full((T, B), D)}, "x holds 7: token ids must be in [0, 7)"),
-    ({"x": torch.full((T, B), -1)}, "x holds -1: token ids must be in [0, 7)"),
-    ({"x": torch.zeros(T, 0).long(), "h0": None}, "x has shape [4, 0]: every size of [T, B] must be at least 1"),
     # weight, bias, h0
     ({"weight": torch.zeros(D, N)}, "weight has shape [7, 6]: accepted is [N, D] with N = 6, D at least 1"),
-    ({"weight": torch.zeros(N, 0)}, "weight has shape [6, 0]: accepted is [N, D] with N = 6, D at least 1"),
     ({"weight": torch.zeros(N, D).double()}, "weight has dtype float64: accepted is the dtype of {m}, float32"),
-    ({"weight": 3}, "weight must be a torch.Tensor, got 3"),
     ({"bias": torch.zeros(N, 1)}, "bias has shape [6, 1]: accepted is [N] = [6]"),
-    ({"bias": torch.zeros(N).half()}, "bias has dtype float16: accepted is the dtype of {m}, float32"),
     (
         {"x": torch.zeros(T, B, N), "weight": None},
         "bias is given without weight: accepted with weight only (add it to x)",
     ),
     ({"h0": torch.zeros(N)}, "h0 has shape [6]: accepted is [B, N] = [3, 6]"),
-    ({"h0": torch.zeros(1, B, N)}, "h0 has shape [1, 3, 6]: accepted is [B, N] = [3, 6]"),
     ({"h0": torch.zeros(B, N).double()}, "h0 has dtype float64: accepted is the dtype of {m}, float32"),
-    ({"h0": torch.zeros(B, N, device="meta")}, "h0 is on meta: accepted is the device of {m}, cpu"),
     # activation
     ({"activation": "tahn"}, "unknown activation 'tahn': did you mean 'tanh'? accepted: identity, tanh, relu, "),
-    ({"activation": None}, "unknown activation None: "),
-    ({"activation": torch.zeros(2, 2)}, "unknown activation tensor([[0., 0.], [0., 0.]]): accepted: identity"),
     ({"activation": "prelu"}, "act_param is None: activation 'prelu' needs its slope, a tensor [1] or [N] = [6]"),
-    ({"activation": "modrelu"}, "act_param is None: activation 'modrelu' needs its bias, a tensor [1] or [N] = [6]"),
     ({"activation": "leaky_relu", "act_param": 0.01}, "act_param must be a torch.Tensor, got 0.01"),
     (
         {"activation": "modrelu", "act_param": torch.zeros(2)},
         "act_param has shape [2]: accepted is the bias of 'modrelu', [1] or [N] = [6]",
-    ),
-    (
-        {"activation": "prelu", "act_param": torch.zeros(())},
-        "act_param has shape []: accepted is the slope of 'prelu', [1] or [N] = [6]",
     ),
     (
         {"activation": "prelu", "act_param": torch.zeros(1).double()},
@@ -113,8 +93,6 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ),
     # checkpoints
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
-    ({"checkpoint_every": 2.0}, "checkpoint_every is 2.0: accepted is an integer, 0 or more"),
-    ({"checkpoint_every": True}, "checkpoint_every is True: accepted is an integer, 0 or more"),
     (
         {"checkpoint_every": 1 << 63},
         "checkpoint_every is 9223372036854775808: accepted is a number of steps below 2^63",
@@ -122,18 +100,12 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # lengths and clip
     ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
     ({"lengths": torch.tensor([4, 2, 1]).int()}, "lengths has dtype int32: accepted is int64"),
-    ({"lengths": torch.tensor([4.0, 2.0, 1.0])}, "lengths has dtype float32: accepted is int64"),
     ({"lengths": torch.tensor([4, 2])}, "lengths has shape [2]: accepted is [B] = [3]"),
-    ({"lengths": torch.tensor([[4, 2, 1]])}, "lengths has shape [1, 3]: accepted is [B] = [3]"),
     ({"lengths": torch.zeros(B, device="meta").long()}, "lengths is on meta: accepted is the device of x, cpu"),
     ({"lengths": torch.tensor([4, 0, 1])}, "lengths holds 0: lengths must be in [1, T] = [1, 4]"),
     ({"lengths": torch.tensor([4, 5, 1])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
-    ({"x": torch.full((T, B), D), "lengths": torch.tensor([4, 2, 1])}, "x holds 7: token ids must be in [0, 7)"),
     ({"message_clip": -1.0}, "message_clip is -1.0: accepted is a finite number, 0 (no clipping) or more"),
     ({"message_clip": float("nan")}, "message_clip is nan: accepted is a finite number"),
-    ({"message_clip": float("inf")}, "message_clip is inf: accepted is a finite number"),
-    ({"message_clip": None}, "message_clip is None: accepted is a finite number"),
-    ({"message_clip": True}, "message_clip is True: accepted is a finite number"),
     (
         {"message_clip": 0.5, "algorithm": "chunked", "activation": "identity"},
         "algorithm is 'chunked' with message_clip 0.5: chunks of time can only be joined without",
@@ -148,9 +120,8 @@ SHARED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("op", ["factored_scan", "dense_scan"])
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize(("changes", "message"), SHARED, ids=range(len(SHARED)))
+@pytest.mark.parametrize(("op", "backend"), [("factored_scan", None), ("dense_scan", "reference")])
+@pytest.mark.parametrize(("changes", "message"), SHARED)
 def test_scans(op: str, backend: str | None, changes: dict[str, Any], message: str) -> None:
     arguments = scan_arguments(**changes)
     if op == "dense_scan":
@@ -165,16 +136,12 @@ def test_scans(op: str, backend: str | None, changes: dict[str, Any], message: s
     ("changes", "message"),
     [
         ({"u": torch.zeros(N)}, "u has shape [6]: accepted is [N, K], both at least 1"),
-        ({"u": torch.zeros(N, 0)}, "u has shape [6, 0]: accepted is [N, K], both at least 1"),
         ({"u": torch.zeros(5, 6)}, "u has shape [5, 6]: the rank K = 6 is above N = 5, accepted is K up to N"),
         ({"u": torch.zeros(N, K).long()}, "u has dtype int64: accepted are floating dtypes"),
         ({"u": None}, "u must be a torch.Tensor, got None"),
         ({"v": torch.zeros(N, N)}, "v has shape [6, 6]: accepted is [N, K], the shape of u, = [6, 5]"),
-        ({"v": torch.zeros(N, K).double()}, "v has dtype float64: accepted is the dtype of u, float32"),
         ({"s": torch.zeros(N)}, "s has shape [6]: accepted is [K] = [5]"),
-        ({"s": torch.zeros(K).double()}, "s has dtype float64: accepted is the dtype of u, float32"),
     ],
-    ids=range(9),
 )
 def test_factored_matrices(changes: dict[str, Any], message: str) -> None:
     assert refusal(f.factored_scan, **scan_arguments(**changes)).startswith(message)
@@ -206,26 +173,20 @@ NAN, INF = float("nan"), float("inf")
             0.1,
             "m has shape [5]: accepted is [..., N, K] with 1 <= K <= N, nothing empty",
         ),
-        (torch.zeros(2, 3), torch.zeros(2, 3), 0.1, "m has shape [2, 3]: accepted is [..., N, K] with 1 <= K <= N"),
         (torch.zeros(0, 3, 3), torch.zeros(0, 3, 3), 0.1, "m has shape [0, 3, 3]: accepted is [..., N, K]"),
         (torch.eye(3).half(), torch.eye(3).half(), 0.1, "m has dtype float16: accepted are float32 and float64"),
-        (torch.eye(3).bfloat16(), torch.eye(3), 0.1, "m has dtype bfloat16: accepted are float32 and float64"),
         (torch.eye(3), torch.eye(4), 0.1, "g has shape [4, 4]: accepted is [..., N, K], the shape of m, = [3, 3]"),
         (torch.eye(3), torch.eye(3).double(), 0.1, "g has dtype float64: accepted is the dtype of m, float32"),
         (torch.eye(3), torch.eye(3, device="meta"), 0.1, "g is on meta: accepted is the device of m, cpu"),
         (torch.eye(3), None, 0.1, "g must be a torch.Tensor, got None"),
         (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
-        (torch.eye(3), torch.full((3, 3), INF), 0.1, "g holds 9 NaN or infinite values of 9: the Cayley step needs"),
         (torch.tensor([[1.0, INF], [-INF, 1.0]]), torch.eye(2), 0.1, "m holds 2 NaN or infinite values of 4"),
         (torch.eye(3), torch.eye(3), NAN, "lr is nan: accepted are finite numbers"),
-        (torch.eye(3), torch.eye(3), -INF, "lr is -inf: accepted are finite numbers"),
         (torch.eye(3), torch.eye(3), torch.tensor(NAN), "lr is nan: accepted are finite numbers"),
         (torch.eye(3), torch.eye(3), "fast", "lr is 'fast': accepted is a number, or a tensor with one per matrix"),
-        (torch.eye(3), torch.eye(3), True, "lr is True: accepted is a number, or a tensor with one per matrix"),
         (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
         (torch.eye(3), torch.eye(3), torch.tensor(1), "lr has dtype int64: accepted are floating dtypes"),
     ],
-    ids=range(19),
 )
 def test_cayley(m: Any, g: Any, lr: Any, message: str, backend: str | None) -> None:
     assert refusal(f.cayley, m, g, lr, backend=backend).startswith(message)
@@ -243,7 +204,6 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         (f.activation, (torch.zeros(2), "rleu"), "unknown activation 'rleu': did you mean 'relu'? accepted: identity"),
         (f.activation, (torch.zeros(2).long(), "relu"), "x has dtype int64: accepted are floating dtypes"),
         (f.activation, (torch.zeros(()), "relu"), "x has shape []: accepted is [..., N]"),
-        (f.activation, (torch.zeros(2, 0), "relu"), "x has shape [2, 0]: every size of [..., N] must be at least 1"),
         (f.activation, ("x", "relu"), "x must be a torch.Tensor, got 'x'"),
         (
             f.activation,
@@ -253,18 +213,14 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         (f.modrelu, (torch.zeros(4), torch.zeros(3)), "act_param has shape [3]: accepted is the bias of 'modrelu'"),
         (f.prelu, (torch.zeros(4), 0.25), "act_param must be a torch.Tensor, got 0.25"),
         (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
-        (f.spectrum, (torch.zeros(3), NAN), "margin is nan: accepted is a finite number, 0 or more, or None"),
         (f.spectrum, (torch.zeros(3), INF), "margin is inf: accepted is a finite number, 0 or more, or None"),
-        (f.spectrum, (torch.zeros(3), True), "margin is True: accepted is a finite number, 0 or more, or None"),
         (
             f.spectrum,
             (torch.zeros(3), 0.1, "tahn"),
             "unknown kind 'tahn': did you mean 'tanh'? accepted: sigmoid, tanh",
         ),
-        (f.spectrum, (torch.zeros(3), None, "sin"), "unknown kind 'sin': "),
         (f.spectrum, (torch.zeros(3).long(), 0.1), "p has dtype int64: accepted are floating dtypes"),
     ],
-    ids=range(15),
 )
 def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
     assert refusal(function, *arguments).startswith(message)
@@ -275,7 +231,6 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
     ("changes", "message"),
     [
         ({"hidden": torch.zeros(())}, "hidden has shape []: accepted is [..., N]"),
-        ({"hidden": torch.zeros(0, N)}, "hidden has shape [0, 6]: every size of [..., N] must be at least 1"),
         ({"hidden": torch.zeros(T, B, N).long()}, "hidden has dtype int64: accepted are floating dtypes"),
         ({"weight": torch.zeros(N, C)}, "weight has shape [6, 8]: accepted is [C, N] with N = 6, C at least 1"),
         ({"weight": torch.zeros(C, N).double()}, "weight has dtype float64: accepted is the dtype of hidden, float32"),
@@ -291,11 +246,8 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
             {"target": torch.zeros(T, B, device="meta").long()},
             "target is on meta: accepted is the device of hidden, cpu",
         ),
-        ({"reduction": "none"}, "unknown reduction 'none': accepted: mean, sum"),
-        ({"reduction": "avg"}, "unknown reduction 'avg': accepted: mean, sum"),
         ({"reduction": "means"}, "unknown reduction 'means': did you mean 'mean'? accepted: mean, sum"),
     ],
-    ids=range(14),
 )
 def test_linear_cross_entropy(changes: dict[str, Any], message: str, backend: str | None) -> None:
     arguments: dict[str, Any] = {
@@ -305,10 +257,6 @@ def test_linear_cross_entropy(changes: dict[str, Any], message: str, backend: st
         "target": torch.zeros(T, B).long(),
     }
     assert refusal(f.linear_cross_entropy, **{**arguments, **changes}, backend=backend).startswith(message)
-
-
-def test_the_arguments_above_are_otherwise_valid() -> None:
-    assert f.factored_scan(**scan_arguments()).shape == (T, B, N)
 
 
 def test_ops_refuse_values_without_the_public_function() -> None:

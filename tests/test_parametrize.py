@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
-from orthokern import InputError, dispatch
+from orthokern import InputError
 from orthokern.errors import OutOfRange
 from orthokern.init import haar_orthogonal_, haar_rotation_
 from orthokern.parametrize import Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm
@@ -203,20 +203,6 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
         assert str(caught.value).startswith(f"{kind.__name__}: the parameter") and message in str(caught.value)
 
 
-def test_training_a_torch_rnn() -> None:
-    rnn = nn.RNN(2, 5)
-    register_parametrization(rnn, "weight_hh_l0", Exponential(rnn.weight_hh_l0))
-    optimizer = torch.optim.Adam(rnn.parameters(), lr=0.05)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = (rnn(torch.ones(6, 1, 2))[0] - 0.3).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    assert losses[-1] < 0.5 * losses[0] and off_orthogonal(rnn.weight_hh_l0) < 2e-6
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -235,17 +221,6 @@ def test_refusals(call: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         call()
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize("kind", [Exponential, SchurForm])
-def test_a_default_backend_without_the_exponential(
-    kind: Callable[[Tensor], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    linear = layer(4, 4, kind)
-    expected = linear.weight
-    monkeypatch.setattr(dispatch, "_process_default", "cpu")
-    monkeypatch.setattr(dispatch, "_chosen", {})  # kept from calls before
-    torch.testing.assert_close(linear.weight, expected)
 
 
 @pytest.mark.parametrize("build", [*ORTHOGONAL, FactorizedSpectrum, SchurForm])

@@ -64,17 +64,12 @@ def test_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shapes) < 80
 
 
-def test_float32_alone() -> None:
-    assert onednn_serves(torch.randn(3, 4), 5)
+def test_float32_above_a_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_products, "_SMALL", 60)
+    assert onednn_serves(torch.randn(3, 4), 5) and not onednn_serves(torch.randn(3, 4), 4)
     assert not onednn_serves(torch.randn(3, 4, dtype=torch.float64), 5)
     left, right = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     assert torch.equal(product(left, right), left @ right)
-
-
-def test_small_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "_SMALL", 60)
-    assert onednn_serves(torch.randn(3, 4), 5)
-    assert not onednn_serves(torch.randn(3, 4), 4)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])

@@ -81,9 +81,9 @@ def adversary(kind: str, w: Tensor, step: int, generator: torch.Generator) -> Te
     return torch.randn(w.shape, generator=generator) * 10.0 ** (-step % 7 - 4)  # "scales"
 
 
-def walk(kind: str, w: Tensor, steps: int, compare: int = 1) -> dict[str, int]:
-    """Projects after every change of w, which is changed. The bound always holds, what is within it is left alone, and
-    every `compare`-th result is that of an SVD."""
+def walk(kind: str, w: Tensor, steps: int) -> dict[str, int]:
+    """Projects after every change of w, which is changed. What is within the bound is left alone, and every result is
+    that of an SVD."""
     generator = torch.Generator().manual_seed(len(w))
     projection = SpectralNormProjection([w], 0.2)
     for step in range(steps):
@@ -91,9 +91,8 @@ def walk(kind: str, w: Tensor, steps: int, compare: int = 1) -> dict[str, int]:
         before = w.clone()
         projection.step()
         assert norm(w) <= 1.8 * (1 + 1e-6), step
-        if step % compare == 0:
-            torch.testing.assert_close(w, by_svd(before, 1.8, 1.8), rtol=0, atol=5e-7)
-            assert torch.equal(w, before) or norm(before) > 1.8
+        torch.testing.assert_close(w, by_svd(before, 1.8, 1.8), rtol=0, atol=5e-7)
+        assert torch.equal(w, before) or norm(before) > 1.8
     return projection.counts
 
 
@@ -113,20 +112,6 @@ def test_bounded_after_every_step(kind: str) -> None:
     assert small["projections"] > 0
     if kind in ("random", "top", "all"):
         assert counts["decompositions"] <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "top", "new", "all", "scales"])
-def test_bounded_after_thousands_of_steps(kind: str) -> None:
-    counts = walk(kind, spread(100), 10_000 if kind == "random" else 2_000, compare=10)
-    assert counts["projections"] > 500
-    for n in (110, 120):
-        walk(kind, spread(n), 300)
-
-
-def test_attached_to_optimizers_only() -> None:
-    with pytest.raises(InputError, match=r"optimizer must be a torch\.optim\.Optimizer, got int"):
-        SpectralNormProjection(GRU(3, 4)).attach(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
@@ -163,23 +148,6 @@ def test_torchs_gru_and_the_choice_of_inputs() -> None:
     assert norm(theirs.weight_hh_l1_reverse[8:]) <= 1.8 * (1 + 1e-6)
 
 
-def test_a_direction_that_the_block_lacks_is_seen() -> None:
-    """Products with a diagonal matrix never rotate a block towards it: only the factorisation shows it."""
-    w = torch.linspace(1.79, 0, 130).double().diag()
-    w[0, 0] = 2.0
-    projection = SpectralNormProjection([w], 0.2)
-    projection.step()
-    block = projection._blocks[0]
-    assert block is not None
-    for at, above in ((100, 2.3), (20, 1.85), (0, 2.0)):
-        projection._blocks[0] = torch.eye(130, 16, dtype=torch.float64)
-        w[at, at] = above
-        expected = by_svd(w, 1.8, 1.8)
-        projection.step()
-        torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
-    assert projection.counts == {"steps": 4, "checks": 4, "projections": 4, "decompositions": 3}
-
-
 @pytest.mark.parametrize("columns", [8, 400])
 @pytest.mark.parametrize("failing", ["eigh", "svd", "cholesky_ex"])
 def test_a_driver_that_fails_ends_no_training(failing: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,25 +169,6 @@ def test_a_driver_that_fails_ends_no_training(failing: str, columns: int, monkey
     SpectralNormProjection([w], 0.2).step()
     assert calls
     torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
-
-
-def test_steps_as_large_as_the_bound() -> None:
-    """What training does at a learning rate of one: changes of low rank, larger than the bound, in every step another.
-    Decompositions: of the first step and of the one with the largest change."""
-    n, generator = 200, torch.Generator().manual_seed(3)
-    w = with_spectrum(
-        torch.cat([torch.tensor([1.8, 1.79, 1.7]), torch.linspace(1.5, 0.2, n - 3)]).double(), n, 4
-    ).float()
-    projection = SpectralNormProjection([w], 0.2)
-    projection.step()
-    for step in range(6):
-        rows, columns = (torch.randn(n, 4, generator=generator) / n**0.5 for _ in range(2))
-        w += (rows * torch.tensor([6.0 if step == 3 else 1.6, 0.7, 0.3, 0.1])) @ columns.mT
-        expected = by_svd(w, 1.8, 1.8)
-        projection.step()
-        torch.testing.assert_close(w, expected, rtol=0, atol=1e-6)
-        assert norm(w) <= 1.8 * (1 + 1e-6)
-    assert projection.counts == {"steps": 7, "checks": 6, "projections": 6, "decompositions": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -362,31 +311,15 @@ def test_moved_to_another_dtype() -> None:
         projection.step()
 
 
-def test_two_readings_of_the_threshold() -> None:
-    w = torch.tensor([2.5, 1.95, 1.5]).diag()
-    for threshold, expected in (("2-delta", [1.8, 1.8, 1.5]), ("2", [1.8, 1.95, 1.5])):
-        matrix = w.clone()
-        SpectralNormProjection([matrix], 0.2, threshold=threshold).step()
-        torch.testing.assert_close(matrix, torch.tensor(expected).diag())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([torch.eye(2)], 0.0), "delta must be a number in (0, 2), got 0.0"),
-        (([torch.eye(2)], 2), "delta must be a number in (0, 2), got 2"),
-        (([torch.eye(2)], float("nan")), "delta must be a number in (0, 2), got nan"),
         (([torch.eye(2)], "0.2"), "delta must be a number in (0, 2), got '0.2'"),
         (([torch.zeros(3)],), "constrained[0] must be a matrix with elements or [R, M, K], got shape [3]"),
-        (
-            ([torch.eye(2), torch.zeros(3, 0)],),
-            "constrained[1] must be a matrix with elements or [R, M, K], got shape [3, 0]",
-        ),
         (([torch.eye(2).half()],), "constrained[0] must be float32 or float64, got torch.float16"),
         ((["weight"],), "constrained[0] must be a matrix, got str"),
         ((nn.Linear(2, 2),), "constrained must be a module with a GRU or several matrices, got no matrix"),
-        (([],), "constrained must be a module with a GRU or several matrices, got no matrix"),
-        ((None,), "constrained must be a module or several matrices, got NoneType"),
         ((3,), "constrained must be a module or several matrices, got int"),
     ],
 )
@@ -397,6 +330,8 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
 
 
 def test_wrong_choices_and_values() -> None:
+    with pytest.raises(InputError, match=r"optimizer must be a torch\.optim\.Optimizer, got int"):
+        SpectralNormProjection(GRU(3, 4)).attach(3)  # type: ignore[arg-type]
     for options in ({"threshold": "2-d"}, {"inputs": "lower"}):
         with pytest.raises(InputError, match="unknown (threshold|inputs)"):
             SpectralNormProjection(GRU(2, 3), **options)  # type: ignore[arg-type]

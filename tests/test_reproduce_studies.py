@@ -8,18 +8,15 @@ import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from reproducing import Command, toy_command
 from runs import run as run_task
-from runs import settings_of
 
-from orthokern.diagnostics import plots
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
-from orthokern.reproduce.search import Search, read_searches
+from orthokern.reproduce.search import Search
 from orthokern.tasks import word_lm
 
 NAME = "oinit-table1"
@@ -29,32 +26,6 @@ SUBJECTS = command.STUDIES["constraint"]["subjects"]
 @pytest.fixture
 def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     return toy_command(monkeypatch, capsys, tmp_path)
-
-
-def test_searches_ask_for_what_the_paper_says() -> None:
-    """Every search's command line parses; those of Table I have its rates, sizes and criterion."""
-    searches = read_searches(command.STUDIES[NAME])
-    assert len({each.name for each in searches}) == len(searches) == 20
-    assert len({(each.problem, each.network) for each in searches}) == 20  # the figure tells them by these
-    assert sum(each.published is not None for each in searches) == 12
-    for each in searches:
-        run = each.run(120)
-        settings = settings_of(run.task, (*run.options, *run.quick))
-        assert settings.hidden == 40 and settings.T == 120
-        settings = settings_of(run.task, run.options)
-        assert (settings.hidden, settings.batch, settings.iterations) == (100, 20, 100_000)
-        assert (settings.eval_every, settings.eval_sequences, settings.short_evaluations) == (100, 10_000, True)
-        if run.task == "adding":
-            assert (settings.goal, settings.right) == (0, 100)
-            assert (settings.target, settings.positions) == ("mean", "pascanu")
-        else:
-            assert settings.goal == 100
-        if each.published is not None:
-            assert settings.model == "rnn" and settings.nonlinearity == "tanh"
-            assert settings.optimizer == "sgd" and settings.momentum == 0 and settings.clip is None
-            assert float(each.parameters.split("α = ")[1].split(",")[0]) == settings.lr
-            assert ("λ" in each.parameters) == bool(settings.soft_orthogonality)
-    assert {each.problem for each in searches if "--bits" in each.options} == {"3-bit temporal order"}
 
 
 def toy_search(name: str, *options: str, longest: int = 30) -> Search:
@@ -228,16 +199,3 @@ def test_the_fisher_memory(reproduce: Command) -> None:
         assert cells is not None and cells[1] == f"{row['published']:.3g}"
         assert float(cells[2]) == pytest.approx(row["ours"], abs=6e-4)
     assert (reproduce.full / "nnrnn-fisher.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_figure_that_fails_costs_a_warning(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPLBACKEND of an unknown name makes importing matplotlib a ValueError, for one."""
-
-    def fail(*_: Any) -> Any:
-        raise ValueError("Key backend: 'foo' is\nnot a valid value")
-
-    monkeypatch.setattr(plots, "memory", fail)
-    out, err = reproduce("nnrnn-fisher")
-    line = "warning: nnrnn-fisher.png not drawn: ValueError: Key backend: 'foo' is not a valid value\n"
-    assert err == line and ".png" not in out
-    assert {file.name for file in reproduce.full.iterdir()} == {"nnrnn-fisher.md", "nnrnn-fisher.json"}

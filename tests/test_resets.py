@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import some_lengths
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -80,42 +78,6 @@ def test_resets_start_from_given_learned_or_zero_states() -> None:
     torch.testing.assert_close(plain(x, resets=resets)[0], cut_by_hand(plain, x, resets, zeros, zeros)[0])
     rnn(x, resets=resets)[0].square().sum().backward()
     assert rnn.h0_l0.grad is not None and rnn.h0_l0.grad.abs().min() > 0
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1), st.integers(0, 10**6), st.booleans())
-def test_resets_and_lengths_together(T: int, B: int, N: int, share: float, seed: int, factored: bool) -> None:
-    """Against every sequence on its own, for the steps it has, cut by hand."""
-    generator = torch.Generator().manual_seed(seed)
-    x, h0, state, grad = (
-        torch.randn(*s, dtype=torch.float64, generator=generator) for s in ((T, B, N), (B, N), (B, N), (T, B, N))
-    )
-    matrices = [torch.randn(N, N, dtype=torch.float64, generator=generator) / N**0.5 for _ in range(2)]
-    resets, lengths = torch.rand(T, B, generator=generator) < share, some_lengths(B, T, "any", seed)
-    leaves = [t.clone().requires_grad_() for t in (x, h0, state, *matrices)]
-
-    def scan(x: Tensor, h0: Tensor, u: Tensor, v: Tensor, **options: Any) -> Tensor:
-        if factored:
-            return functional.factored_scan(x, u, u.new_ones(N), v, h0, **options)
-        return functional.dense_scan(x, u @ v.mT, h0, **options)
-
-    def by_hand(x: Tensor, h0: Tensor, state: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        rows = []
-        for b in range(B):
-            h, steps, row = h0[b : b + 1], int(lengths[b]), []
-            for t in range(steps):
-                h = scan(x[t : t + 1, b : b + 1], state[b : b + 1] if resets[t, b] else h, u, v)[0]
-                row.append(h)
-            rows.append(torch.cat([*row, h0.new_zeros(T - steps, N)]))
-        return torch.stack(rows, 1)
-
-    x_, h0_, state_, u_, v_ = leaves
-    ours = scan(x_, h0_, u_, v_, lengths=lengths, resets=resets, reset_state=state_)
-    theirs = by_hand(*leaves)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    grads = [torch.autograd.grad(out, leaves, grad, allow_unused=True) for out in (ours, theirs)]
-    for leaf, one, other in zip(leaves, *grads, strict=True):
-        torch.testing.assert_close(one, torch.zeros_like(leaf) if other is None else other, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
@@ -196,13 +158,6 @@ def test_bad_resets_are_one_line() -> None:
             module(given_, **options)
 
 
-def test_compiled_module_with_resets() -> None:
-    torch._dynamo.reset()
-    rnn, x, resets = FactorizedRNN(3, 5, num_layers=2), torch.randn(6, 2, 3), some_resets(6, 2)
-    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, resets=resets)[0], rnn(x, resets=resets)[0])
-
-
 # -------------------------------------------------------------------------------------------------------------- TorchRL
 
 
@@ -244,23 +199,9 @@ def test_episodes_need_a_module_that_takes_resets() -> None:
     assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)
 
 
-def as_gru(rnn: Any) -> nn.GRU:
-    """The same recurrence as a GRU whose update gate is 0 and whose reset gate is 1, exactly."""
-    N = rnn.hidden_size
-    gru = nn.GRU(rnn.input_size, N, batch_first=True)
-    with torch.no_grad():
-        for parameter in gru.parameters():
-            parameter.zero_()
-        gru.weight_ih_l0[2 * N :], gru.weight_hh_l0[2 * N :] = rnn.weight_ih_l0, rnn.recurrent_matrix()
-        gru.bias_ih_l0[:N], gru.bias_ih_l0[N : 2 * N] = 1e4, -1e4
-        gru.bias_ih_l0[2 * N :] = rnn.bias_ih_l0 + rnn.bias_hh_l0 if isinstance(rnn, RNN) else rnn.bias_l0
-    return gru
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, GRU])
-def test_episodes_are_those_of_torchrl(kind: Any) -> None:
+def test_episodes_are_those_of_torchrl() -> None:
     """TorchRL's own GRUModule on the same weights, in both modes, with gradients."""
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
@@ -268,10 +209,8 @@ def test_episodes_are_those_of_torchrl(kind: Any) -> None:
 
     torch.manual_seed(0)
     B, T, N = 4, 12, 6
-    rnn = GRU(3, N, bias=True, variant="torch") if kind is GRU else kind(3, N)
-    gru = as_gru(rnn) if kind is not GRU else nn.GRU(3, N, batch_first=True)
-    if kind is GRU:
-        gru.load_state_dict(rnn.state_dict())
+    rnn, gru = GRU(3, N, bias=True, variant="torch"), nn.GRU(3, N, batch_first=True)
+    gru.load_state_dict(rnn.state_dict())
     keys = (["value", "recurrent_state", "is_init"], ["out", ("next", "recurrent_state")])
     theirs = GRUModule(gru=gru, in_keys=keys[0], out_keys=keys[1])
     ours = TensorDictModule(EpisodeRNN(rnn), in_keys=keys[0], out_keys=keys[1])

@@ -14,7 +14,6 @@ from runs import records, same
 
 from orthokern.errors import CheckpointError
 from orthokern.training import RunFolder, load_checkpoint
-from orthokern.training.metrics import MetricsLog
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"task": "adding"}', b'{"task": "adding", "settings": []}', b"\xff"])
@@ -34,17 +33,6 @@ def test_settings_that_do_not_fit_are_one_line(tmp_path: Path, capfd: pytest.Cap
     capfd.readouterr()
     assert toy_task.main(["--resume", str(tmp_path / "run")]) == 2
     assert capfd.readouterr().err.count("\n") == 1
-
-
-def test_a_locked_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    assert toy_task.main(["--out", str(folder), "--iterations", "2", "--no-plots"]) == 0
-    log = MetricsLog(folder / "metrics.jsonl")
-    capfd.readouterr()
-    assert toy_task.main(["--resume", str(folder), "--iterations", "3"]) == 2
-    out, err = capfd.readouterr()
-    assert not out and err.startswith("error: another process is training") and err.count("\n") == 1
-    log.close()
 
 
 def test_a_full_disk_and_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,18 +104,6 @@ def test_seeds_and_streams(tmp_path: Path) -> None:
     assert [r["iteration"] for r in d if "held_out_loss" in r] == [3, 6, 9, 12]
 
 
-def test_rates_decay_and_follow_T(tmp_path: Path) -> None:
-    assert run(*SMALL, "--iterations", 100, "--margin", "0.1", "--out", tmp_path / "run") == 0
-    groups = load_checkpoint(tmp_path / "run" / "checkpoint.pt")["optimizer"]["param_groups"]
-    rates = {group["role"]: group["lr"] for group in groups}
-    decay = 1 / 1.5
-    assert rates == pytest.approx(
-        {"geodesic": 1e-4 * decay, "readout": 2e-2 * decay, "input": 1e-3 * decay, "spectrum": 5e-3 * decay}
-    )
-    rule = {T: copy.complete({**copy.DEFAULTS, "T": T}).geodesic_lr for T in (10_000, 1000, 200)}
-    assert rule == pytest.approx({10_000: 1e-6, 1000: 1e-5, 200: 5e-5})
-
-
 def test_the_start_is_silent(tmp_path: Path) -> None:
     """Blanks leave the state at zero; only the bias of the blank speaks before anything is learned."""
     settings = copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16})
@@ -173,15 +161,6 @@ def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
     first, other = (found[name][0] for name in found)
     for key in ("grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"):
         assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
-
-
-def test_long_sequences_are_modal() -> None:
-    name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 10_000})).way
-    assert name == "modal" and "condition" in why
-    name, why = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 300, "nonlinearity": "tanh"})).way
-    assert name == "sequential" and "'tanh'" in why
-    batch = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 30})).next_batch()
-    assert all(part.dtype == torch.uint8 for part in batch)
 
 
 # ---- resuming ------------------------------------------------------------------------------------
@@ -282,20 +261,6 @@ def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
     assert length() == 3
 
 
-def test_a_longer_cosine_has_its_rates_from_the_first_iteration_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    def weights() -> torch.Tensor:
-        found: torch.Tensor = load_checkpoint(folder / "checkpoint.pt")["model"]["readout.weight"]
-        return found
-
-    options = [*SMALL, "--schedule", "cosine", "--lr-decay", 0, "--eval-sequences", 2]
-    assert run(*options, "--iterations", 4, "--out", folder) == 0
-    before = weights()
-    assert run("--resume", folder, "--iterations", 5) == 0
-    assert not torch.equal(weights(), before), "the shorter curve ends at a rate of 0"
-
-
 def test_no_plots_is_for_one_call(tmp_path: Path) -> None:
     small = ["--T", 3, "--hidden", 4, "--batch", 2, "--threads", 1, "--eval-sequences", 2]
     assert run(*small, "--iterations", 2, "--out", tmp_path / "run") == 0
@@ -317,18 +282,6 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert run("--resume", folder, "--out", tmp_path / "other") == 2
     assert run("--resume") == 2
     assert len(records(folder)) == 9
-
-
-def test_a_resumed_run_may_be_diagnosed_less_often(tmp_path: Path) -> None:
-    """The losses keep their bits."""
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder, every in zip(folders, ("1", "3"), strict=True):
-        options = ["--T", "5", "--hidden", "8", "--batch", "4", "--no-plots", "--out", str(folder)]
-        assert copy.main([*options, "--iterations", "2", "--diagnose-every", "1"]) == 0
-        assert copy.main(["--resume", str(folder), "--iterations", "6", "--diagnose-every", every]) == 0
-    one, two = map(records, folders)
-    assert [r["iteration"] for r in two if "spectrum" in r] == [1, 2, 4]
-    assert [r["loss"] for r in one] == [r["loss"] for r in two]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from runs import assert_resumes, build, run, settings_of
+from runs import assert_resumes, build, run
 from torch import Tensor
 
 from orthokern import InputError
@@ -100,30 +99,6 @@ def test_the_mask_decides_whether_moduli_are_gamma(tmp_path: Path) -> None:
     assert run("adding", *SMALL["adding"], "--model", "nnrnn", "--threads", 1, "--out", folder) == 0
     drawn = {path.name for path in folder.glob("*.png")}
     assert {"learning.png", "spectrum.png", "moduli.png", "angles.png", "gradients.png"} <= drawn
-
-
-def test_the_reports_tables() -> None:
-    """Tables 1 to 3: units, rates, smoothing, delta, T decay, initialisation."""
-    keys = ("hidden", "lr", "skew_lr", "alpha", "modulus_penalty", "triangle_decay", "init", "nonlinearity", "batch")
-    rows: dict[tuple[str, str], tuple[Any, ...]] = {
-        ("copy", "rnn"): (128, 1e-3, None, 0.9, 0, 0, "glorot", "modrelu", 10),
-        ("copy", "nnrnn"): (128, 5e-4, 1e-6, 0.99, 1e-4, 1e-6, "henaff", "modrelu", 10),
-        ("copy", "lstm"): (128, 5e-4, None, 0.99, 0, 0, "glorot", "modrelu", 10),
-        ("copy", "exprnn"): (128, 1e-3, 1e-4, 0.99, 0, 0, "henaff", "modrelu", 10),
-        ("pixel_mnist", "rnn"): (512, 1e-4, None, 0.9, 0, 0, "glorot", "modrelu", 100),
-        ("pixel_mnist", "nnrnn"): (512, 2e-4, 2e-5, 0.99, 0.1, 1e-4, "cayley", "modrelu", 100),
-        ("pixel_mnist", "lstm"): (512, 5e-4, None, 0.9, 0, 0, "glorot", "modrelu", 100),
-        ("pixel_mnist", "exprnn"): (512, 5e-4, 5e-5, 0.99, 0, 0, "cayley", "modrelu", 100),
-        ("adding", "rnn"): (128, 2e-4, None, 0.99, 0, 0, "glorot", "tanh", 10),
-        ("adding", "nnrnn"): (512, 2e-4, 2e-5, 0.99, 1e-4, 1e-4, "cayley", "modrelu", 10),
-        ("adding", "lstm"): (128, 2e-4, None, 0.99, 0, 0, "glorot", "modrelu", 10),
-        ("adding", "exprnn"): (512, 2e-4, 2e-5, 0.99, 0, 0, "cayley", "modrelu", 10),
-    }
-    for (task, model), row in rows.items():
-        data = ["--data", "somewhere"] if task == "pixel_mnist" else []
-        settings = settings_of(task, ["--preset", f"report-{model}", *data])
-        assert tuple(getattr(settings, key) for key in keys) == row and settings.model == model
-        assert settings.optimizer == "rmsprop" and settings.schedule == "constant" and settings.clip is None
 
 
 # ---- characters as a stream ------------------------------------------------------------------------------------------

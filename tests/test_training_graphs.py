@@ -227,18 +227,6 @@ def test_batches_of_other_shapes(tmp_path: Path, fake: type[FakeDevice]) -> None
     assert shown.count("batches of other shapes than the first one") == 1
 
 
-def test_a_batch_that_is_no_tuple_of_tensors(tmp_path: Path, fake: type[FakeDevice]) -> None:
-    class Named(Rotations):
-        def next_batch(self) -> Any:
-            return {"batch": super().next_batch()}
-
-        def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            return super().loss(batch["batch"])
-
-    found, shown = go(tmp_path / "run", Named(), True, iterations=6)
-    assert len(found[0]) == 6 and "launched kernel by kernel: a batch holds a dict" in shown
-
-
 def test_a_device_without_graphs_is_told_once(tmp_path: Path) -> None:
     expected, _ = go(tmp_path / "plain", Rotations(), False, iterations=8)
     found, shown = go(tmp_path / "asked", Rotations(), True, iterations=8)

@@ -214,13 +214,6 @@ def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert same(load_checkpoint(tmp_path / "a" / "checkpoint.pt"), load_checkpoint(tmp_path / "b" / "checkpoint.pt"))
 
 
-def test_a_task_without_a_last_step(tmp_path: Path) -> None:
-    toy = task()
-    toy.last_step_loss = lambda batch: None  # type: ignore[assignment,method-assign,return-value]
-    go(tmp_path / "run", toy, last_step_gradient=True)
-    assert not any("last_grad_norm_through_time" in r for r in records(tmp_path / "run"))
-
-
 def test_profiles_of_unequal_lengths() -> None:
     """Beyond its end a part has no states: it adds nothing there."""
     parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
@@ -294,14 +287,6 @@ def test_a_profile_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "profile of" not in capsys.readouterr().out  # asked for once
 
 
-def test_a_profile_of_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--iterations", 3, "--no-plots", "--threads", 1, "--out", tmp_path / "a", "--profile") == 0
-    assert "no profile: training ended within the 3 warm-up iterations" in capsys.readouterr().out
-    assert run("--iterations", 7, "--no-plots", "--threads", 1, "--out", tmp_path / "b", "--profile") == 0
-    assert "profile of iterations 4 to 7" in capsys.readouterr().out
-    assert json.loads((tmp_path / "b" / "profile.json").read_text())["operators"] == []
-
-
 # ---- readers that go away ------------------------------------------------------------------------
 
 
@@ -355,14 +340,3 @@ def test_refused_checkpoints(
     error = capsys.readouterr().err
     assert re.fullmatch(f"error: checkpoint {re.escape(str(path))} {message}.*\n", error), error
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before  # nothing is lost
-
-
-def test_a_checkpoint_from_before_an_option_existed(tmp_path: Path) -> None:
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    assert run(*OPTIONS, "--iterations", 18, "--out", folder) == 0
-    assert run("--iterations", 30, "--threads", 1, "--no-plots", "--out", whole) == 0
-    payload = load_checkpoint(folder / "checkpoint.pt")
-    del payload["settings"]["accumulate"]
-    save_checkpoint(folder / "checkpoint.pt", payload)
-    assert run("--resume", folder, "--iterations", 30) == 0
-    assert records(folder) == records(whole)

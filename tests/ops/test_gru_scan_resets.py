@@ -91,17 +91,6 @@ def test_resets_and_lengths_are_cuts(
     check_against_cuts(p, some_lengths(B, T, order, seed=seed))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradcheck_with_resets(variant: str) -> None:
-    p = GruProblem.random(variant, 5, 2, 3).with_resets(0.4)
-    assert p.resets is not None and p.resets.any() and not p.resets.all()
-
-    def run(*tensors: Tensor) -> Tensor:
-        return functional.gru_scan(**dict(zip(LEAVES, tensors, strict=True)), variant=variant, resets=p.resets)
-
-    assert torch.autograd.gradcheck(run, tuple(leaves_of(p).values()))
-
-
 @pytest.mark.parametrize("backend", SERVED[1:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)

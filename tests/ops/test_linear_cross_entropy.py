@@ -204,34 +204,6 @@ def test_a_retained_graph_gives_the_same_again() -> None:
         assert torch.equal(tensor.grad, gradient)  # type: ignore[arg-type]
 
 
-def test_the_large_gradient_is_not_copied() -> None:
-    """hidden of a long sequence is the largest tensor of a training step: its gradient exists once."""
-    hidden, weight, bias, target = readout()
-    seen: list[int] = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, h: Tensor) -> Tensor:
-            return h.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(grad.data_ptr())
-            return grad
-
-    saved: list[int] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t.data_ptr())
-        return t
-
-    watched = Watch.apply(hidden)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = functional.linear_cross_entropy(watched, weight, bias, target)
-    loss.backward()
-    assert seen[0] in saved
-
-
 def test_loss_alone_keeps_nothing() -> None:
     hidden, weight, bias, target = readout()
     with torch.no_grad():
@@ -275,25 +247,3 @@ def test_wrong_classes_where_nobody_reads_them(plain: bool, reduction: str, monk
     for found, want in ((grad_hidden, expected[1]), (second, expected[4])):
         assert bool(found[[1, 4]].isnan().all()) and torch.equal(found[good], want[good])
     assert target[1] == len(weight)  # the caller's
-
-
-def test_shapes_with_time_and_batch() -> None:
-    hidden, weight, bias, target = readout(6)
-    flat = functional.linear_cross_entropy(hidden, weight, bias, target)
-    shaped = functional.linear_cross_entropy(hidden.view(3, 2, 4), weight, bias, target.view(3, 2).to(torch.int32))
-    torch.testing.assert_close(shaped, flat, rtol=0, atol=0)
-
-
-def test_derivatives_of_torch_func() -> None:
-    hidden, weights, target = torch.randn(6, 4), torch.randn(3, 5, 4), torch.arange(6) % 5
-
-    def ours(weight: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(hidden, weight, None, target)
-
-    def plain(weight: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(hidden @ weight.mT, target)
-
-    torch.testing.assert_close(torch.func.grad(ours)(weights[0]), torch.func.grad(plain)(weights[0]))
-    torch.testing.assert_close(
-        torch.func.vmap(torch.func.grad(ours))(weights), torch.func.vmap(torch.func.grad(plain))(weights)
-    )

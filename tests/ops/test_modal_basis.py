@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from orthokern import init
-from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, to_complex, to_real
-from orthokern.ops.modal.gradient import close_pairs
+from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, to_real
 
 MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
 EPSILON = torch.finfo(torch.float64).eps
@@ -153,23 +152,3 @@ def test_thin_rank(N: int, K: int) -> None:
     # the basis of another null space is no basis of this matrix
     far = haar(N, 50)[:, :K]
     check((u * s) @ far.mT, diagonalise((u * s) @ far.mT, basis.right, v=far))
-
-
-def test_complex_and_real_forms() -> None:
-    m = randn(8, 8)
-    assert torch.equal(to_real(*to_complex(m)), m) or (to_real(*to_complex(m)) - m).abs().max() < 1e-15
-    a, b = to_complex(m)
-    z = torch.complex(randn(4, seed=1), randn(4, seed=2))
-    moved = a @ z + b @ z.conj()
-    assert (torch.cat([moved.real, moved.imag]) - m @ torch.cat([z.real, z.imag])).abs().max() < 1e-13
-
-
-def test_close_pairs_come_in_both_orders_and_grow_fewer_with_time() -> None:
-    basis = diagonalise(haar(64, 3))
-    counts = []
-    for T in (1, 10, 100, 10_000):
-        pairs = close_pairs(basis, T)
-        counts.append(len(pairs))
-        listed = {tuple(pair) for pair in pairs.tolist()}
-        assert listed == {(k, j) for j, k in listed}
-    assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_modal_basis import randn
 from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from orthokern import _memory, functional
+from orthokern import functional
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
@@ -257,31 +257,3 @@ def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pyte
     name, why = functional.explain_scan_cross_entropy(**big(), ids=False)
     assert name == "sequential" and why == "the inputs in modal coordinates would take 0.0191 GiB"
     assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
-
-
-def test_the_share_of_the_memory() -> None:
-    total = _memory.machine_memory("cpu", swap=False)
-    assert total is not None and total <= (_memory.machine_memory("cpu") or 0)
-    assert _memory.kept_states(torch.device("cpu")) == total // 16
-
-
-def test_chunks_bound_the_states_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of all steps are stored up to the limit, beyond it those of a chunk; the modal form stores none."""
-    step, sizes, scan = 3 * 16 * 4, [], scan_loss.scan
-
-    def watched(args: Any) -> Tensor:
-        hs = scan(args)
-        sizes.append(hs.nbytes)
-        return hs
-
-    monkeypatch.setattr(scan_loss, "scan", watched)
-    monkeypatch.setattr(scan_loss, "CHUNK", 10 * step)
-    ids, target, readout = torch.randint(5, (100, 3)), torch.randint(4, (100, 3)), nn.Linear(16, 4)
-    for kept, largest in ((100 * step, 100 * step), (99 * step, 10 * step)):
-        monkeypatch.setattr(scan_loss, "kept_states", lambda device, kept=kept: kept)
-        sizes.clear()
-        RNN(5, 16).loss(ids, readout, target)[0].backward()
-        assert max(sizes) == largest
-    sizes.clear()
-    RNN(5, 16, nonlinearity="identity").loss(ids, readout, target, algorithm="modal")[0].backward()
-    assert not sizes

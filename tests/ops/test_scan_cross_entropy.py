@@ -10,12 +10,11 @@ import torch
 from test_modal_basis import MARGINS, factored, randn
 from torch import Tensor, nn
 
-from orthokern import functional, init
-from orthokern.diagnostics import tap
+from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
-from orthokern.ops.modal import cpu, op
 from orthokern.ops.modal import loss as scan_loss
+from orthokern.ops.modal import op
 
 IDS, FEATURES, TERMS = "ids", "features", "terms"
 
@@ -108,17 +107,20 @@ def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_chunks_without_gradients_are_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of trainable parameters too."""
-    rnn, readout = FactorizedRNN(10, 8), LinearCrossEntropy(8, 9)
+@pytest.mark.parametrize(("nonlinearity", "algorithm"), [("tanh", "sequential"), ("identity", "modal")])
+def test_losses_without_gradients(
+    mode: Any, nonlinearity: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, and modal; of trainable parameters too."""
+    rnn, readout = FactorizedRNN(10, 8, nonlinearity=nonlinearity), LinearCrossEntropy(8, 9)
     ids, target = torch.randint(10, (40, 3)), torch.randint(9, (40, 3))
-    expected = rnn.loss(ids, readout, target)
+    expected = rnn.loss(ids, readout, target, algorithm=algorithm)
     monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
     monkeypatch.setattr(scan_loss, "CHUNK", 7 * 3 * 8 * 4)
-    with mode(), tap() as taps:
-        loss, hits = rnn.loss(ids, readout, target)
+    with mode():
+        loss, hits = rnn.loss(ids, readout, target, algorithm=algorithm)
     torch.testing.assert_close(loss, expected[0].detach())
-    assert torch.equal(hits, expected[1]) and taps.state_norms[0].shape == (40,)
+    assert torch.equal(hits, expected[1])
 
 
 @pytest.mark.parametrize("activation", ["tanh", "modrelu", "prelu"])
@@ -172,24 +174,6 @@ def test_one_id_of_any_strides(dtype: torch.dtype) -> None:
     compare(required, arguments, 1e-10, algorithm="modal")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of trainable parameters too, and with a bias, which is the one that enters the call as it is."""
-    required, arguments = problem(IDS, 12, 12, 17, 4)
-    run, needed = cpu.loss, []
-
-    def watched(inputs: Any, readout: Any, need_grad: bool) -> Any:
-        needed.append(need_grad)
-        return run(inputs, readout, need_grad)
-
-    monkeypatch.setattr(cpu, "loss", watched)
-    expected = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
-    with mode():
-        result = functional.scan_cross_entropy(**arguments, algorithm="modal").loss
-    assert needed == [True, False]
-    torch.testing.assert_close(result, expected.detach())
-
-
 @pytest.mark.parametrize("margin", MARGINS)
 @pytest.mark.parametrize(
     ("N", "K", "T"),
@@ -198,16 +182,6 @@ def test_modal_without_gradients_is_a_forward(mode: Any, monkeypatch: pytest.Mon
 def test_margins(N: int, K: int, T: int, margin: float | None) -> None:
     required, arguments = problem(IDS, N, K, T, 3, margin=margin)
     compare(required, arguments, 1e-7 if margin is None or N == 250 else 1e-8, algorithm="modal")
-
-
-@pytest.mark.parametrize("name", ["orthogonal", "henaff", "cayley", "identity", "glorot", "glorot-uniform", "learned"])
-def test_starts(name: str) -> None:
-    required, arguments = problem(IDS, 16, 16, 25, 3, dense=True)
-    w = torch.empty(16, 16)
-    init.initialize_(w, name, torch.Generator().manual_seed(1))
-    arguments["matrix"] = (w.double().requires_grad_(),)
-    required[0] = arguments["matrix"][0]
-    compare(required, arguments, 1e-8, algorithm="modal")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -285,8 +259,6 @@ def test_why_not(change: dict[str, Any], why: str) -> None:
     ("change", "message"),
     [
         ({"T": 0}, "T is 0: accepted is an integer, 1 or more"),
-        ({"T": -4}, "T is -4: accepted"),
-        ({"B": 0}, "B is 0: accepted"),
         ({"classes": 2.5}, "classes is 2.5: accepted"),
         ({"algorithm": "model"}, "unknown algorithm 'model'.*did you mean 'modal'"),
         ({"algorithm": "chunked", "resets": True}, "algorithm is 'chunked' with resets"),
@@ -308,14 +280,12 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
         ({"activation": "tanh", "algorithm": "modal"}, "algorithm is 'modal': the activation is 'tanh'.*'sequential'"),
         ({"message_clip": 0.5, "algorithm": "modal"}, "algorithm is 'modal': message_clip is 0.5.*'sequential'"),
         ({"matrix": torch.ones(3, 4)}, "matrix"),
-        ({"matrix": (torch.ones(3, 3), torch.ones(3))}, "matrix"),
         ({"readout": torch.ones(2, 5)}, "readout has shape"),
         ({"target": torch.zeros(3, 2)}, "target has dtype float32"),
         ({"target": torch.zeros(3, 9, dtype=torch.int64)}, "target has shape"),
         ({"reduction": "none"}, "reduction"),
         ({"basis": torch.ones(3, 3)}, "basis has shape"),
         ({"x": torch.zeros(6, 2, dtype=torch.int8), "weight": torch.ones(6, 4)}, "uint8, int16, int32 or int64"),
-        ({"algorithm": "model"}, "did you mean 'modal'"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:

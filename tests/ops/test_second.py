@@ -10,11 +10,11 @@ import pytest
 import torch
 from helpers import SCANS, GruProblem, act_param_for, run_scan, scan_problem
 from torch import Tensor
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from orthokern import functional
 from orthokern.diagnostics import tap
-from orthokern.nn import RNN, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import PeepholeLSTM
 from orthokern.ops.activations import NAMES
 
 KINDS = ("dense", "features", "tokens")
@@ -198,17 +198,6 @@ def test_padding_is_not_read(op: str) -> None:
     torch.testing.assert_close(tangent, torch.func.jvp(case, case.plain, directions)[1])
 
 
-@pytest.mark.parametrize("activation", ["tanh", "softsign"])
-def test_saturated_units(activation: str) -> None:
-    """A unit whose slope is 0 in its dtype, or nearly so, spoils nothing."""
-    case = scan_case("dense_scan", activation, "dense")
-    with torch.no_grad():
-        case.leaves[0][1:3, :, :2] = torch.tensor([12.0, -40.0], dtype=torch.float64)
-    exact, found = second_gradients(case, "reference"), second_gradients(case, None)
-    for actual, expected in zip(found, exact, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def test_third_derivative() -> None:
     case = scan_case("factored_scan", "tanh", "dense")
     w = case.leaves[1]
@@ -298,33 +287,6 @@ def test_torch_func(make: Callable[[], Case]) -> None:
             torch.testing.assert_close(many[r], torch.func.grad(case.reference_loss, i)(*at))
 
 
-@pytest.mark.parametrize("make", KINDS_OF_CALLS)
-def test_jvp_is_the_transpose_of_vjp(make: Callable[[], Case]) -> None:
-    case = make()
-    generator = torch.Generator().manual_seed(3)
-    directions = tuple(torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in case.plain)
-    out, tangent = torch.func.jvp(case, case.plain, directions)[:2]
-    torch.testing.assert_close(out, case(*case.plain))
-    grads = torch.autograd.grad(case(*case.leaves), case.leaves, case.cotangent)
-    by_vjp = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
-    torch.testing.assert_close((tangent * case.cotangent).sum(), by_vjp)
-    # the other public interface, with a tangent of one input alone
-    for i, (leaf, direction) in enumerate(zip(case.plain, directions, strict=True)):
-        with forward_ad.dual_level():
-            given = [forward_ad.make_dual(leaf, direction) if i == j else t for j, t in enumerate(case.plain)]
-            found = forward_ad.unpack_dual(case(*given)).tangent
-        torch.testing.assert_close((found * case.cotangent).sum(), (grads[i] * direction).sum())
-
-
-def test_message_clip_is_no_part_of_the_tangent() -> None:
-    case, free = (scan_case("dense_scan", "tanh", "dense", **o) for o in ({"message_clip": 1e-3}, {}))
-    directions = tuple(torch.ones_like(t) for t in case.plain)
-    expected = torch.func.jvp(free, case.plain, directions)[1]
-    for backend in (None, "reference"):
-        found = torch.func.jvp(lambda *t, b=backend: case(*t, backend=b), case.plain, directions)[1]
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("op", SCANS)
 def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str, backend: str | None) -> None:
@@ -345,28 +307,6 @@ def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str,
     torch.testing.assert_close(list(found), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
-def test_hessian_of_a_module(make: Any) -> None:
-    torch.manual_seed(0)
-    rnn, x = make(3, 4, num_layers=2, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
-    names, values = zip(*rnn.named_parameters(), strict=True)
-
-    def loss(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(rnn, dict(zip(names, values, strict=True)), (x,))[0].square().sum()
-
-    values = tuple(value.detach() for value in values)
-    vector = tuple(torch.ones_like(value) for value in values)
-    product = torch.func.jvp(torch.func.grad(loss, tuple(range(len(values)))), values, vector)[1]
-    _, by_double_backward = torch.autograd.functional.hvp(loss, values, vector)
-    for a, b in zip(product, by_double_backward, strict=True):
-        torch.testing.assert_close(a, b)
-    step = 1e-5
-    gradient = torch.func.grad(loss, tuple(range(len(values))))
-    above, below = (gradient(*(v + sign * step for v in values)) for sign in (1, -1))
-    for a, up, down in zip(product, above, below, strict=True):
-        torch.testing.assert_close(a, (up - down) / (2 * step), rtol=1e-5, atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------- what stays as it was
 
 
@@ -382,16 +322,6 @@ def test_a_tap_sees_one_backward() -> None:
     with tap() as second:
         torch.autograd.grad([g.square().sum() for g in first], case.leaves)
     assert len(second.grad_norms) == 1  # of the first backward, which runs again; not of the adjoint's own derivative
-
-
-def test_a_first_backward_takes_the_kernels_alone() -> None:
-    """Without create_graph nothing of the above runs: the same two ops as ever."""
-    case = scan_case("dense_scan", "prelu", "features")
-    with torch.autograd.profiler.profile() as profile:
-        torch.autograd.grad(case(*case.leaves), case.leaves, case.cotangent)
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["orthokern::dense_scan_fwd"] == counts["orthokern::dense_scan_bwd"] == 1
-    assert "LinearScan" not in counts and "aten::mm" not in counts
 
 
 def test_what_has_no_second_derivative_says_so() -> None:

@@ -59,15 +59,6 @@ def test_import_without_native_module_and_triton() -> None:
     assert run(BLOCK + WATCH + textwrap.dedent(code)) == ["(3, 2, 4) False False False"]
 
 
-def test_explain_without_native_module_says_why() -> None:
-    code = """
-    from orthokern import dispatch
-    text = dispatch.explain()
-    assert "native module: not available: " in text, text
-    """
-    run(BLOCK + WATCH + textwrap.dedent(code))
-
-
 def test_every_module_imports_without_native_module_and_triton() -> None:
     """Plots and command lines too; the programs that fonts are looked up with are matplotlib's own affair."""
     code = """
@@ -82,17 +73,6 @@ def test_every_module_imports_without_native_module_and_triton() -> None:
     assert run(BLOCK + textwrap.dedent(code)) == ["True False"]
 
 
-def test_import_is_light() -> None:
-    """Neither plots nor progress bars are loaded before something draws them."""
-    code = """
-    import sys, torch
-    before = set(sys.modules)
-    import orthokern, orthokern.nn, orthokern.optim, orthokern.functional
-    print(sorted({"matplotlib"} & (sys.modules.keys() - before)))
-    """
-    assert run(code) == ["[]"]
-
-
 def test_citation_and_changelog_have_the_version() -> None:
     import orthokern
 
@@ -100,11 +80,6 @@ def test_citation_and_changelog_have_the_version() -> None:
     assert cited is not None and cited[1] == orthokern.__version__
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert orthokern.__version__ in headings
-
-
-def test_version_has_one_source() -> None:
-    code = "import orthokern, orthokern._version as v; print(orthokern.__version__ is v.__version__)"
-    assert run(code) == ["True"]
 
 
 def test_import_costs_nothing_beside_torch() -> None:

@@ -1,0 +1,299 @@
+"""The split of a model's parameters, and the optimizer that combines a geodesic part with one of torch's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_optim import basis, error
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from orthokern import InputError
+from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
+from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, optimizer_for, split_parameters
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Everything here is too small for a second thread; conftest.py gives the others back."""
+    torch.set_num_threads(1)
+
+
+class Model(nn.Module):
+    """Two factorized recurrences with different margins, a dense one, a readout, and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = FactorizedRNN(3, 4, 2, margin=0.01)
+        self.free = FactorizedRNN(4, 4, margin=None, rank=2)
+        self.fixed = FactorizedRNN(4, 4, margin=0.0)
+        self.dense = RNN(4, 4)
+        self.readout = LinearCrossEntropy(4, 5)
+        self.fixed.weight_ih_l0 = self.dense.weight_ih_l0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for rnn in (self.near, self.free, self.fixed, self.dense):
+            x = rnn(x)[0]
+        return self.readout(x)
+
+
+def test_split_parameters() -> None:
+    model = Model()
+    for root in (model, nn.Sequential(model)):
+        split = split_parameters(root)
+        assert {id(p) for p in split["geodesic"]} == {
+            id(p) for n, p in model.named_parameters() if n.split(".")[1].startswith(("u_", "v_"))
+        }
+        margins = [(id(p), m) for p, m in split["spectrum"]]
+        near, free, fixed = model.near, model.free, model.fixed
+        assert margins == [
+            (id(near.spectrum_l0), 0.01),
+            (id(near.spectrum_l1), 0.01),
+            (id(free.spectrum_l0), None),
+            (id(fixed.spectrum_l0), 0.0),
+        ]
+        everything = [*split["geodesic"], *(p for p, _ in split["spectrum"]), *split["other"]]
+        assert len(everything) == len({id(p) for p in everything}) == len(list(model.parameters()))
+
+
+def test_a_users_module_can_have_roles() -> None:
+    class Mine(nn.Module):
+        def __init__(self, role: str) -> None:
+            super().__init__()
+            self.role, self.q, self.w = role, basis(4, 4), nn.Parameter(torch.ones(3))
+
+        def parameter_roles(self) -> dict[str, str]:
+            return {"q": self.role}
+
+    mine = Mine("geodesic")
+    split = split_parameters(nn.Sequential(mine))
+    assert split["geodesic"] == [mine.q] and [id(p) for p in split["other"]] == [id(mine.w)]
+    assert list(optimizer_for(mine).parts) == ["geodesic", "euclidean"]
+    with pytest.raises(InputError, match="'geodesik'"):
+        split_parameters(Mine("geodesik"))
+
+
+def test_rates_of_the_groups() -> None:
+    optimizer = optimizer_for(Model(), lr=1e-2, geodesic_lr=1e-5, spectrum_lr=1e-3, alpha=0.9, weight_decay=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    groups = optimizer.param_groups
+    assert [group["role"] for group in groups] == ["geodesic", "other", "spectrum", "spectrum", "spectrum"]
+    assert [group["lr"] for group in groups] == pytest.approx([1e-5, 1e-2, 1e-3 / 0.02, 1e-3, 0.0])
+    assert [group.get("margin") for group in groups[2:]] == [0.01, None, 0.0]
+    assert [group.get("weight_decay") for group in groups] == [None, 0.1, 0.0, 0.1, 0.0]
+    assert all(group["alpha"] == 0.9 for group in groups[1:])
+    default = optimizer_for(FactorizedRNN(2, 4, margin=0.5), lr=1e-2)
+    assert default.param_groups[2]["lr"] == pytest.approx(1e-2)
+    tanh = optimizer_for(FactorizedRNN(2, 4, spectrum_map="tanh"), spectrum_lr=1e-3).param_groups[2]
+    assert (tanh["spectrum_map"], tanh["margin"], tanh["lr"]) == ("tanh", 0.1, pytest.approx(1e-3 / 0.4))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 6, 3, generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), (x[..., 0] > 0).long().flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("euclidean", [torch.optim.RMSprop, torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW])
+def test_combined_trains(euclidean: Any) -> None:
+    model = Model()
+    frozen = model.fixed.spectrum_l0.detach().clone()
+    optimizer = optimizer_for(model, lr=0.02, geodesic_lr=1e-2, spectrum_lr=1e-3, euclidean=euclidean, basis_clip=1.0)
+    losses = train(model, optimizer, 20)
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(m.orthogonality_error() < 3e-6 for m in (model.near, model.free, model.fixed))
+    assert torch.equal(model.fixed.spectrum_l0.detach(), frozen)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert float((model.near.spectrum().detach() - 1).abs().max()) <= 0.01 + 1e-6
+
+
+def test_plain_models() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_for(model, lr=0.01, alpha=0.9)
+    assert list(optimizer.parts) == ["euclidean"]
+    assert train(model, optimizer, 5) == train(twin, torch.optim.RMSprop(twin.parameters(), lr=0.01, alpha=0.9), 5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_combined_state_dict_continues_bit_for_bit() -> None:
+    def make(model: nn.Module) -> CombinedOptimizer:
+        return optimizer_for(
+            model, lr=0.02, geodesic_lr=1e-2, euclidean=torch.optim.Adam, geodesic_options={"correct_every": 3}
+        )
+
+    torch.manual_seed(0)
+    one = Model()
+    two = copy.deepcopy(one)
+    straight = make(one)
+    schedule = ExponentialLR(straight, 0.9)
+    for i in range(8):
+        train(one, straight, 1, seed=i)
+        schedule.step()
+
+    first = make(two)
+    schedule = ExponentialLR(first, 0.9)
+    for i in range(4):
+        train(two, first, 1, seed=i)
+        schedule.step()
+    buffer = io.BytesIO()
+    torch.save({"model": two.state_dict(), "optimizer": first.state_dict(), "schedule": schedule.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    three = Model()
+    three.load_state_dict(saved["model"])
+    second = make(three)
+    schedule = ExponentialLR(second, 0.9)
+    second.load_state_dict(saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+    assert [g["steps"] for g in second.param_groups if "steps" in g] == [4]
+    for i in range(4, 8):
+        train(three, second, 1, seed=i)
+        schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), three.parameters(), strict=True))
+    assert [g["lr"] for g in second.param_groups] == [g["lr"] for g in straight.param_groups]
+    with pytest.raises(InputError, match=r"groups \(role, parameters\)"):
+        make(FactorizedRNN(3, 4)).load_state_dict(saved["optimizer"])
+    with pytest.raises(InputError):
+        make(three).load_state_dict({})
+
+
+@pytest.mark.parametrize("euclidean", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.Adam])
+def test_schedulers_that_cycle_the_momentum(euclidean: Any) -> None:
+    """As they are called by default. The geodesic part has no momentum, so that its steps do not change."""
+    for cyclic in (False, True):
+        model = Model()
+        optimizer = optimizer_for(model, lr=1e-3, geodesic_lr=1e-3, euclidean=euclidean)
+        optimizer.add_param_group({"params": [basis(3, 3, dtype=torch.float32)], "role": "geodesic", "lr": 1e-3})
+        schedulers = torch.optim.lr_scheduler
+        schedule = (
+            schedulers.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=3)
+            if cyclic
+            else schedulers.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps=9)
+        )
+        first = [group["lr"] or 1.0 for group in optimizer.param_groups]
+        momenta = set()
+        for i in range(6):
+            train(model, optimizer, 1, seed=i)
+            schedule.step()
+            factors = {group["lr"] / rate for group, rate in zip(optimizer.param_groups, first, strict=True)} - {0.0}
+            assert max(factors) == pytest.approx(min(factors))  # the ratios of the rates stay
+            group = optimizer.parts["euclidean"].param_groups[0]
+            momenta.add(group["betas"][0] if euclidean is torch.optim.Adam else group["momentum"])
+        assert len(momenta) >= 4 and all(0.8 <= momentum <= 0.95 for momentum in momenta)
+        assert error(model.near.u_l0) < 1e-5
+        again = optimizer_for(model, euclidean=euclidean)
+        again.add_param_group({"params": [basis(3, 3, dtype=torch.float32)], "role": "geodesic", "lr": 1e-3})
+        again.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_combined_behaves_as_an_optimizer() -> None:
+    model = Model()
+    optimizer = optimizer_for(model, euclidean=torch.optim.Adam)
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: hooks.append("post"))
+    assert float(optimizer.step(closure).detach()) > 0 and len(calls) == 1 and hooks == ["pre", "post"]
+    assert len(optimizer.state) == sum(len(part.state) for part in optimizer.parts.values()) > 0
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.param_groups[1]["lr"] = 0.5
+    assert optimizer.parts["euclidean"].param_groups[0]["lr"] == 0.5
+    assert "role: geodesic" in repr(optimizer)
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    assert len(again.state) == len(optimizer.state)
+
+
+def test_combined_add_param_group() -> None:
+    model = FactorizedRNN(2, 4)
+    optimizer = optimizer_for(model)
+    q, w = basis(3, 3), nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [q], "param_names": ["q"], "role": "geodesic", "lr": 0.1})
+    optimizer.add_param_group({"params": [w], "param_names": ["w"], "lr": 0.1})
+    assert len(optimizer.param_groups) == 5
+    q.grad, w.grad = torch.randn_like(q), torch.ones(2)
+    optimizer.step()
+    assert error(q) < 1e-13 and float(w[0].detach()) < 1
+    with pytest.raises(InputError, match="already in group"):
+        optimizer.add_param_group({"params": [w], "role": "geodesic"})
+    for several in (
+        optimizer,
+        CombinedOptimizer({"euclidean": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}),
+    ):
+        layer = nn.Linear(2, 3)
+        several.add_param_group({"params": layer.parameters(), "lr": 0.1})  # an iterator, and no names
+        assert several.param_groups[-1]["params"] == list(layer.parameters())
+        with pytest.raises(InputError, match="already in group"):
+            several.add_param_group({"params": iter([layer.bias])})
+        with pytest.raises(InputError, match="params of the new group must be at least one"):
+            several.add_param_group({"params": []})
+    with pytest.raises(InputError, match="role of the new group must be one of the parts euclidean, got 'geodesic'"):
+        optimizer_for(nn.Linear(2, 2)).add_param_group({"params": [basis(3, 3)], "role": "geodesic"})
+    with pytest.raises(InputError, match="in parts 'a' and 'b'"):
+        CombinedOptimizer({"a": torch.optim.SGD([w], lr=0.1), "b": torch.optim.SGD([w], lr=0.1)})
+
+
+def test_bad_basis_gradient_stops_every_part() -> None:
+    model = FactorizedRNN(2, 4)
+    optimizer = optimizer_for(model)
+    model(torch.randn(3, 1, 2))[0].sum().backward()
+    model.v_l0.grad[0, 0] = float("nan")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match=r"parameter 1 \(v_l0\) has NaN"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_rate_for_each_child() -> None:
+    model = nn.ModuleDict({"rnn": NonNormalRNN(3, 4), "readout": nn.Linear(4, 2)})
+    rates = {"spectrum_lr": 0.3, "skew_lr": 0.4}
+    optimizer = optimizer_for(model, lr={"readout": 0.1, "rnn": 0.2}, **rates)
+    told = [(group["role"], group["lr"]) for group in optimizer.param_groups]
+    assert told == [("readout", 0.1), ("rnn", 0.2), ("rotation", 0.2), ("skew", 0.4)]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) and set(held) == set(model.parameters())
+    with pytest.raises(InputError, match="unknown child .* 'readout'.*accepted: rnn"):
+        optimizer_for(model, lr={"rnn": 0.2}, **rates)
+    with pytest.raises(InputError, match="lr of rnn must be a finite number of at least 0, got -1"):
+        optimizer_for(model, lr={"rnn": -1.0}, **rates)
+
+
+def test_a_rate_for_each_child_needs_those_of_the_roles_that_the_model_has() -> None:
+    rates = {"rnn": 0.2, "readout": 0.1}
+    for rnn, lacking in ((NonNormalRNN(3, 4), "skew"), (FactorizedRNN(3, 4), "spectrum")):
+        model = nn.ModuleDict({"rnn": rnn, "readout": nn.Linear(4, 2)})
+        with pytest.raises(InputError, match=f"{lacking}_lr must be a number, since lr is a dict, got None"):
+            optimizer_for(model, lr=rates)
+        groups = optimizer_for(model, lr=rates, **{f"{lacking}_lr": 0.4}).param_groups
+        assert [group["lr"] for group in groups if group["role"] == lacking]
+    optimizer_for(nn.ModuleDict({"rnn": nn.RNN(3, 4), "readout": nn.Linear(4, 2)}), lr=rates)
+
+
+def test_bases_by_another_geodesic_optimizer() -> None:
+    options = {"alpha": 0.7}
+    optimizer = optimizer_for(FactorizedRNN(2, 4), geodesic=GeodesicRMSprop, geodesic_options=options)
+    assert isinstance(optimizer.parts["geodesic"], GeodesicRMSprop)
+    assert optimizer.parts["geodesic"].param_groups[0]["alpha"] == 0.7
