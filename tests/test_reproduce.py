@@ -27,6 +27,7 @@ from orthokern.reproduce import runner
 from orthokern.reproduce.report import figure_name, is_same_run, labels, markdown
 from orthokern.reproduce.spec import Experiment, Run, over_seeds, planned
 from orthokern.training import read_metrics
+from orthokern.training.options import check_models
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "results"
 ALL = tuple(command.EXPERIMENTS.values())
@@ -256,8 +257,7 @@ def test_command_lines_are_accepted(experiment: Experiment, tmp_path: Path) -> N
         for run in experiment.runs:
             options = (*run.options, *(run.quick if quick else ()))
             settings = settings_of(run.task, options, **({"data": "x"} if experiment.data else {}))
-            parser = command_of(run.task).parser()
-            parser.check_all_play(parser.parse(list(options)), settings)
+            check_models(command_of(run.task).parser().parse(list(options)), settings)
             cells = labels(run, vars(settings))
             name = figure_name(experiment, cells)
             assert name == ", ".join(cells[heading] for heading in experiment.named_by)

@@ -114,7 +114,7 @@ def test_char_lm_rates_by_network() -> None:
         assert settings_of("char_lm", ["--data", "x", "--model", model]).input_lr is None
     given = settings_of("char_lm", "--data x --geodesic-lr 0 --input-lr 0.5".split())
     assert (given.geodesic_lr, given.input_lr) == (0.0, 0.5)
-    paper = settings_of("char_lm", ["--data", "x"], **char_lm.PRESETS["paper"])
+    paper = settings_of("char_lm", ["--data", "x"], **char_lm.COMMAND.presets["paper"])
     assert (paper.geodesic, paper.geodesic_lr, paper.lr, paper.input_lr) == ("sgd", 1e-6, 1e-3, 1e-3)
     assert (usual.margin, paper.margin) == (0.1, 1.0)
 
@@ -146,7 +146,7 @@ def test_rotations_at_the_start(small: dict[str, list[str]]) -> None:
     assert 0.4 < largest_angle() < 0.4701 and 0.4 < largest_angle("--model", "exprnn") < 0.4701
     assert largest_angle("--max-angle", "0.1") < 0.1001
     assert 1.2 < largest_angle("--max-angle", "none") < 1.571
-    assert 0.8 < largest_angle(**{**pixel_mnist.PRESETS["report-exprnn"], "hidden": 60}) < 1.0001
+    assert 0.8 < largest_angle(**{**pixel_mnist.COMMAND.presets["report-exprnn"], "hidden": 60}) < 1.0001
     assert largest_angle("--init", "orthogonal") > 2.5 and largest_angle("--model", "nnrnn") > 2.5
 
 
@@ -444,7 +444,7 @@ def test_resume_within_a_plateau_is_exact(
 
 def test_the_released_code_halves_its_rates(ptb: Path) -> None:
     for preset in ("nnrnn-150", "nnrnn-300"):
-        settings = settings_of("char_lm", ["--data", str(ptb)], **{**char_lm.PRESETS[preset], "hidden": 8})
+        settings = settings_of("char_lm", ["--data", str(ptb)], **{**char_lm.COMMAND.presets[preset], "hidden": 8})
         task = char_lm.CharStream(settings)
         assert task.scheduler is None and task.plateau is not None
         before = [group["lr"] for group in task.optimizer.param_groups]

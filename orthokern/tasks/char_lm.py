@@ -26,11 +26,11 @@ from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
 from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
-from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, defaults, option
 
@@ -86,33 +86,6 @@ class CharOptions(StartOptions, DataOptions):
 
 
 DEFAULTS = defaults(CharOptions)
-
-# The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
-# of 128 rows and 100 epochs as in that code. (That code has an embedding of size 200, U(-0.1, 0.1), before the input
-# matrix; here a character selects a column of the input matrix.) That code halves all rates after every epoch whose
-# validation loss is not below the best one so far.
-_NNRNN: Settings = {"model": "nnrnn", "hidden": 1024, "nonlinearity": "modrelu", "init": "cayley"}
-_NNRNN |= {"start": "glorot-normal", "optimizer": "adam", "beta1": 0.0, "beta2": 0.9, "lr": 2e-3, "skew_lr": 2e-4}
-_NNRNN |= {"schedule": "plateau", "plateau_factor": 0.5, "patience": 1, "modulus_penalty": 1e-4, "batch": 128}
-_NNRNN |= {"epochs": 100}
-
-# Vorontsov et al. 2017, sections 3.1 and 3.1.2: 512 tanh units, 200 epochs, batches of 50, RMSprop at 1e-3 and
-# geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
-# as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
-# matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
-_PAPER: Settings = {"nonlinearity": "tanh", "margin": 1.0, "start": "small", "optimizer": "rmsprop"}
-_PAPER |= {"schedule": "constant", "learned_h0": True, "bucket": 1, "lr": 1e-3, "input_lr": 1e-3}
-_PAPER |= {"geodesic": "sgd", "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 30.0, "weight_decay": 1e-4, "epochs": 200}
-
-PRESETS: dict[str, Settings] = {
-    "paper": _PAPER,
-    "nnrnn-150": {**_NNRNN, "bptt": 150, "triangle_decay": 1e-5, "clip": 10.0},
-    "nnrnn-300": {**_NNRNN, "bptt": 300, "triangle_decay": 1e-6, "clip": 5.0},
-}
-PRESET_HELP = {
-    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
-    "nnrnn-150, nnrnn-300": "those of the code released with Kerg et al. 2019, with --bptt",
-}
 
 
 State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
@@ -371,31 +344,6 @@ def _task(settings: CharOptions) -> CharTask:
     return CharLm(settings) if settings.bptt is None else CharStream(settings)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a recurrent network to predict the next character of Penn Treebank sentences.
-
---data names the folder with the text, as words (ptb.train.txt, ptb.valid.txt, ptb.test.txt) or as
-characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each as one
-sequence. Padding is not computed. The test sentences are evaluated once, at the end, with the
-parameters that are best on the validation sentences.
-
-With --bptt N the whole text is one stream, cut into --batch rows that are read N characters at a time;
-the state is carried from one segment to the next.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.char_lm --data ptb                           sentences of up to 75
-  python -m orthokern.tasks.char_lm --data ptb --length 300              nearly all of them
-  python -m orthokern.tasks.char_lm --data ptb --preset paper --margin 0.1 --epochs 20
-  python -m orthokern.tasks.char_lm --data ptb --model lstm --hidden 256
-  python -m orthokern.tasks.char_lm --data ptb --bptt 150 --batch 128 --model nnrnn --nonlinearity modrelu
-  python -m orthokern.tasks.char_lm --data ptb --preset nnrnn-150
-"""
-
-
 def complete(settings: Settings) -> CharOptions:
     """The settings as an object, checked, with the defaults that depend on others; see `recurrent.complete`."""
     if settings["geodesic_lr"] is None:
@@ -405,7 +353,7 @@ def complete(settings: Settings) -> CharOptions:
     return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
 
 
-COMMAND = cli.TaskCommand("char_lm", DESCRIPTION, EXAMPLES, CharOptions, complete, _task, PRESETS, PRESET_HELP)
+COMMAND = task_command("char_lm", CharOptions, complete, _task)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@ the last one (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data import RandomPermutationTask, TemporalOrderTask
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks import recurrent
 from orthokern.tasks.network import build_recurrence, last_output
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask, StartOptions, start_normal, start_recurrence
-from orthokern.training.cli import TaskCommand
 from orthokern.training.options import option
 
 SHORT_EVALUATIONS = (
@@ -48,24 +43,6 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     geodesic_lr: float = 1e-3
     clip: float | None = 1.0
     iterations: int = 20_000
-
-
-# Manchev and Spratling, section III-A: 100 tanh units, batches of 20, SGD, up to 100 000 iterations, a test on 10 000
-# sequences every 100 iterations; every matrix Glorot-uniform. The rates are those of their Table I for temporal order.
-PAPER: Settings = {"model": "rnn", "hidden": 100, "init": "glorot-uniform", "start": "glorot", "batch": 20}
-PAPER |= {"nonlinearity": "tanh", "optimizer": "sgd", "momentum": 0.0, "clip": None, "iterations": 100_000}
-
-PRESETS: dict[str, Settings] = {
-    "srnn": {**PAPER, "lr": 0.01},
-    # the penalties in the tables of the paper are for the norm, not for its square as in the text
-    "open": {**PAPER, "lr": 0.001, "soft_orthogonality": 1.0, "soft_orthogonality_norm": "plain"},
-    "oinit": {**PAPER, "lr": 1e-4, "init": "learned", "start": "learned"},
-}
-PRESET_HELP = {
-    "srnn": "the plain network of Manchev and Spratling",
-    "open": "theirs with a penalty",
-    "oinit": "theirs with every matrix made orthogonal before; each with the paper's rate for temporal order",
-}
 
 
 def out_of_reach(right: int, done: int, count: int, goal: float) -> bool:
@@ -134,11 +111,3 @@ class LastAnswer(DrawnTask):
             return f"not solved ({goal}): {done}"
         result = f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly ({goal})"
         return f"{'solved' if reached else 'not solved'}: {result}, {done}"
-
-
-def last_answer_command(
-    name: str, description: str, examples: str, *, options: type[LastAnswerOptions], build: Callable[[Any], LastAnswer]
-) -> TaskCommand[Any]:
-    """The command line of a task with one answer per sequence, with the presets of all of them."""
-    complete = functools.partial(recurrent.complete, options)
-    return TaskCommand(name, description, examples, options, complete, build, PRESETS, PRESET_HELP)

@@ -30,7 +30,7 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, defaults, option
+from orthokern.training.options import Options, add_options, check_models, defaults, option
 from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
@@ -299,7 +299,7 @@ class TaskCommand(Generic[Chosen]):
             if run is None:
                 raise
             raise CheckpointError(f"{run.path / 'config.json'} does not fit this task: {error}") from None
-        self.parser().check_all_play(given, settings)
+        check_models(given, settings)
         if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
             raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         settings.processes = shard.world

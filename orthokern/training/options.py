@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,21 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
     return options(**{name: value for name, value in settings.items() if name in known})
 
 
+def check_models(given: Iterable[str], settings: Options) -> None:
+    """InputError for the first option in `given` without effect for the model. (A preset may set such options.)"""
+    for name in given:
+        declared = _declaration(type(settings), name) if name in vars(settings) and name != "preset" else None
+        model = getattr(settings, "model", "")
+        if declared is not None and declared.models and model not in declared.models:
+            field = next(field for field in dataclasses.fields(settings) if field.name == name)
+            flag = f"--{'no-' if field.default is True else ''}{name.replace('_', '-')}"
+            raise InputError(f"{flag}: for --model {' or '.join(declared.models)}; here --model is {model}")
+
+
 def add_options(
     parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
-    """Adds the options of a class to a parser, and the models for which they have an effect.
+    """Adds the options of a class to a parser.
 
     Args:
         parser: the parser of a task.
@@ -157,8 +169,6 @@ def add_options(
                 text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
                 more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
                 group.add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
-            if declared.models:
-                parser.needs[name] = ((Needs("model", declared.models),),)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)

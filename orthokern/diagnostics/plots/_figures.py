@@ -146,11 +146,6 @@ class Panel:
     margin: float | None = None
 
 
-def single_panel(data: Any, margin: float | None = None) -> list[Panel]:
-    """The panel of the only run, if it has data."""
-    return [] if data is None else [Panel("", data, margin=margin)]
-
-
 def common_unit(runs: Sequence[RunRecord], x: str | None) -> str:
     """`x`; if None: epochs if the length of an epoch is known for every run, else iterations."""
     if x is None:
@@ -170,7 +165,10 @@ def iterations_per(run: RunRecord, unit: str) -> float:
 
 
 def panels_of(
-    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Any]
+    runs: Sequence[RunRecord],
+    find: Callable[[RunRecord], Any],
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
 ) -> list[Panel]:
     """One panel for every run in which `find` finds data to draw."""
     unit = common_unit(runs, x)
@@ -193,8 +191,3 @@ def draw_panels(
         draw(axis, panel)
         axis.set_xlabel(panel.unit)
     return figure
-
-
-def save_figure(figure: Figure | None, path: Path) -> Path | None:
-    """`save`; None if there is no figure."""
-    return None if figure is None else save(figure, path)
