@@ -45,7 +45,7 @@ from orthokern.errors import InputError
 from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
-from orthokern.tasks.last_answer import SHORT_EVALUATIONS, out_of_reach
+from orthokern.tasks.last_answer import SHORT_EVALUATIONS
 from orthokern.tasks.network import EXPONENTIALS, KERNELS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
@@ -254,9 +254,8 @@ class Adding(DrawnTask):
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if the running mean of the training batches' errors (which are new data too) is below the goal, and
         every "eval_every" iterations. One batch alone is often below it by chance."""
-        every = self.settings.eval_every
         self.running_error += (metrics["loss"] - self.running_error) / BATCHES_OF_MEAN
-        return self.running_error < self.settings.goal or (every > 0 and iteration % every == 0)
+        return self.running_error < self.settings.goal or super().wants_evaluation(iteration, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "running_error": self.running_error}
@@ -265,17 +264,8 @@ class Adding(DrawnTask):
         super().load_state_dict(state)
         self.running_error = state["running_error"]
 
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
-
-    def settled(self, right: int, done: int) -> bool:
-        settings = self.settings
-        return (
-            settings.short_evaluations
-            and settings.goal == 0.0
-            and settings.right is not None
-            and out_of_reach(right, done, settings.eval_sequences, settings.right)
-        )
+    def needed(self) -> float | None:
+        return self.settings.right if self.settings.short_evaluations and self.settings.goal == 0.0 else None
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         right = self.settings.right
@@ -283,16 +273,14 @@ class Adding(DrawnTask):
             right is not None and 100.0 * evaluation["accuracy"] >= right
         )
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.1f} s"
+    def goal_text(self) -> str:
         right = self.settings.right
         goal = f"goal {self.settings.goal:g}" if right is None else f"goal {right:g} % within {CLOSE:g}"
-        goal += f", baseline {self.baseline:.4g}"
-        if evaluation is None:
-            return f"not solved ({goal}): {done}"
-        share = "" if right is None else f", {100 * evaluation['accuracy']:.2f} % right,"
-        result = f"mean squared error {evaluation['loss']:.3g}{share} on fresh sequences ({goal})"
-        return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+        return f"{goal}, baseline {self.baseline:.4g}"
+
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        share = "" if self.settings.right is None else f", {100 * evaluation['accuracy']:.2f} % right,"
+        return f"mean squared error {evaluation['loss']:.3g}{share} on fresh sequences"
 
 
 def complete(settings: Settings) -> AddingOptions:

@@ -48,7 +48,7 @@ class CharOptions(StartOptions, DataOptions):
 
     GROUP = "the task"
     HIDDEN = DataOptions.HIDDEN | {"sigma"}
-    data: str = data_option("the three text files")
+    data: str = data_option("the Penn Treebank's text files")
     length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
         16,
@@ -162,12 +162,6 @@ class CharTask(RecurrentTask):
     parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
     steps: int  # of the last batch
 
-    # ---- evaluation
-
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        return iteration % self.iterations_per_epoch == 0
-
     @abstractmethod
     def _evaluate(self, part: Any) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
@@ -188,11 +182,6 @@ class CharTask(RecurrentTask):
         goal = self.settings.goal
         return goal is not None and evaluation["bpc"] <= goal
 
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
-
-    # ---- records
-
     def diagnose(self) -> dict[str, Any]:
         return {**super().diagnose(), "time_steps": self.steps}  # number of steps of the norms through time
 
@@ -200,12 +189,9 @@ class CharTask(RecurrentTask):
         bits = metrics["loss"] / math.log(2.0)
         return f"{bits:.3f} bits per character, accuracy {100 * metrics['accuracy']:.1f} %"
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
-        result = f"{evaluation['bpc']:.3f} bits per character, accuracy {100 * evaluation['accuracy']:.2f} %"
-        return f"validation: {result}, {done}"
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        bits, accuracy = evaluation["bpc"], 100 * evaluation["accuracy"]
+        return f"validation: {bits:.3f} bits per character, accuracy {accuracy:.2f} %"
 
 
 class CharLm(CharTask):
@@ -350,7 +336,7 @@ def complete(settings: Settings) -> CharOptions:
         settings = {**settings, "geodesic_lr": GEODESIC_RATE_TIMES_N / settings["hidden"]}
     if settings["input_lr"] is None and settings["model"] in ("factorized", "exprnn"):
         settings = {**settings, "input_lr": INPUT_RATE * settings["lr"]}
-    return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
+    return recurrent.complete(CharOptions, settings)
 
 
 COMMAND = task_command("char_lm", CharOptions, complete, _task)

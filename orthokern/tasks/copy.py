@@ -246,8 +246,7 @@ class CopyExperiment(DrawnTask):
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
-        every = self.settings.eval_every
-        return metrics["accuracy"] >= self.goal or (every > 0 and iteration % every == 0)
+        return metrics["accuracy"] >= self.goal or super().wants_evaluation(iteration, metrics)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached.
@@ -284,13 +283,11 @@ class CopyExperiment(DrawnTask):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        goal = f"goal {self.settings.goal:g} %"
-        if evaluation is None:
-            return f"not solved ({goal}): iteration {iteration}, {seconds:.1f} s"
-        accuracy, sequences = 100 * evaluation["accuracy"], evaluation["sequences"]
-        result = f"recall accuracy {accuracy:.2f} % on {sequences:.0f} fresh sequences ({goal})"
-        return f"{'solved' if reached else 'not solved'}: {result}, iteration {iteration}, {seconds:.1f} s"
+    def goal_text(self) -> str:
+        return f"goal {self.settings.goal:g} %"
+
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        return f"recall accuracy {100 * evaluation['accuracy']:.2f} % on {evaluation['sequences']:.0f} fresh sequences"
 
 
 def complete(settings: Settings) -> CopyOptions:

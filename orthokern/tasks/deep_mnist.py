@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from orthokern import init
 from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_statistics
-from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.epochs import require_data
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
@@ -155,12 +155,6 @@ class DeepMnist(DigitsTask):
         loss, numbers = self.module(*batch)
         return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
 
-    def clip_gradients(self) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-
-    # ---- records
-
     def diagnose(self) -> dict[str, Any]:
         """The learning rate; and for each layer, from the input to the readout: ||W W^T - I||_F^2 of the smaller Gram
         matrix, and the norm of the gradient of the loss (including the penalty) for the weight."""
@@ -189,8 +183,7 @@ def complete(settings: Settings) -> DeepOptions:
         InputError: no --data, or settings that are not compatible.
     """
     chosen = make_options(DeepOptions, settings)
-    if not chosen.data:
-        raise InputError("--data is needed: the folder with the four MNIST files")
+    require_data(chosen)
     check_schedule(chosen)
     return chosen
 

@@ -4,7 +4,6 @@ the last one (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +42,6 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     geodesic_lr: float = 1e-3
     clip: float | None = 1.0
     iterations: int = 20_000
-
-
-def out_of_reach(right: int, done: int, count: int, goal: float) -> bool:
-    """Whether `goal` percent correct of `count` answers are impossible, given that `right` of `done` were correct."""
-    return 100.0 * (right + count - done) < goal * count
 
 
 class LastAnswerModel(nn.Module):
@@ -90,24 +84,14 @@ class LastAnswer(DrawnTask):
         self.goal = settings.goal / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))
 
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        every = self.settings.eval_every
-        return every > 0 and iteration % every == 0
-
-    def settled(self, right: int, done: int) -> bool:
-        settings = self.settings
-        return settings.short_evaluations and out_of_reach(right, done, settings.eval_sequences, settings.goal)
-
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
+    def needed(self) -> float | None:
+        return self.settings.goal if self.settings.short_evaluations else None
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         return 100.0 * evaluation["accuracy"] >= self.settings.goal
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.1f} s"
-        goal = f"goal {self.settings.goal:g} %"
-        if evaluation is None:
-            return f"not solved ({goal}): {done}"
-        result = f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly ({goal})"
-        return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+    def goal_text(self) -> str:
+        return f"goal {self.settings.goal:g} %"
+
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        return f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly"

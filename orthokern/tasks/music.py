@@ -134,7 +134,7 @@ def complete(settings: Settings) -> MusicOptions:
     Raises:
         InputError: a rate below the floor; or as `gru.complete`.
     """
-    chosen = gru.complete(MusicOptions, settings, "the piano rolls")
+    chosen = gru.complete(MusicOptions, settings)
     if chosen.lr < chosen.lr_floor:
         raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")
     return chosen

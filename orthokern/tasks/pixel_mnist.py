@@ -135,7 +135,7 @@ def complete(settings: Settings) -> PixelOptions:
     Raises:
         InputError: a size of pooling that does not divide the images; or as `recurrent.complete`.
     """
-    chosen = recurrent.complete(PixelOptions, settings, data="the four MNIST files")
+    chosen = recurrent.complete(PixelOptions, settings)
     if chosen.pool not in (1, 2, 4, 7, 14):
         raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
     return chosen

@@ -36,7 +36,7 @@ class WordOptions(GruOptions):
     """The settings of Kanai et al. 2017, section 4.1.1."""
 
     GROUP = "the task"
-    data: str = data_option("the three text files")
+    data: str = data_option("the Penn Treebank's text files")
     vocabulary: int = option(10_000, "largest vocabulary of the training text", low=2)
     goal: float | None = option(None, "stop at this validation perplexity; none", above=1.0)
     decay: float = option(1.1, "divisor of the learning rate after every epoch", low=1.0)
@@ -158,7 +158,7 @@ class WordLm(GruTask):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"perplexity {_perplexity(metrics['nll']):.1f}, gradient {metrics['grad_norm']:.3g}"
 
-    def result_text(self, loss: float) -> str:
+    def loss_text(self, loss: float) -> str:
         return f"perplexity {_perplexity(loss):.2f}"
 
 
@@ -168,7 +168,7 @@ def _perplexity(loss: float) -> float:
 
 def complete(settings: Settings) -> WordOptions:
     """The settings as an object, checked; see `gru.complete`."""
-    return gru.complete(WordOptions, settings, "the Penn Treebank's text files")
+    return gru.complete(WordOptions, settings)
 
 
 COMMAND = task_command("word_lm", WordOptions, complete, WordLm)

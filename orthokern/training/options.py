@@ -77,7 +77,7 @@ def changed(base: type[Options], name: str, **attributes: Any) -> Any:
     """A field for an option of a base class with another `default` or other attributes of `Option`."""
     field = next(field for field in dataclasses.fields(base) if field.name == name)
     default = attributes.pop("default", field.default)
-    declared = dataclasses.replace(_declaration(base, name), **attributes)
+    declared = dataclasses.replace(declaration(base, name), **attributes)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -92,7 +92,7 @@ class Options:
 Chosen = TypeVar("Chosen", bound=Options)
 
 
-def _declaration(options: type[Options], name: str) -> Option:
+def declaration(options: type[Options], name: str) -> Option:
     """The declaration of an option in the most derived class that has one."""
     for base in options.__mro__:
         fields = vars(base).get("__dataclass_fields__", {})
@@ -131,7 +131,7 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
 def check_models(given: Iterable[str], settings: Options) -> None:
     """InputError for the first option in `given` without effect for the model. (A preset may set such options.)"""
     for name in given:
-        declared = _declaration(type(settings), name) if name in vars(settings) and name != "preset" else None
+        declared = declaration(type(settings), name) if name in vars(settings) and name != "preset" else None
         model = getattr(settings, "model", "")
         if declared is not None and declared.models and model not in declared.models:
             field = next(field for field in dataclasses.fields(settings) if field.name == name)
@@ -154,7 +154,7 @@ def add_options(
     for title, names in _groups(options).items():
         group = parser.add_argument_group(title)
         for name in names:
-            declared, default, annotation = _declaration(options, name), fields[name].default, str(fields[name].type)
+            declared, default, annotation = declaration(options, name), fields[name].default, str(fields[name].type)
             dashed, shown = name.replace("_", "-"), declared.shown
             if shown is None or (name == "iterations" and default is not None):
                 shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
