@@ -16,23 +16,12 @@ FIGURES = ("curves", "gradients", "spectrum", "moduli", "states", "angles", "lay
 
 
 def of_layer(field: str, recurrence: str | None) -> str:
-    """The field of the records that holds `field` for a layer: "l1", "l0_reverse", ...; None: the first layer.
-
-    Example:
-        >>> of_layer("spectrum", None), of_layer("spectrum", "l1")
-        ('spectrum', 'spectrum_l1')
-    """
+    """The field of the records that holds `field` for a layer: "l1", "l0_reverse", ...; None: the first layer."""
     return field if recurrence in (None, "l0") else f"{field}_{recurrence}"
 
 
 def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
-    """The names for `of_layer` of which the records hold a spectrum, moduli or angles, the first layer first.
-
-    Example:
-        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": 1, "spectrum": {}, "spectrum_l1": {}}])
-        >>> recorded_layers([run])
-        ['l0', 'l1']
-    """
+    """The names for `of_layer` of which the records hold a spectrum, moduli or angles, the first layer first."""
     keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
     matches = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS.values())})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
     return list(dict.fromkeys(match[1] or "l0" for match in matches if match))
@@ -85,20 +74,6 @@ def draw_run(
         figures: names in `FIGURES`; None: `usual_figures`.
         recurrence: layer whose spectrum, moduli and angles are drawn, see `of_layer`.
         baseline: loss to draw a line at; None: that of the run.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ValueError: matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
-        OSError: a file cannot be written.
-
-    Example::
-
-        >>> import tempfile
-        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)])
-        >>> [file.name for file in draw_run(run, Path(tempfile.mkdtemp()))]
-        ['learning.png']
     """
     title = _text(run, "title", f"{run.task}, {run.name}")
     drawn: list[Path | None] = []
@@ -133,9 +108,6 @@ def draw_comparison(
         panel: setting that divides curves into panels.
         recurrence: as in `draw_run`.
         common: `legend` and `x` of all figures, see `plots.compare_curves`.
-
-    Returns:
-        The files written.
     """
     pictures: list[tuple[str, Any]] = []
     for figure in figures:

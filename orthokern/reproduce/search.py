@@ -129,18 +129,7 @@ def _open_runs(search: Search, plan: Plan, known: Row) -> list[Run]:
 
 
 def look(search: Search, plan: Plan, known: Row) -> Row:
-    """The state of a search, read from its run folders.
-
-    Args:
-        search: which.
-        plan: holds the folder of the runs.
-        known: its row in an earlier report, which stands for the runs whose folders are missing; {} without one.
-
-    Returns:
-        iterations: T -> number of iterations until solved. failed: the T that was not solved, or None. outcome: how the
-        run with that T ended. complete: whether the search is finished. seconds_by_length: T -> training time.
-        machine: the machine of the last run. length: the option with the planned length of the last run.
-    """
+    """The state of a search, read from its run folders."""
     state: Row = {"iterations": {}, "failed": None, "outcome": "", "complete": False, "seconds_by_length": {}}
     state |= {"machine": known.get("machine"), "length": known.get("length")}
     for T in search.lengths(plan.quick):

@@ -171,12 +171,7 @@ def logarithm_of_turn(turn: Tensor) -> Tensor:
 @torch.no_grad()
 def start_silent(rnn: nn.Module, T: int) -> None:
     """Redraws the input weights and biases and turns the recurrent matrix, as the module's Note describes. Draws from
-    torch's global generator on the CPU.
-
-    Args:
-        rnn: RNN, FactorizedRNN or ExpRNN with one layer of N units and two inputs, number and mark.
-        T: the numbers of a sequence.
-    """
+    torch's global generator on the CPU."""
     weight = rnn.get_parameter("weight_ih_l0")
     hidden, gate = len(weight), gates(len(weight))
     number = torch.rand(hidden, device="cpu") * 2 - 1
@@ -284,11 +279,7 @@ class Adding(DrawnTask):
 
 
 def complete(settings: Settings) -> AddingOptions:
-    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`.
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`."""
     possible = settings["nonlinearity"] == "relu" and settings["model"] in SILENT_MODELS and settings["hidden"] > 1
     if settings["start"] == "auto":
         chosen = possible and settings["init"] == "identity" and settings["sigma"] is None

@@ -249,11 +249,7 @@ class CopyExperiment(DrawnTask):
         return metrics["accuracy"] >= self.goal or super().wants_evaluation(iteration, metrics)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached.
-
-        Returns:
-            "accuracy" (fraction), "loss" (nats per step), "sequences" (number evaluated), "reached" (1.0 or 0.0).
-        """
+        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
         batch = self.settings.batch
         batches = -(-self.settings.eval_sequences // batch)
         allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
@@ -291,11 +287,7 @@ class CopyExperiment(DrawnTask):
 
 
 def complete(settings: Settings) -> CopyOptions:
-    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings.
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings."""
     if settings["margin"] == "by T":
         # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
         settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}

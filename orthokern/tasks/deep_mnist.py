@@ -177,11 +177,7 @@ class DeepMnist(DigitsTask):
 
 
 def complete(settings: Settings) -> DeepOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: no --data, or settings that are not compatible.
-    """
+    """The settings as an object, checked."""
     chosen = make_options(DeepOptions, settings)
     require_data(chosen)
     check_schedule(chosen)

@@ -47,11 +47,7 @@ class DigitsTask(Experiment):
     iterations_per_epoch: int
 
     def begin_epochs(self) -> None:
-        """Converts the number of epochs to iterations.
-
-        Raises:
-            InputError: the batch is larger than the training set.
-        """
+        """Converts the number of epochs to iterations."""
         settings, count = self.settings, len(self.train_set[1])
         if settings.batch > count:
             raise InputError(f"--batch {settings.batch}: there are {count} training images")

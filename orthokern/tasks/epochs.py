@@ -90,11 +90,7 @@ def digest(*data: Tensor) -> int:
 
 
 def training_rows(tokens: Tensor, batch: int) -> Tensor:
-    """`stream_rows` of a training text in --batch rows.
-
-    Raises:
-        InputError: a row has no input with a target.
-    """
+    """`stream_rows` of a training text in --batch rows."""
     most = len(tokens) // 2
     if batch > most:
         raise InputError(f"--batch {batch}: accepted: at most {most}: a row needs 2 of {len(tokens)} training tokens")
@@ -102,11 +98,7 @@ def training_rows(tokens: Tensor, batch: int) -> Tensor:
 
 
 def count_epochs(settings: DataOptions, batches: int) -> int:
-    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations.
-
-    Raises:
-        InputError: an iteration uses more batches than an epoch has, or there are too many epochs.
-    """
+    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations."""
     if settings.accumulate > batches:
         raise InputError(f"--accumulate {settings.accumulate}: accepted: at most {batches}, the batches of an epoch")
     per_epoch: int = batches // settings.accumulate

@@ -114,15 +114,7 @@ def complete(options: type[Chosen], settings: Settings) -> Chosen:
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
-    """Builds the GRU of the settings, initialised as in section 4.1 of the paper.
-
-    Args:
-        inputs: number of input features.
-        settings: complete.
-
-    Returns:
-        A module with torch.nn.GRU's interface, its parameters drawn from torch's global generator on the CPU.
-    """
+    """Builds the GRU of the settings, initialised as in section 4.1 of the paper."""
     layers = settings.layers
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":

@@ -129,11 +129,7 @@ class MusicTask(GruTask):
 
 
 def complete(settings: Settings) -> MusicOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: a rate below the floor; or as `gru.complete`.
-    """
+    """The settings as an object, checked."""
     chosen = gru.complete(MusicOptions, settings)
     if chosen.lr < chosen.lr_floor:
         raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")

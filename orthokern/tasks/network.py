@@ -173,11 +173,7 @@ _FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
 
 
 def check_network(settings: NetworkOptions) -> None:
-    """Checks combinations of settings. (The parser rejects options that have no effect.)
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """Checks combinations of settings. (The parser rejects options that have no effect.)"""
     if settings.rank is not None and settings.rank > settings.hidden:
         raise InputError(f"--rank {settings.rank}: at most --hidden, which is {settings.hidden}")
     if settings.nonlinearity in ON_PAIRS and settings.hidden % 2:
@@ -204,17 +200,7 @@ def check_network(settings: NetworkOptions) -> None:
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
-    """Builds the recurrence of the settings.
-
-    Args:
-        inputs: number of input features, or of token ids.
-        settings: of the network.
-        bias: whether the pre-activation has a bias.
-
-    Returns:
-        A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
-        so that a seed gives the same network on every device.
-    """
+    """Builds the recurrence of the settings."""
     hidden, module = settings.hidden, MODELS[settings.model].module
     rnn: Any
     if settings.model in LSTMS:
@@ -268,12 +254,7 @@ def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> 
 
 
 def check_backend(settings: NetworkOptions, classes: int) -> None:
-    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration.
-
-    Args:
-        settings: settings of the network.
-        classes: number of classes of the readout; 0 if it is not a classifier.
-    """
+    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration."""
     ops = MODELS[settings.model].ops
     if settings.apply == "composed":  # an option of the factorized model
         ops = tuple("dense_scan" if op == "factored_scan" else op for op in ops)

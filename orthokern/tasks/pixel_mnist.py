@@ -130,11 +130,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
 
 
 def complete(settings: Settings) -> PixelOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: a size of pooling that does not divide the images; or as `recurrent.complete`.
-    """
+    """The settings as an object, checked."""
     chosen = recurrent.complete(PixelOptions, settings)
     if chosen.pool not in (1, 2, 4, 7, 14):
         raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")

@@ -142,14 +142,7 @@ def check_models(given: Iterable[str], settings: Options) -> None:
 def add_options(
     parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
-    """Adds the options of a class to a parser.
-
-    Args:
-        parser: the parser of a task.
-        options: the class of options of the task.
-        presets: names of presets; --preset is added if there are any.
-        preset_help: name, or several names in one string -> a line of help.
-    """
+    """Adds the options of a class to a parser."""
     fields = {field.name: field for field in dataclasses.fields(options)}
     for title, names in _groups(options).items():
         group = parser.add_argument_group(title)

@@ -106,13 +106,7 @@ class Profiler:
             torch.cuda.synchronize(self.device)
 
     def report(self) -> dict[str, Any]:
-        """The numbers of profile.json. Times are in ms per iteration.
-
-        Returns:
-            "iterations" [first, last], "ms_per_iteration", "stages": {name: ms}, with "other" for the time between
-            stages, "operators": [{"name", "calls", "self_cpu_ms", "self_cuda_ms"}, ...], slowest first, measured over
-            "operator_iterations" iterations (0: training ended before).
-        """
+        """The numbers of profile.json. Times are in ms per iteration."""
         stages = {name: 1e3 * seconds / self.timed for name, seconds in self.seconds.items()}
         total = 1e3 * self.total / self.timed
         stages["other"] = max(total - sum(stages.values()), 0.0)

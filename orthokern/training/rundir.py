@@ -58,17 +58,6 @@ class RunFolder:
             task: name of the task.
             settings: all settings of the run, as JSON values.
             facts: further values for config.json that plots use: `Task.facts`
-
-        Raises:
-            InputError: the folder is in use, or cannot be created or written.
-
-        Example::
-
-            >>> import pathlib, tempfile
-            >>> folder = pathlib.Path(tempfile.mkdtemp()) / "first"
-            >>> run = RunFolder.create(folder, "copy", {"seed": 0}, {"baseline": 0.1})
-            >>> run.config["task"], run.checkpoint.name
-            ('copy', 'checkpoint.pt')
         """
         config = {
             "task": task,
@@ -100,11 +89,7 @@ class RunFolder:
         return run
 
     def write_config(self) -> None:
-        """Writes config.json, also again with the settings that a resumed run changed.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes config.json, also again with the settings that a resumed run changed."""
         self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
 
@@ -121,13 +106,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, task: str) -> RunFolder:
-        """Opens the folder of an earlier run, to resume it.
-
-        Raises:
-            CheckpointError: no run in this folder, a run of another task, or a run whose checkpoint.pt is missing. (A
-                run that was killed before its first checkpoint is accepted and starts again.)
-            InputError: the folder cannot be written.
-        """
+        """Opens the folder of an earlier run, to resume it."""
         try:
             config = read_object(path / "config.json")
         except FileNotFoundError:

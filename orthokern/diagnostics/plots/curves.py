@@ -60,9 +60,6 @@ def plot_learning(
         baseline: loss of the best guess without memory, in the loss's unit.
         goal: accuracy to reach, a fraction.
         loss_label: name and unit of the loss.
-
-    Returns:
-        `path`, or None if no record has a loss.
     """
     rows = 2 if any(len(series(records, name)[0]) for name in ("accuracy", "held_out_accuracy")) else 1
     if not len(series(records, "loss")[0]):
@@ -179,14 +176,6 @@ def compare_curves(
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
             configuration of the runs.
-
-    Returns:
-        The figure, with an axis for each panel; None if no run has the quantity.
-
-    Example::
-
-        runs = [load_run(path) for path in Path("runs").iterdir()]
-        save(compare_curves(runs, "accuracy", panel="T", legend=["margin"]), Path("accuracy.png"))
     """
     unit = common_unit(runs, x)
     if panel is not None:
@@ -376,9 +365,6 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     Args:
         panels: problem -> network -> T -> iterations; one panel for each problem. A network has the same colour in all
             panels.
-
-    Returns:
-        The figure; None if nothing was solved.
     """
     drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
     if not drawn:

@@ -47,9 +47,6 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         length: number of time steps T. None if it is unknown, or not the same for all records: the values are then
             interpolated to 64 fractions of the sequence.
         columns: number of records to keep, evenly spaced, including the first and the last.
-
-    Returns:
-        None if no record has such a list (with the length of `profile_steps(T)`, if T is known).
     """
     points = min(64, length) if length is not None else 0
     rows = _rows(records, key, lambda norms: not points or len(norms) == points, columns)
