@@ -130,16 +130,6 @@ def test_rows_without_run_folders(reproduce: Command) -> None:
     (reproduce.full / "toy.png").unlink()
     reproduce("toy", "--report")
     assert reproduce.rows() == before and (reproduce.full / "toy.png").exists()
-    out, _ = reproduce("toy")
-    assert "1 of 2 runs are finished according to " in out and not (reproduce.full / "toy-0.1").exists()
-    assert reproduce.states() == ["done", "done"] and reproduce.rows()[1] == before[1]
-    reproduce("toy", "--iterations", 12, "--only", "toy-0.1")
-    assert reproduce.rows()[1]["iterations"] == 12
-    shutil.rmtree(reproduce.full / "toy-0.1")
-    reproduce.add(
-        replace(TOY, runs=tuple(replace(run, options=(*run.options, "--iterations", "20")) for run in TOY.runs))
-    )
-    assert ", 1 of them shorter than planned; to train" in reproduce("toy", "--only", "toy-0.1")[0]
     for damage in ('{"experiment": "toy", "quick": false, "rows": [1]}', "{", "[]"):
         (reproduce.full / "toy.json").write_text(damage)
         reproduce.refused("move it away, or repair it", "toy", "--report")

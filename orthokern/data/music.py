@@ -226,11 +226,6 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
     Returns:
         Music, on the CPU; 23 MB for Nottingham.
 
-    Raises:
-        InputError: an unknown name; a file that is missing, unreadable, damaged, truncated, of another kind or another
-            collection; a part without pieces; a piece of fewer than two steps or with another number of notes than 88;
-            values other than 0 and 1.
-
     Example::
 
         music = load_music("data/music", "nottingham")

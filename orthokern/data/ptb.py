@@ -259,10 +259,6 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
     Returns:
         Ptb, on the CPU.
 
-    Raises:
-        InputError: a file is missing or rejected by `read_sentences`; or it is a damaged copy of a standard file, or
-            swapped with another one.
-
     Example::
 
         ptb = load_ptb("data/ptb", max_length=75)
@@ -294,10 +290,6 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
 
     Returns:
         Sentences, on the CPU, in the order of the file.
-
-    Raises:
-        InputError: the file is missing, unreadable, empty, truncated or not text; a character is outside the alphabet
-            (the message has its line); no sentence has at most max_length characters; or max_length is below 1.
 
     Example::
 

@@ -18,7 +18,7 @@ import numpy as np
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
 from orthokern.reproduce import page
-from orthokern.reproduce.runner import Plan, is_finished
+from orthokern.reproduce.runner import Plan
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, named_settings, planned
 
 Row = dict[str, Any]
@@ -166,20 +166,6 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, Row]:
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
 
 
-def finished_elsewhere(experiment: Experiment, plan: Plan) -> dict[str, bool]:
-    """The runs that the JSON file of an earlier report has as finished, and whose folders are not here: name -> whether
-    the run is as long as planned."""
-    rows = earlier_rows(experiment.name, plan)
-    return {
-        run.name: _row_is_finished(rows[run.name], plan.length(run))
-        for run in experiment.runs
-        if run.name in rows
-        and not plan.begun(run)
-        and is_same_run(rows[run.name], run, plan)
-        and _row_is_finished(rows[run.name], plan.longer)
-    }
-
-
 def is_same_run(row: Row, run: Run, plan: Plan) -> bool:
     """Whether a row of an earlier report has the command of a run, but for its length. The options of an experiment may
     have changed since, and a row must not show a command beside the numbers of another."""
@@ -188,12 +174,6 @@ def is_same_run(row: Row, run: Run, plan: Plan) -> bool:
         return re.sub(r"--(epochs|iterations) \S+", "", " ".join(words)).split()
 
     return named(row["command"].split()[3:]) == named(plan.options(run, ()))
-
-
-def _row_is_finished(row: Row, length: Sequence[str]) -> bool:
-    result = {"iteration": row.get("iterations"), "seconds": row.get("seconds")}
-    result |= {"diverged": row["state"] == "diverged", "reached": row["state"] == "solved"}
-    return row["state"] != "unfinished" and is_finished(row.get("settings", {}), result, length)
 
 
 def trained_for(settings: Mapping[str, Any], done: int, plan: Mapping[str, Any]) -> tuple[str, ...]:

@@ -130,11 +130,8 @@ def is_done(folder: Path, length: Sequence[str] = ()) -> bool:
         settings = read_json(folder / "config.json").get("settings")
     except InputError:
         return False
-    return bool(result) and isinstance(settings, dict) and is_finished(settings, result, length)
-
-
-def is_finished(settings: Mapping[str, Any], result: Mapping[str, Any], length: Sequence[str] = ()) -> bool:
-    """Whether a run has ended, and is at least as long as requested."""
+    if not result or not isinstance(settings, dict):
+        return False
     minutes, seconds = settings.get("minutes"), result.get("seconds")
     if result.get("diverged") or result.get("reached"):
         return True
