@@ -131,9 +131,6 @@ def load_run(folder: Path | str) -> RunRecord:
     Returns:
         The run. Without metrics.jsonl, which is written after the first iteration, it has no records.
 
-    Raises:
-        InputError: the folder does not exist or is not a run folder, or a file is damaged or unreadable.
-
     Example::
 
         >>> import json, pathlib, tempfile
@@ -175,9 +172,6 @@ def load_run(folder: Path | str) -> RunRecord:
 def read_metrics(path: Path) -> list[Record]:
     """All complete records of a metrics file, in order, up to the first line that is not a record; [] if there is no
     file. A record is a JSON object whose "iteration" is a non-negative integer.
-
-    Raises:
-        InputError: the file cannot be read.
 
     Example::
 

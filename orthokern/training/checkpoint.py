@@ -59,9 +59,6 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         path: the file, conventionally `checkpoint.pt`.
         payload: nested dicts, lists, tuples, numbers, strings, None and tensors only.
 
-    Raises:
-        OSError: the disk is full, or the folder is missing or not writable. The old file is unchanged.
-
     Example::
 
         >>> import pathlib, tempfile
@@ -78,9 +75,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     Returns:
         The payload passed to `save_checkpoint`, with "format" and "version" added.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, not a checkpoint of orthokern, or of another version.
 
     Example::
 
