@@ -7,17 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from orthokern.commandline import (
-    EXIT_INTERRUPTED,
-    MAX_THREADS,
-    Parser,
-    command,
-    device,
-    duration,
-    integer,
-    path,
-    say,
-)
+from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, duration, integer, path, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder

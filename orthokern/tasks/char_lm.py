@@ -51,8 +51,7 @@ class CharOptions(StartOptions, DataOptions):
     data: str = data_option("the Penn Treebank's text files")
     length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
-        16,
-        "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches",
+        16, "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches"
     )
     released_targets: bool = option(
         False, "without --bptt: also count two trivial targets per sentence, as in the paper's released code"

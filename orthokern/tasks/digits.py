@@ -22,11 +22,7 @@ class DigitsOptions(DataOptions):
     data: str = data_option("the four MNIST files")
     validation: int = option(10_000, "training images held out for validation")
     goal: float | None = option(
-        None,
-        "stop at this validation accuracy; none: train for all epochs",
-        above=0.0,
-        high=100.0,
-        metavar="PERCENT",
+        None, "stop at this validation accuracy; none: train for all epochs", above=0.0, high=100.0, metavar="PERCENT"
     )
     batch: int = 50  # declared by the options of the optimizer
 

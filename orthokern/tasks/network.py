@@ -82,11 +82,7 @@ class NetworkOptions(RunOptions):
     slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values", models=UNGATED)
     gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0, models=UNGATED)
     margin: float | None = option(
-        0.1,
-        "factorized: singular values stay in 1 ± X; none for no bound",
-        low=0.0,
-        models=("factorized",),
-        basic=True,
+        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, models=("factorized",), basic=True
     )
     spectrum_map: str = option(
         "sigmoid",
@@ -109,11 +105,7 @@ class NetworkOptions(RunOptions):
         models=("factorized", "rnn", "exprnn"),
     )
     rank: int | None = option(
-        None,
-        "factorized: columns of U and V",
-        metavar="K",
-        models=("factorized",),
-        shown="as many as hidden units",
+        None, "factorized: columns of U and V", metavar="K", models=("factorized",), shown="as many as hidden units"
     )
     apply: str = option(
         "factored",
@@ -123,10 +115,7 @@ class NetworkOptions(RunOptions):
     )
     learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)", models=UNGATED)
     message_clip: float | None = option(
-        None,
-        "clip every element of the adjoint at every time step; none (without gates)",
-        above=0.0,
-        models=UNGATED,
+        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0, models=UNGATED
     )
     precision: str = option(
         "ieee",

@@ -99,17 +99,10 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0, models=("factorized",)
     )
     skew_lr: float | None = option(
-        None,
-        "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
-        low=0.0,
-        models=EXPONENTIALS,
-        shown="a tenth of --lr",
+        None, "exprnn, nnrnn: rate of A in the orthogonal exp(A)", low=0.0, models=EXPONENTIALS, shown="a tenth of --lr"
     )
     basis_clip: float | None = option(
-        None,
-        "factorized: clip the joint norm of the gradients of U and V; none",
-        above=0.0,
-        models=("factorized",),
+        None, "factorized: clip the joint norm of the gradients of U and V; none", above=0.0, models=("factorized",)
     )
     weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
@@ -120,10 +113,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     spectrum_prior: float = option(
-        0.0,
-        "factorized: add X sum (s - 1)^2 of the singular values to the loss",
-        low=0.0,
-        models=("factorized",),
+        0.0, "factorized: add X sum (s - 1)^2 of the singular values to the loss", low=0.0, models=("factorized",)
     )
     modulus_penalty: float = option(
         0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, models=("nnrnn",)

@@ -38,10 +38,7 @@ class PixelOptions(StartOptions, DigitsOptions):
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
     )
     input_dropout: float = option(
-        0.0,
-        "in training, set each pixel to 0 with probability X, and divide the others by 1 - X",
-        low=0.0,
-        below=1.0,
+        0.0, "in training, set each pixel to 0 with probability X, and divide the others by 1 - X", low=0.0, below=1.0
     )
     # Test accuracy after 20 epochs: 97.8 % in order, 94.8 % permuted. With geodesic steps along plain gradients at 1e-3
     # and --lr 1e-3: 94.7 and 90.3 % after 10 (docs/results, Tables 1 and 2).

@@ -21,20 +21,10 @@ from orthokern.diagnostics.plots.curves import (
     plot_learning,
     plot_losses,
 )
-from orthokern.diagnostics.plots.heat_maps import (
-    Profiles,
-    compare_angles,
-    compare_gradients,
-    compare_states,
-    profiles,
-)
+from orthokern.diagnostics.plots.heat_maps import Profiles, compare_angles, compare_gradients, compare_states, profiles
 from orthokern.diagnostics.plots.linear import memory
 from orthokern.diagnostics.plots.parts import compare_parts
-from orthokern.diagnostics.plots.spectra import (
-    compare_moduli,
-    compare_spectra,
-    compare_stability,
-)
+from orthokern.diagnostics.plots.spectra import compare_moduli, compare_spectra, compare_stability
 
 __all__ = [
     "AXES",
