@@ -33,19 +33,8 @@ from orthokern.training.task import Task
 # threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
 # the length of the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
-    {
-        "iterations",
-        "epochs",
-        "minutes",
-        "data",
-        "checkpoint_every",
-        "diagnose_every",
-        "threads",
-        "plots",
-        "processes",
-        "process_timeout",
-        "profile",
-    }
+    "iterations epochs minutes data checkpoint_every diagnose_every threads plots processes process_timeout"
+    " profile".split()
 )
 
 
