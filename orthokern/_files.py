@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -123,24 +122,3 @@ def number(value: Any) -> float | None:
 def count(value: Any, minimum: int = 0) -> int | None:
     """A value of a record or a result as an integer in [minimum, 2^53]; None for everything else."""
     return value if type(value) is int and minimum <= value <= LARGEST_INTEGER else None
-
-
-def make_folder(path: Path) -> list[Path]:
-    """Creates a folder and its parents.
-
-    Returns:
-        The folders that did not exist before, the innermost first, for `remove_folders`.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def remove_folders(folders: list[Path]) -> None:
-    """Removes folders, the innermost first, up to one that is not empty."""
-    with contextlib.suppress(OSError):
-        for each in folders:
-            each.rmdir()

@@ -8,8 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -226,39 +225,6 @@ def path(text: str) -> Path:
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Needs:
-    """A condition on another setting that must be met for an option to have an effect.
-
-    Attributes:
-        setting: name of the other setting.
-        values: accepted values of it; (): any value except `nothing`.
-        nothing: the value with which the other setting has no effect itself.
-
-    Example::
-
-        >>> from types import SimpleNamespace
-        >>> of_sgd = Needs("optimizer", ("sgd",))
-        >>> of_sgd.met(SimpleNamespace(optimizer="adam")), of_sgd.text()
-        (False, '--optimizer sgd')
-    """
-
-    setting: str
-    values: tuple[Any, ...] = ()
-    nothing: Any = None
-
-    def met(self, settings: object) -> bool:
-        value = getattr(settings, self.setting)
-        return value in self.values if self.values else value != self.nothing
-
-    def text(self) -> str:
-        """The text of the condition in an error message."""
-        option = "--" + self.setting.replace("_", "-")
-        if self.values == (None,):
-            return f"runs without {option}"
-        return f"{option} {' or '.join(map(str, self.values))}" if self.values else option
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are InputErrors of one line. For an unknown option it suggests a similar one.
 
@@ -266,8 +232,6 @@ class Parser(argparse.ArgumentParser):
     the defaults.
 
     Attributes:
-        needs: name of an option -> alternatives, each a tuple of conditions. The option has an effect if all conditions
-            of one alternative are met.
         basic: names of the options that --help shows; empty: all. --help-all shows all.
 
     Example::
@@ -288,7 +252,6 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             **keywords,
         )
-        self.needs: dict[str, tuple[tuple[Needs, ...], ...]] = {}
         self.basic: set[str] = set()
         # argparse's own pattern takes -1e-2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
@@ -337,33 +300,3 @@ class Parser(argparse.ArgumentParser):
                 + (f": did you mean --{guess}?" if guess else "; see --help")
             )
         return vars(known)
-
-    def in_effect(self, name: str, settings: object) -> bool:
-        """Whether an option has an effect.
-
-        Args:
-            name: of its setting.
-            settings: all settings, complete, as attributes.
-        """
-        ways = self.needs.get(name, ())
-        return not ways or any(all(need.met(settings) for need in way) for way in ways)
-
-    def check_all_play(self, given: Mapping[str, Any], settings: object) -> None:
-        """Rejects a given option that has no effect. A preset may set options without effect.
-
-        Args:
-            given: the result of `parse`.
-            settings: all settings, complete, as attributes.
-
-        Raises:
-            InputError: an option has no effect. The message has the condition that is not met.
-        """
-        for action in self._actions:
-            if action.dest in given and not self.in_effect(action.dest, settings):
-                ways = self.needs[action.dest]
-                needed = ", or ".join(" with ".join(need.text() for need in way) for way in ways)
-                lacking = next(need for need in ways[0] if not need.met(settings))
-                value = getattr(settings, lacking.setting)
-                shown = {True: "given", False: "none", None: "none"}.get(value, value)
-                setting = lacking.setting.replace("_", "-")
-                raise InputError(f"{action.option_strings[0]}: for {needed}; here --{setting} is {shown}")

@@ -306,8 +306,8 @@ def test_of_an_iteration_that_was_done_twice_the_later_record_counts(tmp_path: P
         ),
         (lambda run: run.rename(run.with_name("gone")), "no such run folder: .*run"),
         (lambda run: (run / "config.json").unlink(), "run is not a run folder: no config.json there"),
-        (lambda run: (run / "config.json").write_text('{"task": "co'), "config.json is damaged: not JSON"),
-        (lambda run: (run / "result.json").write_text("{"), "result.json is damaged: not JSON"),
+        (lambda run: (run / "config.json").write_text('{"task": "co'), "config.json is damaged: not a JSON object"),
+        (lambda run: (run / "result.json").write_text("{"), "result.json is damaged: not a JSON object"),
         (
             lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1}\nnoise\n{"iteration": 2}\n'),
             "line 2 is not",
@@ -318,7 +318,7 @@ def test_of_an_iteration_that_was_done_twice_the_later_record_counts(tmp_path: P
         ),
         (
             lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
-            "metrics.jsonl cannot be read",
+            "metrics.jsonl must be a regular file",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
     assert settings["lr"] == 3e-4  # the command line is stronger
-    assert copy.complete({**copy.DEFAULTS, **copy.PRESETS["paper"], "T": 10_000}).margin == 0.001
+    assert copy.complete({**copy.DEFAULTS, **copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
 
 
 # ---- the algorithm ---------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_rotations_at_the_start(small: dict[str, list[str]]) -> None:
     assert 0.4 < largest_angle() < 0.4701 and 0.4 < largest_angle("--model", "exprnn") < 0.4701
     assert largest_angle("--max-angle", "0.1") < 0.1001
     assert 1.2 < largest_angle("--max-angle", "none") < 1.571
-    assert 0.8 < largest_angle(**{**pixel_mnist.PRESETS["report-exprnn"], "hidden": 60}) < 1.0001
+    assert 0.8 < largest_angle(**{**pixel_mnist.COMMAND.presets["report-exprnn"], "hidden": 60}) < 1.0001
     assert largest_angle("--init", "orthogonal") > 2.5 and largest_angle("--model", "nnrnn") > 2.5
 
 

@@ -45,11 +45,6 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     Returns:
         A `Comparison`; print it, or read its attributes.
 
-    Raises:
-        InputError: the model has no module that can be replaced, or it or an input is on the meta device; or its
-            forward or backward raises, or its forward returns no floating-point tensor or is random even with a fixed
-            seed.
-
     Example::
 
         >>> from orthokern.compare import compare
@@ -117,13 +112,13 @@ def user_errors(action: str) -> Iterator[None]:
 
 def _without_dropout(module: nn.Module) -> list[str]:
     """Disables dropout; returns the note about it."""
-    names = []
+    notes = []
     for each in module.modules():
         name = "dropout" if isinstance(each, nn.RNNBase) else "p"
         if isinstance(each, nn.modules.dropout._DropoutNd | nn.RNNBase) and getattr(each, name) > 0:
             setattr(each, name, 0.0)
-            names.append(name)
-    return ["dropout is switched off in both models"] if names else []
+            notes = ["dropout is switched off in both models"]
+    return notes
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -303,10 +298,8 @@ def _time(
     modules: tuple[nn.Module, nn.Module], run: _Run, rounds: int
 ) -> tuple[Times, Times | None, tuple[float, float] | None]:
     """Times in turns, after two rounds that do not count; and the peaks of memory on a CUDA device."""
-    cuda = run.device.type == "cuda"
-    inputs = run.fresh_inputs()
-    samples: tuple[list[_Sample], list[_Sample]] = ([], [])
-    started = time.perf_counter()
+    inputs, started = run.fresh_inputs(), time.perf_counter()
+    samples: tuple[list[Any], list[Any]] = ([], [])
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -315,43 +308,37 @@ def _time(
                 break
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 sample = _sample(modules[which], run, inputs)
-                if number >= 0:
-                    samples[which].append(sample)
+                samples[which].extend([sample] if number >= 0 else [])
     finally:
         if collecting:
             gc.enable()
     forward, backward, peaks = (tuple(tuple(each[i] for each in part) for part in samples) for i in range(3))
-    return (
-        Times(*forward),
-        Times(*backward) if run.with_backward else None,
-        (max(peaks[0]), max(peaks[1])) if cuda else None,
-    )
+    both = (max(peaks[0]), max(peaks[1])) if run.device.type == "cuda" else None
+    return Times(*forward), Times(*backward) if run.with_backward else None, both
 
 
-_Sample = tuple[float, float, float]  # ms of forward and backward, peak MiB
+def _sample(module: nn.Module, run: _Run, inputs: tuple[Any, ...]) -> tuple[float, float, float]:
+    """Time of one forward and backward in ms, and the peak in MiB. Gradients are removed again."""
+    cuda, times = run.device.type == "cuda", []
 
-
-def _sample(module: nn.Module, run: _Run, inputs: tuple[Any, ...]) -> _Sample:
-    """Time and peak of one forward and backward. Gradients are removed again."""
-    cuda = run.device.type == "cuda"
-
-    def now() -> float:
+    def stop() -> None:
         if cuda:
             torch.cuda.synchronize(run.device)
-        return 1e3 * time.perf_counter()
+        times.append(1e3 * time.perf_counter())
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.device)
-    start = now()
+    stop()
     outputs = run.forward(module, inputs)
-    middle = now()
+    stop()
     if run.with_backward:
         run.backward(module, outputs)
-    end = now()
+    stop()
     module.zero_grad(set_to_none=True)
     for t in tensors(inputs):
         t.grad = None
-    return middle - start, end - middle, torch.cuda.max_memory_allocated(run.device) / 2**20 if cuda else 0.0
+    peak = torch.cuda.max_memory_allocated(run.device) / 2**20 if cuda else 0.0
+    return times[1] - times[0], times[2] - times[1], peak
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
@@ -371,15 +358,11 @@ def _backends(conversion: Conversion) -> tuple[str, ...]:
     for each in conversion.report.swapped:
         module: Any = conversion.module.get_submodule(each.name)
         op, sizes = module._op()
-        weight = module.weight_hh_l0
-        call = dispatch.Call(weight.device, weight.dtype, sizes)
-        chosen = dispatch.choose(op, module.backend, call)
-        asked = dispatch.requested(module.backend)
-        if asked == "auto":
+        call = dispatch.Call(module.weight_hh_l0.device, module.weight_hh_l0.dtype, sizes)
+        chosen, why = dispatch.choose(op, module.backend, call), "asked for"
+        if dispatch.requested(module.backend) == "auto":
             before = dispatch.AUTO_ORDER[: dispatch.AUTO_ORDER.index(chosen)]
             reasons = [f"{name}: {' and '.join(dispatch.reasons(op, name, call))}" for name in before]
             why = "; ".join(reasons) or "the first in the order of auto"
-        else:
-            why = "asked for"
         lines.append(f"backend of {each.name or 'the module itself'}: {chosen} ({op}; {why})")
     return tuple(lines)

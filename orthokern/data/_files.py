@@ -23,11 +23,7 @@ def data_folder(folder: str | Path) -> Path:
 
 
 def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
-    """Path and content of a file that may have several names: the first one that exists is read.
-
-    Raises:
-        InputError: none exists, or the file cannot be read.
-    """
+    """Path and content of a file that may have several names: the first one that exists is read."""
     for path in (folder / name for name in names):
         try:
             return path, path.read_bytes()
@@ -41,11 +37,7 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
 
 def text_of(path: Path, content: bytes) -> str:
     """The text of a file in UTF-8 with one sentence per line. A byte order mark is left out, and a line end of Windows
-    becomes a newline.
-
-    Raises:
-        InputError: the file is empty, is not text, or does not end with a line end.
-    """
+    becomes a newline."""
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -84,9 +76,6 @@ def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, St
         content: content of the file, uncompressed.
         files: the files of the data set, by name.
         owner: name of the data set in the genitive, e.g. "MNIST's".
-
-    Raises:
-        InputError: the content is that of another standard file, or damaged.
     """
     for known, standard in files.items():
         matches = standard.matches(content)

@@ -1,20 +1,4 @@
-"""The adding problem of Hochreiter & Schmidhuber (1997): add the two marked ones of T numbers.
-
-    step        0 ........... T/2 - 1 | T/2 ........... T-1
-    value      .3  .8  .1  .9  .5  .2 | .7  .4  .6  .0  .2  .9     uniform in [0, 1)
-    indicator   0   0   1   0   0   0 |  0   0   0   1   0   0     1 at two steps
-    target                                              .1 + .0   due after the last step
-
-Papers differ in where the marks may be and in whether the target is the sum or the mean:
-
-    positions   first mark in      second mark in      used by
-    halves      [0, T//2)          [T//2, T)           Arjovsky et al. 2015, Vorontsov et al. 2017 section 3
-    pascanu     [0, T//10)         [T//10, T//2)       Pascanu et al. 2013, Manchev & Spratling
-
-    target      of                 baseline            used by
-    sum         both numbers       1/6                 Arjovsky et al. 2015, the text of Vorontsov et al. 2017
-    mean        both numbers       1/24                Pascanu et al. 2013, the code that Vorontsov et al. released
-"""
+"""The adding problem of Hochreiter & Schmidhuber (1997): add the two marked ones of T numbers."""
 
 import torch
 from torch import Tensor
@@ -35,18 +19,15 @@ class AddingTask(Generator):
 
     Args:
         T: number of time steps, at least 2; at least 10 for positions "pascanu".
-        target: "sum" or "mean" of the two marked numbers.
+        target: "sum" (Arjovsky et al. 2015) or "mean" of the two marked numbers (Pascanu et al. 2013, and the code that
+            Vorontsov et al. 2017 released).
         positions: "halves": one mark in [0, T // 2), one in [T // 2, T), as in Arjovsky et al. 2015 and Vorontsov et
             al. 2017; "pascanu": one in [0, T // 10), one in [T // 10, T // 2), as in Pascanu et al. 2013.
 
     Attributes:
-        length: number of time steps of a sequence, T.
         num_features: 2, the value and the indicator.
         baseline: mean squared error of the best guess without memory, the expected target: 1/6 for the sum, 1/24 for
             the mean.
-
-    Raises:
-        InputError: T too small, an unknown target or unknown positions.
 
     Example::
 

@@ -1,12 +1,9 @@
 """The copy task of Hochreiter & Schmidhuber (1997): remember ten symbols for T steps, then output them in order.
 
-    step      0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
-    arjovsky  a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
-    exprnn    a a a a a a a a | - - - ... - - - - | # - - - - - - -    T blanks, the marker, K-1 blanks
-    target    - - - - - - - - | - - - ... - - - - | a a a a a a a a    blank until the last K steps
-
-The layouts differ in one step: whether the first recalled symbol is due at the step after the marker (Arjovsky et al.
-2015, Vorontsov et al. 2017 section 3) or at the step of the marker (expRNN and geotorch).
+step      0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
+arjovsky  a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
+exprnn    a a a a a a a a | - - - ... - - - - | # - - - - - - -    T blanks, the marker, K-1 blanks
+target    - - - - - - - - | - - - ... - - - - | a a a a a a a a    blank until the last K steps
 """
 
 import math
@@ -34,8 +31,8 @@ class CopyTask(Generator):
         T: number of steps over which the symbols are remembered, at least 1.
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
-        layout: "arjovsky": the first recalled symbol is due at the step after the marker. "exprnn": it is due at the
-            step of the marker.
+        layout: "arjovsky": the first recalled symbol is due at the step after the marker (Arjovsky et al. 2015,
+            Vorontsov et al. 2017). "exprnn": it is due at the step of the marker (expRNN and geotorch).
         dtype: dtype of tokens and targets; uint8 needs an eighth of the memory of int64.
 
     Attributes:
@@ -43,9 +40,6 @@ class CopyTask(Generator):
         num_ids: number of token ids, symbols + 2: the `input_size` of a module with token ids as input.
         num_classes: number of target classes, symbols + 1.
         baseline: cross-entropy in nats per step of the best guess without memory, K ln(symbols) / (T + 2 K).
-
-    Raises:
-        InputError: a size below 1, an unknown layout, or a dtype that is too small.
 
     Example::
 

@@ -76,10 +76,6 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
     Returns:
         Mnist, on the CPU; 55 MB for the standard files. `train` and `validation` share their memory.
 
-    Raises:
-        InputError: a file is missing, unreadable, truncated, damaged, of another kind or size, or swapped with another
-            one; a label is outside 0 to 9; the files have different numbers of images; or `validation` is out of range.
-
     Example::
 
         data = load_mnist("data/mnist")
@@ -112,9 +108,6 @@ def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
 
     Returns:
         [pixels] int64, a permutation of 0 ... pixels - 1.
-
-    Raises:
-        InputError: a seed that is not an integer in [0, 2^63).
 
     Example::
 

@@ -137,9 +137,6 @@ class Rolls:
             batch: number of pieces in a window, B, at least 1.
             steps: number of steps of a window, T, at least 1.
             generator: a generator on the CPU that is used by this iterator only.
-
-        Raises:
-            InputError: batch or steps below 1.
         """
         return RollWindows(self, batch, steps, generator)
 
@@ -198,11 +195,7 @@ class RollWindows:
         return state | {"steps": self.steps, "total": self.rolls.predictions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state returned by `state_dict` of an iterator over the same pieces.
-
-        Raises:
-            InputError: the state belongs to other pieces, another batch or other windows.
-        """
+        """Restores the state returned by `state_dict` of an iterator over the same pieces."""
         check_state(state, self.state_dict(), "steps", "total")
         if len(state["pieces"]) != self.batch:
             raise InputError(f"the saved order of the data has batch {len(state['pieces'])}; expected: {self.batch}")
@@ -232,11 +225,6 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
 
     Returns:
         Music, on the CPU; 23 MB for Nottingham.
-
-    Raises:
-        InputError: an unknown name; a file that is missing, unreadable, damaged, truncated, of another kind or another
-            collection; a part without pieces; a piece of fewer than two steps or with another number of notes than 88;
-            values other than 0 and 1.
 
     Example::
 

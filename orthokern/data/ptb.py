@@ -146,9 +146,6 @@ class Sentences:
                 sentences of similar length, which pad less.
             part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
                 processes that share the batches.
-
-        Raises:
-            InputError: batch or bucket is below 1; or the last batch of an epoch has fewer sentences than processes.
         """
         return SentenceBatches(self, batch, generator, bucket, part)
 
@@ -157,9 +154,6 @@ class Sentences:
 
         Args:
             batch: sentences per batch, B, at least 1; the last batch has the remaining ones.
-
-        Raises:
-            InputError: batch below 1.
         """
         integer("batch", batch)
         order = self.lengths.argsort(descending=True, stable=True)
@@ -236,11 +230,7 @@ class SentenceBatches:
         return state | {"sentences": len(self.sentences), "batch": self.batch, "bucket": self.bucket}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state returned by `state_dict` of an iterator over the same sentences.
-
-        Raises:
-            InputError: the state has another number of sentences, another batch or another bucket.
-        """
+        """Restores the state returned by `state_dict` of an iterator over the same sentences."""
         check_state(state, self.state_dict(), "sentences", "batch", "bucket")
         self.generator.set_state(state["generator"])
         self.epoch, self.position = state["epoch"], state["position"]
@@ -268,10 +258,6 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
 
     Returns:
         Ptb, on the CPU.
-
-    Raises:
-        InputError: a file is missing or rejected by `read_sentences`; or it is a damaged copy of a standard file, or
-            swapped with another one.
 
     Example::
 
@@ -304,10 +290,6 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
 
     Returns:
         Sentences, on the CPU, in the order of the file.
-
-    Raises:
-        InputError: the file is missing, unreadable, empty, truncated or not text; a character is outside the alphabet
-            (the message has its line); no sentence has at most max_length characters; or max_length is below 1.
 
     Example::
 

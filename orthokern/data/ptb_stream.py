@@ -43,9 +43,6 @@ def load_ptb_stream(folder: str | Path) -> PtbStream:
     Args:
         folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
 
-    Raises:
-        InputError: as `load_ptb`.
-
     Example::
 
         text = load_ptb_stream("data/ptb")
@@ -70,9 +67,6 @@ def stream_rows(tokens: Tensor, rows: int) -> Tensor:
 
     Returns:
         [n // B, B], contiguous: column b is tokens[b (n // B) : (b + 1) (n // B)].
-
-    Raises:
-        InputError: rows is below 1, or so large that a row has no input with a target.
 
     Example::
 

@@ -1,11 +1,7 @@
 """The random permutation problem (Hochreiter & Schmidhuber 1997; Pascanu et al. 2013): what was the first symbol?
 
-    step        0 ................................. T-1
-    symbol      1  57  3  98  22  57  41  9  ...  76           0 or 1, then symbols 2 to 99
-    target      1                                              the first symbol, due after the last step
-
 Only the answer after the last step is scored, as in the variant of Manchev & Spratling, whose sequences repeat the
-first symbol at the end as the target of the last step. All 100 symbols are possible answers.
+first symbol at the end as the target of the last step.
 """
 
 from __future__ import annotations
@@ -32,12 +28,8 @@ class RandomPermutationTask(OneHotGenerator):
         symbols: size of the alphabet, at least 3.
 
     Attributes:
-        length: number of time steps of a sequence, T.
         num_features, num_classes: one per symbol.
         baseline: cross-entropy in nats of the best guess without memory: one of two symbols, ln 2.
-
-    Raises:
-        InputError: T below 2, or fewer than 3 symbols.
 
     Example::
 

@@ -1,13 +1,5 @@
 """The temporal order problems of Hochreiter & Schmidhuber (1997): which of X and Y occurs at each of a few positions.
 
-    step        0 ....................................... T-1
-    symbol      c  a  X  d  b  a  d  c  Y  a  c  b  d  a  c        X and Y at 2 places (or 3), distractors elsewhere
-    target      1                                                  X Y, as a binary number, due after the last step
-
-    bits    places: uniform in [from, to) T        classes
-    2       [0.1, 0.2)  [0.5, 0.6)                 4: X X, X Y, Y X, Y Y
-    3       [0.1, 0.2)  [0.3, 0.4)  [0.6, 0.7)     8
-
 The positions are those of Pascanu et al. 2013 and of the code released with Manchev & Spratling. The original problem
 has fixed ranges for sequences of about 100 steps, and special symbols for the start and the end.
 """
@@ -39,13 +31,9 @@ class TemporalOrderTask(OneHotGenerator):
         bits: 2 or 3, the number of places.
 
     Attributes:
-        length: number of time steps of a sequence, T.
         num_features: 6, one per symbol.
         num_classes: 4 or 8.
         baseline: cross-entropy in nats of the best guess without memory, which is uniform: bits ln 2.
-
-    Raises:
-        InputError: T below 10, or bits other than 2 and 3.
 
     Example::
 

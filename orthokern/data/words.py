@@ -54,11 +54,6 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
     Returns:
         Words, on the CPU. Words of the validation and test files that are not in the training file become <unk>.
 
-    Raises:
-        InputError: a file is missing, unreadable, empty, truncated, not text, a damaged copy of a standard file, or
-            swapped with another one; a line has the word <eos>; the training file has more than `limit` distinct words;
-            or a word is not in the training file, and the training file has no <unk>.
-
     Example::
 
         >>> import pathlib, tempfile

@@ -34,17 +34,6 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
     Args:
         runs: the runs to compare.
-
-    Returns:
-        Names in the order of the first run that has them, with seed, device, backend and similar settings at the end.
-        A setting that is missing in some run counts as different.
-
-    Example::
-
-        >>> from pathlib import Path
-        >>> runs = [RunRecord(Path(str(m)), {}, {"T": 100, "margin": m}, "copy", []) for m in (0.1, 1.0)]
-        >>> differing_settings(runs)
-        ['margin']
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
@@ -69,21 +58,6 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     Args:
         runs: the runs.
         names: settings to show; by default the task, if the runs have several, and `telling_settings`.
-
-    Returns:
-        One label per run. Runs with equal settings have the same label, followed by the name of the folder if `names`
-        is None; a single run is labelled with the name of its folder. If every run has a `RunRecord.label`, these are
-        returned, whatever `names` is.
-
-    Raises:
-        InputError: a name that is a setting of no run.
-
-    Example::
-
-        >>> from pathlib import Path
-        >>> runs = [RunRecord(Path(str(m)), {}, {"T": 100, "margin": m}, "copy", []) for m in (0.1, 1.0)]
-        >>> labels(runs)
-        ['margin 0.1', 'margin 1']
     """
     if names is not None:
         check_settings("legend", runs, names)

@@ -2,8 +2,7 @@
 several runs."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,20 @@ from orthokern.diagnostics import plots
 from orthokern.diagnostics.comparison import caption
 from orthokern.diagnostics.runs import RunRecord, number_at
 
-OF_LAYERS = ("spectrum", "eigenvalue_moduli", "eigenvalue_angles")  # fields of the records that each layer has
+# figure -> the field of the records that each layer has
+OF_LAYERS = {"spectrum": "spectrum", "moduli": "eigenvalue_moduli", "angles": "eigenvalue_angles"}
 FIGURES = ("curves", "gradients", "spectrum", "moduli", "states", "angles", "layers", "stability")
-
-Drawing = tuple[Callable[..., Path | None], dict[str, Any]]
-"""A function of `orthokern.diagnostics.plots`, and its options beside records, file and title."""
 
 
 def of_layer(field: str, recurrence: str | None) -> str:
-    """The field of the records that holds `field` for a layer: "l1", "l0_reverse", ...; None: the first layer.
-
-    Example:
-        >>> of_layer("spectrum", None), of_layer("spectrum", "l1")
-        ('spectrum', 'spectrum_l1')
-    """
+    """The field of the records that holds `field` for a layer: "l1", "l0_reverse", ...; None: the first layer."""
     return field if recurrence in (None, "l0") else f"{field}_{recurrence}"
 
 
 def recorded_layers(runs: Iterable[RunRecord]) -> list[str]:
-    """The names for `of_layer` of which the records hold a spectrum, moduli or angles, the first layer first.
-
-    Example:
-        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": 1, "spectrum": {}, "spectrum_l1": {}}])
-        >>> recorded_layers([run])
-        ['l0', 'l1']
-    """
+    """The names for `of_layer` of which the records hold a spectrum, moduli or angles, the first layer first."""
     keys = dict.fromkeys(key for run in runs for record in run.records for key in record)
-    matches = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS)})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
+    matches = [re.fullmatch(rf"(?:{'|'.join(OF_LAYERS.values())})(?:_(l\d+(?:_reverse)?))?", key) for key in keys]
     return list(dict.fromkeys(match[1] or "l0" for match in matches if match))
 
 
@@ -54,18 +40,20 @@ def _text(run: RunRecord, name: str, usual: str) -> str:
     return caption(value if isinstance(value, str) else usual)
 
 
-def _curves(run: RunRecord, baseline: float | None) -> Drawing:
+def _draw_curves(run: RunRecord, file: Path, title: str, baseline: float | None) -> Path | None:
     label = _text(run, "loss_label", "loss")
     level = number_at(run.config, "baseline") if baseline is None else baseline
     if any("nll" in record for record in run.records):
-        return plots.plot_losses, {"label": label, "baseline": level}
-    return plots.plot_learning, {"loss_label": label, "baseline": level, "goal": number_at(run.config, "goal")}
+        return plots.plot_losses(run.records, file, label=label, baseline=level, title=title)
+    goal = number_at(run.config, "goal")
+    return plots.plot_learning(run.records, file, loss_label=label, baseline=level, goal=goal, title=title)
 
 
-def _gradients(run: RunRecord) -> Drawing:
-    last = any("last_grad_norm_through_time" in record for record in run.records)
-    key = "last_grad_norm_through_time" if last else "grad_norm_through_time"
-    return plots.plot_gradients, {"key": key, "length": run.profile_length(key)}
+def _compared(figure: str, runs: Sequence[RunRecord], recurrence: str | None, **common: Any) -> Any:
+    """A figure with a panel for each run, or None."""
+    key = {"key": of_layer(OF_LAYERS[figure], recurrence)} if figure in OF_LAYERS else {}
+    compare = plots.compare_spectra if figure == "spectrum" else getattr(plots, f"compare_{figure}")
+    return compare(runs, **key, **common)
 
 
 def draw_run(
@@ -86,39 +74,18 @@ def draw_run(
         figures: names in `FIGURES`; None: `usual_figures`.
         recurrence: layer whose spectrum, moduli and angles are drawn, see `of_layer`.
         baseline: loss to draw a line at; None: that of the run.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ValueError: matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
-        OSError: a file cannot be written.
-
-    Example::
-
-        >>> import tempfile
-        >>> run = RunRecord(Path("a"), {}, {}, "copy", [{"iteration": i, "loss": 1 / i} for i in (1, 2, 3)])
-        >>> [file.name for file in draw_run(run, Path(tempfile.mkdtemp()))]
-        ['learning.png']
     """
-    drawings: dict[str, Drawing] = {
-        "curves": _curves(run, baseline),
-        "gradients": _gradients(run),
-        "spectrum": (plots.plot_spectrum, {"margin": run.margin, "key": of_layer("spectrum", recurrence)}),
-        "moduli": (plots.plot_moduli, {"key": of_layer("eigenvalue_moduli", recurrence)}),
-        "states": (plots.plot_states, {"length": run.profile_length("state_norm_through_time")}),
-        "angles": (plots.plot_angles, {"key": of_layer("eigenvalue_angles", recurrence)}),
-        "layers": (plots.plot_layers, {}),
-        "stability": (plots.plot_stability, {}),
-    }
     title = _text(run, "title", f"{run.task}, {run.name}")
-    drawn: list[Path] = []
+    drawn: list[Path | None] = []
     for name in usual_figures([run]) if figures is None else figures:
-        draw, options = drawings[name]
-        file = folder / ("learning.png" if name == "curves" else f"{name}.png")
-        path = draw(run.records, file, title=title, **options)
-        drawn += [] if path is None else [path]
-    return drawn
+        if name == "curves":
+            drawn.append(_draw_curves(run, folder / "learning.png", title, baseline))
+        elif name == "layers":
+            drawn.append(plots.plot_layers(run.records, folder / "layers.png", title=title))
+        else:
+            picture = _compared(name, [run], recurrence, x="iteration", title=title)
+            drawn.append(None if picture is None else plots.save(picture, folder / f"{name}.png"))
+    return [file for file in drawn if file is not None]
 
 
 def draw_comparison(
@@ -141,18 +108,7 @@ def draw_comparison(
         panel: setting that divides curves into panels.
         recurrence: as in `draw_run`.
         common: `legend` and `x` of all figures, see `plots.compare_curves`.
-
-    Returns:
-        The files written.
     """
-    compare: dict[str, Callable[..., Any]] = {
-        "gradients": plots.compare_gradients,
-        "spectrum": partial(plots.compare_spectra, key=of_layer("spectrum", recurrence)),
-        "moduli": partial(plots.compare_moduli, key=of_layer("eigenvalue_moduli", recurrence)),
-        "states": plots.compare_states,
-        "angles": partial(plots.compare_angles, key=of_layer("eigenvalue_angles", recurrence)),
-        "stability": plots.compare_stability,
-    }
     pictures: list[tuple[str, Any]] = []
     for figure in figures:
         if figure == "curves":
@@ -160,5 +116,5 @@ def draw_comparison(
                 picture = plots.compare_curves(runs, name, panel=panel, baseline=level, **common)
                 pictures.append((f"curves-{name}", picture))
         else:
-            pictures.append((figure, compare[figure](runs, **common)))
+            pictures.append((figure, _compared(figure, runs, recurrence, **common)))
     return [plots.save(picture, folder / f"{name}.png") for name, picture in pictures if picture is not None]

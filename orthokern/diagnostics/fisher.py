@@ -55,10 +55,6 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     Returns:
         A `FisherMemory`.
 
-    Raises:
-        InputError: wrong shapes, numbers that are not finite, noise that is not a variance or covariance, or an
-            unstable V.
-
     Cost: a QR factorisation of [2N,N] and two [N,N] products per doubling; about ten doublings.
 
     Example::
@@ -102,9 +98,6 @@ def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor
 
     Returns:
         [T] float64 on the CPU; [T,M] for M inputs.
-
-    Raises:
-        InputError: wrong shapes, numbers that are not finite, steps below 1.
 
     Example::
 

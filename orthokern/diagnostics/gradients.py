@@ -28,9 +28,6 @@ def thin_profile(norms: Tensor, points: int = 64) -> list[float]:
     Returns:
         The values at `profile_steps(T, points)`, rounded to six significant digits.
 
-    Raises:
-        InputError: no values, or points below 2.
-
     Example::
 
         >>> thin_profile(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), points=3)

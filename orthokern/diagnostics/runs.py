@@ -3,7 +3,6 @@
 A run in progress can be read at any time: an incomplete last line of metrics.jsonl is ignored.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from orthokern._files import count, json_lines, number, read_object
 from orthokern.data._checks import as_path
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
@@ -131,9 +131,6 @@ def load_run(folder: Path | str) -> RunRecord:
     Returns:
         The run. Without metrics.jsonl, which is written after the first iteration, it has no records.
 
-    Raises:
-        InputError: the folder does not exist or is not a run folder, or a file is damaged or unreadable.
-
     Example::
 
         >>> import json, pathlib, tempfile
@@ -176,9 +173,6 @@ def read_metrics(path: Path) -> list[Record]:
     """All complete records of a metrics file, in order, up to the first line that is not a record; [] if there is no
     file. A record is a JSON object whose "iteration" is a non-negative integer.
 
-    Raises:
-        InputError: the file cannot be read.
-
     Example::
 
         >>> read_metrics(Path("no such file"))
@@ -195,18 +189,11 @@ def read_metrics(path: Path) -> list[Record]:
 def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
     """The lines of a metrics file: number, whether the line has an end, and the record or None."""
     try:
-        with path.open("rb") as file:
-            for line, content in enumerate(file, start=1):
-                try:
-                    value = json.loads(content)
-                except (ValueError, RecursionError):
-                    value = None
-                valid = isinstance(value, dict) and count(value.get("iteration")) is not None
-                yield line, content.endswith(b"\n"), value if valid else None
+        for line, (content, value) in enumerate(json_lines(path), start=1):
+            valid = value is not None and count(value.get("iteration")) is not None
+            yield line, content.endswith(b"\n"), value if valid else None
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
@@ -214,23 +201,6 @@ def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.nda
     points = [(record["iteration"], value) for record in records if (value := number_at(record, quantity)) is not None]
     pairs = np.asarray(points, dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
-
-
-def number(value: Any) -> float | None:
-    """A value of a record as a number: finite and at most 1e100 in magnitude, so that computations with it stay finite;
-    None for everything else (text, null, true, lists, NaN).
-
-    Example::
-
-        >>> number(3), number("3"), number(True)
-        (3.0, None, None)
-    """
-    return float(value) if type(value) in (int, float) and abs(value) <= 1e100 else None
-
-
-def count(value: Any, minimum: int = 0) -> int | None:
-    """A value of a record as an integer in [minimum, 2^53], exact as a float64; None for everything else."""
-    return value if type(value) is int and minimum <= value <= 2**53 else None
 
 
 def number_at(record: Record, quantity: str) -> float | None:
@@ -256,13 +226,6 @@ def numbers_at(record: Record, name: str) -> list[float | None] | None:
 def _object(file: Path) -> dict[str, Any] | None:
     """A JSON object from a file, or None if there is no file."""
     try:
-        value = json.loads(file.read_bytes())
+        return read_object(file)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise InputError(f"{file} is damaged: not JSON") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{file} is damaged: not a JSON object")
-    return value

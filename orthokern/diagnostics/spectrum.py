@@ -44,9 +44,6 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
     Returns:
         "mean", "std" (population standard deviation, divided by K), "min", "max".
 
-    Raises:
-        InputError: singular_values is no such tensor.
-
     Example::
 
         >>> summarize_spectrum(torch.tensor([0.5, 1.0, 1.5]))["max"]
@@ -65,9 +62,6 @@ def spectral_radius(w: Tensor) -> float:
     Returns:
         A number without unit; NaN if w holds NaN or infinity.
 
-    Raises:
-        InputError: w is not a square matrix of real numbers.
-
     Example::
 
         >>> spectral_radius(torch.diag(torch.tensor([0.5, -2.0])))
@@ -85,9 +79,6 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
     Returns:
         [N] float64 on the CPU, radians in [-pi, pi], ascending; an eigenvalue of zero has the angle 0. [N] NaN if w
         holds NaN or infinity.
-
-    Raises:
-        InputError: w is not a square matrix of real numbers.
 
     Example::
 
@@ -108,9 +99,6 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
 
     Returns:
         `bins` counts; `bins` NaN if an angle is not finite.
-
-    Raises:
-        InputError: angles is no such tensor, or bins is below 1.
 
     Example::
 
@@ -143,9 +131,6 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
         names. The names of the others end in "_l0_reverse", "_l1", ..., as those of parameters.
         "orthogonality_error": the largest |M^T M - I| of all bases, if the module has bases.
         All numbers of a matrix that is not finite are NaN.
-
-    Raises:
-        InputError: the module is not a recurrence.
 
     Example::
 

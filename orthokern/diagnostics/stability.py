@@ -28,9 +28,6 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
         first recurrence has these names. The names of the others end in "_l0_reverse", "_l1", ...
         NaN for a matrix that is not finite.
 
-    Raises:
-        InputError: the module is not a GRU.
-
     Example::
 
         >>> gru = torch.nn.GRU(3, 4)

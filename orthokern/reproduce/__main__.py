@@ -7,21 +7,11 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from orthokern.commandline import (
-    EXIT_INTERRUPTED,
-    MAX_THREADS,
-    Parser,
-    command,
-    device,
-    duration,
-    integer,
-    path,
-    say,
-)
+from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, duration, integer, path, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
-from orthokern.reproduce.report import finished_elsewhere, report
+from orthokern.reproduce.report import earlier_rows, report
 from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
 
@@ -70,8 +60,8 @@ examples:
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
-missing keep their rows of an earlier EXPERIMENT.json, and are not trained again if they are finished there:
-copy this file to continue an experiment on another machine.
+missing keep their rows of an earlier EXPERIMENT.json in a report; to continue an experiment on another
+machine, copy the run folders.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 4 the budget is spent before all
 runs are done, 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP. After 4 and a signal the runs are saved: repeat
 the command to continue.
@@ -140,20 +130,12 @@ def _run(args: Mapping[str, Any]) -> Outcome:
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, args)
     runs = _chosen(experiment, args.get("only", ""))
-    elsewhere = finished_elsewhere(experiment, plan)  # a damaged file is reported before hours of training
+    earlier_rows(name, plan)  # a damaged file is reported before hours of training
     failed: dict[str, str] = {}
     spent = False
     try:
         if not args.get("report"):
-            open_runs = [run for run in runs if run.name not in elsewhere]
-            if len(open_runs) < len(runs):
-                short = sum(not elsewhere.get(run.name, True) for run in runs)
-                say(
-                    f"{len(runs) - len(open_runs)} of {len(runs)} runs are finished according to "
-                    f"{plan.folder / name}.json{f', {short} of them shorter than planned' if short else ''}"
-                    "; to train them again, move it away"
-                )
-            failed = train_all(plan, [[run] for run in sorted(open_runs, key=lambda run: run.seed)], sys.stdout)
+            failed = train_all(plan, [[run] for run in sorted(runs, key=lambda run: run.seed)], sys.stdout)
     except BudgetSpent as end:
         failed, spent = end.failed, True
     finally:

@@ -95,11 +95,7 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} without the file.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """The object in a JSON file; {} without the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -138,16 +134,7 @@ def publish(
     figure: Path | None = None,
     **numbers: Any,
 ) -> list[Path]:
-    """Writes the page of a study; returns the files.
-
-    Args:
-        folder: for the files.
-        spec: the table `[[study]]` with name, title, source and, if it has them, directions.
-        quick: whether the study is scaled down.
-        text: the lines below the source.
-        rows, numbers: the content of the JSON file.
-        figure: the file of the figure.
-    """
+    """Writes the page of a study; returns the files."""
     scale = " Scaled down (`--quick`): compare the order of the rows, not the numbers." if quick else ""
     source = paragraph(f"{spec['source']}.{scale} {spec.get('directions', '')}")
     lines = [f"# {spec['name']}: {spec['title']}", "", source, "", *text]
@@ -185,11 +172,7 @@ def output_folder(args: Mapping[str, Any]) -> Path:
 
 
 def data_folder(args: Mapping[str, Any], name: str, *, read: bool = True) -> Path:
-    """The folder `name` in that of --data, or else that of --data itself.
-
-    Raises:
-        InputError: there is no such folder, and `read` is set.
-    """
+    """The folder `name` in that of --data, or else that of --data itself."""
     root: Path = args.get("data", Path("data"))
     folder = root / name if (root / name).is_dir() else root
     if read and not folder.is_dir():

@@ -18,7 +18,7 @@ import numpy as np
 from orthokern.diagnostics.runs import RunRecord, load_run, number_at
 from orthokern.errors import InputError
 from orthokern.reproduce import page
-from orthokern.reproduce.runner import Plan, is_finished
+from orthokern.reproduce.runner import Plan
 from orthokern.reproduce.spec import Experiment, Measure, Run, is_planned, named_settings, planned
 
 Row = dict[str, Any]
@@ -154,9 +154,6 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, Row]:
     """The rows of trained runs in the JSON file of an earlier report, by name: a run folder may be on another machine.
 
     {} if there is no such file of the experiment `name` at this scale.
-
-    Raises:
-        InputError: the file is damaged.
     """
     path = plan.folder / f"{name}.json"
     summary = page.read_json(path)
@@ -169,24 +166,6 @@ def earlier_rows(name: str, plan: Plan) -> dict[str, Row]:
         raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
 
 
-def finished_elsewhere(experiment: Experiment, plan: Plan) -> dict[str, bool]:
-    """The runs that the JSON file of an earlier report has as finished, and whose folders are not here: name -> whether
-    the run is as long as planned.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-    rows = earlier_rows(experiment.name, plan)
-    return {
-        run.name: _row_is_finished(rows[run.name], plan.length(run))
-        for run in experiment.runs
-        if run.name in rows
-        and not plan.begun(run)
-        and is_same_run(rows[run.name], run, plan)
-        and _row_is_finished(rows[run.name], plan.longer)
-    }
-
-
 def is_same_run(row: Row, run: Run, plan: Plan) -> bool:
     """Whether a row of an earlier report has the command of a run, but for its length. The options of an experiment may
     have changed since, and a row must not show a command beside the numbers of another."""
@@ -197,21 +176,8 @@ def is_same_run(row: Row, run: Run, plan: Plan) -> bool:
     return named(row["command"].split()[3:]) == named(plan.options(run, ()))
 
 
-def _row_is_finished(row: Row, length: Sequence[str]) -> bool:
-    result = {"iteration": row.get("iterations"), "seconds": row.get("seconds")}
-    result |= {"diverged": row["state"] == "diverged", "reached": row["state"] == "solved"}
-    return row["state"] != "unfinished" and is_finished(row.get("settings", {}), result, length)
-
-
 def trained_for(settings: Mapping[str, Any], done: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
-    """The option for the length of a run, or () if the run has the length of its command line.
-
-    Args:
-        settings: the settings in config.json.
-        done: iterations done, which may be more: some runs in the JSON files of docs/results were continued before
-            config.json took the new length.
-        plan: the settings returned by `planned`.
-    """
+    """The option for the length of a run, or () if the run has the length of its command line."""
     if settings.get("epochs"):
         per_epoch = settings.get("iterations_per_epoch")
         epochs = max(settings["epochs"], math.ceil(done / per_epoch) if per_epoch else 0)
@@ -230,12 +196,7 @@ def machine_of(config: Mapping[str, Any]) -> str:
 
 
 def _row(experiment: Experiment, run: Run, plan: Plan, known: Row | None) -> Row:
-    """One row: labels, published and measured numbers, progress of the run, its command, and what the figure shows.
-
-    Args:
-        experiment, run, plan: the run of an experiment, and its folder.
-        known: the row in an earlier report. It is kept if the run folder is missing.
-    """
+    """One row: labels, published and measured numbers, progress of the run, its command, and what the figure shows."""
     settings = planned(run, plan.quick)
     row: Row = {"name": run.name, "group": run.group, "published": dict(run.published), "labels": labels(run, settings)}
 
@@ -329,12 +290,7 @@ def _cells(experiment: Experiment, group: Sequence[Row], headings: Sequence[str]
 
 
 def markdown(experiment: Experiment, summary: Row) -> str:
-    """The page of an experiment: table, note, commands and conditions.
-
-    Args:
-        experiment: which.
-        summary: the content of its JSON file.
-    """
+    """The page of an experiment: table, note, commands and conditions."""
     rows: list[Row] = summary["rows"]
     headings = list(dict.fromkeys(heading for row in rows for heading in row["labels"]))
     published = {title for row in rows for title in row["published"]}  # a measure that no paper has is one column
@@ -370,17 +326,6 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
     """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders.
 
     Rows of runs whose folders are missing are copied from the JSON file of an earlier report, with their curves.
-
-    Args:
-        experiment: the experiment.
-        plan: holds the folder of the runs.
-
-    Returns:
-        The files written. A figure that cannot be drawn is left out, with a warning on standard error.
-
-    Raises:
-        InputError: the JSON file of an earlier report is damaged.
-        OSError: a file cannot be written.
     """
     earlier = earlier_rows(experiment.name, plan)
     rows = [_row(experiment, run, plan, earlier.get(run.name)) for run in experiment.runs]

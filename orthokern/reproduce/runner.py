@@ -124,28 +124,14 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 def is_done(folder: Path, length: Sequence[str] = ()) -> bool:
     """Whether the run in a folder is finished: its result.json says so, for at least the requested number of epochs or
-    iterations.
-
-    Args:
-        folder: a run folder, which need not exist yet.
-        length: an option with a length, as in Plan; without one, the length in its config.json counts.
-    """
+    iterations."""
     result = result_of(folder)
     try:
         settings = read_json(folder / "config.json").get("settings")
     except InputError:
         return False
-    return bool(result) and isinstance(settings, dict) and is_finished(settings, result, length)
-
-
-def is_finished(settings: Mapping[str, Any], result: Mapping[str, Any], length: Sequence[str] = ()) -> bool:
-    """Whether a run has ended, and is at least as long as requested.
-
-    Args:
-        settings: those in its config.json.
-        result: the content of its result.json.
-        length: as for `is_done`.
-    """
+    if not result or not isinstance(settings, dict):
+        return False
     minutes, seconds = settings.get("minutes"), result.get("seconds")
     if result.get("diverged") or result.get("reached"):
         return True
@@ -234,22 +220,7 @@ def _interruptible() -> Iterator[None]:
 
 @_interruptible()
 def train_all(plan: Plan, chains: Sequence[Sequence[Run]], stream: TextIO, what: str = "runs") -> dict[str, str]:
-    """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others.
-
-    Args:
-        plan: how the runs are trained.
-        chains: runs that follow each other as long as they reach their goals, in most cases one run each.
-        stream: where progress is printed.
-        what: the name of the chains in messages.
-
-    Returns:
-        Name -> last line of output, for the runs that failed or diverged.
-
-    Raises:
-        InputError: the command line or the data of a run was rejected. The other runs would be rejected as well.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP has arrived, and the child processes have saved their runs.
-        BudgetSpent: at the end of the budget some runs are not done.
-    """
+    """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others."""
     progress, total = _Progress(stream), len(chains)
     waiting = [chain for chain in chains if _next(chain, plan) is not None]
     done = total - len(waiting)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from orthokern.commandline import say
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
 from orthokern.reproduce.page import (
@@ -84,8 +83,7 @@ def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
 
 
 def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
-    """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed, and a
-    search that is in an earlier report continues after the last T that it solved."""
+    """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed."""
     searches = read_searches(spec)
     chosen = [search for search in searches if args.get("only", "") in search.name]
     if not chosen:
@@ -95,16 +93,11 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
         )
     longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
     plan = Plan.of(args, output_folder(args), None, longer)
-    earlier = earlier_rows(spec["name"], plan)
     failed: dict[str, str] = {}
     spent = False
     try:
         if not args.get("report"):
-            chains = [_open_runs(search, plan, earlier.get(search.name, {})) for search in chosen]
-            chains = [chain for chain in chains if chain]
-            if len(chains) < len(chosen):
-                finished = f"{len(chosen) - len(chains)} of {len(chosen)} searches are finished"
-                say(f"{finished} according to {plan.folder / spec['name']}.json; to repeat them, move it away", stream)
+            chains = [[search.run(T) for T in search.lengths(plan.quick)] for search in chosen]
             failed = train_all(plan, chains, stream, "searches")
     except BudgetSpent as end:
         failed, spent = end.failed, True
@@ -115,69 +108,41 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     return Outcome(files, failed, spent)
 
 
-def _open_runs(search: Search, plan: Plan, known: Row) -> list[Run]:
-    """The runs of a search, without those that an earlier report has as solved and whose folders are missing. Empty if
-    the report has the search as finished, with as many iterations as are planned now."""
-    solved = known.get("iterations", {})
-    lengths = [T for T in search.lengths(plan.quick) if str(T) not in solved or plan.begun(search.run(T))]
-    runs = [search.run(T) for T in lengths]
-    if runs and known.get("complete") and known["failed"] == lengths[0] and not plan.begun(runs[0]):
-        usual = planned(runs[0], plan.quick)["iterations"]
-        before, now = (int(length[1]) if length else usual for length in (known["length"], plan.longer))
-        return runs if before < now else []
-    return runs
-
-
-def look(search: Search, plan: Plan, known: Row) -> Row:
+def look(search: Search, plan: Plan) -> Row:
     """The state of a search, read from its run folders.
 
-    Args:
-        search: which.
-        plan: holds the folder of the runs.
-        known: its row in an earlier report, which stands for the runs whose folders are missing; {} without one.
-
-    Returns:
-        iterations: T -> number of iterations until solved. failed: the T that was not solved, or None. outcome: how the
-        run with that T ended. complete: whether the search is finished. seconds_by_length: T -> training time.
-        machine: the machine of the last run. length: the option with the planned length of the last run.
+    iterations: T -> number of iterations until solved. failed: the T that was not solved, or None. outcome: how the run
+    with that T ended. complete: whether the search is finished. seconds_by_length: T -> training time. machine: the
+    machine of the last run. length: the option with the planned length of the last run.
     """
     state: Row = {"iterations": {}, "failed": None, "outcome": "", "complete": False, "seconds_by_length": {}}
-    state |= {"machine": known.get("machine"), "length": known.get("length")}
+    state |= {"machine": None, "length": None}
     for T in search.lengths(plan.quick):
-        key, run = str(T), search.run(T)
-        if plan.begun(run):
-            seconds = _add(state, run, T, plan)
-        elif key in known.get("iterations", {}):
-            state["iterations"][key] = known["iterations"][key]
-            seconds = known["seconds_by_length"].get(key, 0.0)
-        elif known.get("failed") == T:
-            state |= {name: known[name] for name in ("failed", "outcome", "complete")}
-            seconds = known["seconds_by_length"].get(key, 0.0)
-        else:
+        run = search.run(T)
+        if not plan.begun(run):
             return state
-        state["seconds_by_length"][key] = rounded(seconds)  # as in the file, for the same sum after it is read
-        if state["failed"] is not None:
-            return state
+        folder = plan.run_folder(run)
+        result, config = result_of(folder), read_json(folder / "config.json")
+        state["length"] = trained_for(config.get("settings", {}), result.get("iteration", 0), planned(run, plan.quick))
+        state["machine"] = machine_of(config)
+        if not result.get("reached"):
+            return _failed(state, folder, T, plan, bool(result.get("diverged")))
+        state["iterations"][str(T)] = result["iteration"]
+        state["seconds_by_length"][str(T)] = rounded(float(result.get("seconds") or 0.0))
     return state | {"complete": True}
 
 
-def _add(state: Row, run: Run, T: int, plan: Plan) -> float:
-    """Adds the state of a run folder; returns the training time."""
-    folder = plan.run_folder(run)
-    result, config = result_of(folder), read_json(folder / "config.json")
-    state["length"] = trained_for(config.get("settings", {}), result.get("iteration", 0), planned(run, plan.quick))
-    state["machine"] = machine_of(config)
-    if result.get("reached"):
-        state["iterations"][str(T)] = result["iteration"]
-        return float(result.get("seconds") or 0.0)
+def _failed(state: Row, folder: Path, T: int, plan: Plan, diverged: bool) -> Row:
+    """The state of a search with a run that did not reach its goal, so far."""
     records = read_metrics(folder / "metrics.jsonl")
     last = records[-1] if records else {"iteration": 0}
     accuracies = [x for r in records if (x := number_at(r, "held_out_accuracy")) is not None]
     best = f", {100 * max(accuracies):.1f} % right at best" if accuracies else ""
     state["failed"], state["complete"] = T, is_done(folder, plan.longer)
-    verb = "diverged at" if result.get("diverged") else "not in" if state["complete"] else "still at"
+    verb = "diverged at" if diverged else "not in" if state["complete"] else "still at"
     state["outcome"] = f"{verb} {last['iteration']} iterations{best}"
-    return number_at(last, "seconds") or 0.0
+    state["seconds_by_length"][str(T)] = rounded(number_at(last, "seconds") or 0.0)
+    return state
 
 
 def _cells(search: Search, state: Row) -> list[str]:
@@ -205,10 +170,12 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: P
     name, title = spec["name"], spec["title"]
     earlier = earlier_rows(name, plan)
     rows: list[Row] = []
+    kept = {"iterations", "failed", "outcome", "complete", "seconds_by_length", "machine", "length"}
     panels: dict[str, dict[str, dict[int, int]]] = {}
     trained = []
     for search in searches:
-        state = look(search, plan, earlier.get(search.name, {}))
+        known_row = earlier.get(search.name) if not plan.begun(search.run(search.step)) else None
+        state = look(search, plan) if known_row is None else {key: known_row[key] for key in kept}
         known = bool(state["iterations"]) or state["failed"] is not None
         state["longest"] = max(map(int, state["iterations"]), default=0) if known else None
         state["seconds"] = sum(state["seconds_by_length"].values())

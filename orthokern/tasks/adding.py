@@ -44,7 +44,8 @@ from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.errors import InputError
 from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
-from orthokern.tasks.last_answer import PAPER, SHORT_EVALUATIONS, out_of_reach
+from orthokern.tasks.command import task_command
+from orthokern.tasks.last_answer import SHORT_EVALUATIONS
 from orthokern.tasks.network import EXPONENTIALS, KERNELS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
@@ -56,7 +57,6 @@ from orthokern.tasks.recurrent import (
     start_normal,
     start_recurrence,
 )
-from orthokern.training import cli
 from orthokern.training.options import changed, defaults, option
 
 # An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
@@ -138,48 +138,6 @@ class AddingOptions(StartOptions, DrawnOptions):
 
 DEFAULTS = defaults(AddingOptions)
 
-# Manchev and Spratling, section III-A, in the variant of their released code: the target is half the sum, the marks are
-# placed as in Pascanu et al. 2013, and the problem is solved if all of 10 000 answers have an error of at most 0.2.
-# (Their text says 0.0001.)
-_ORTHOGONAL: Settings = {**PAPER, "schedule": "constant", "target": "mean"}
-_ORTHOGONAL |= {"positions": "pascanu", "goal": 0.0, "right": 100.0, "eval_sequences": 10_000, "lr": 0.01}
-
-# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, Table 3, whose
-# columns are shifted: a cell belongs to the model that has such a parameter. Batches of 10. What the text leaves open
-# is as in the code that its authors gave to the released one: T = 100, 20 000 updates, RMSprop's decay 0.99,
-# Glorot-normal inputs and readout.
-_REPORT: Settings = {"T": 100, "hidden": 128, "nonlinearity": "modrelu", "start": "glorot-normal", "lr": 2e-4}
-_REPORT |= {"schedule": "constant", "alpha": 0.99, "clip": None, "batch": 10, "iterations": 20_000, "goal": 0.0}
-_REPORT |= {"checkpoint_every": 500, "diagnose_every": 50}
-
-# Vorontsov et al. 2017, sections 3.1 and 3.1.1: T = 1000, 128 ReLU units, batches of 50, epochs of 100 batches, up
-# to 2000 of them; RMSprop at 1e-4, geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite
-# matrix. What the text leaves open is as in the released code; eps: see pixel_mnist.
-_PAPER: Settings = {"init": "orthogonal", "margin": 1.0, "start": "small", "learned_h0": True}
-_PAPER |= {"schedule": "constant", "lr": 1e-4, "spectrum_lr": 1e-4, "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 100.0}
-_PAPER |= {"basis_clip": None, "weight_decay": 1e-4, "iterations": 200_000, "goal": 0.0, "checkpoint_every": 500}
-
-_REPORT_NNRNN: Settings = {**_REPORT, "model": "nnrnn", "init": "cayley", "hidden": 512, "skew_lr": 2e-5}
-_REPORT_NNRNN |= {"modulus_penalty": 1e-4, "triangle_decay": 1e-4}
-
-PRESETS: dict[str, Settings] = {
-    "paper": _PAPER,
-    "srnn": _ORTHOGONAL,
-    "open": {**_ORTHOGONAL, "soft_orthogonality": 1e-4, "soft_orthogonality_norm": "plain"},
-    "oinit": {**_ORTHOGONAL, "init": "learned", "start": "learned"},
-    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "nonlinearity": "tanh"},
-    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot"},
-    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "hidden": 512, "skew_lr": 2e-5},
-    "report-nnrnn": _REPORT_NNRNN,
-}
-PRESET_HELP = {
-    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.1",
-    "srnn": "the plain network of Manchev and Spratling, Table I, with their criterion",
-    "open": "theirs with a penalty",
-    "oinit": "theirs with every matrix made orthogonal before",
-    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 3",
-}
-
 
 def gates(hidden: int) -> Tensor:
     """Which of the units are gates: bool [hidden], the last of every UNITS_PER_GATE, and of fewer units the last."""
@@ -213,12 +171,7 @@ def logarithm_of_turn(turn: Tensor) -> Tensor:
 @torch.no_grad()
 def start_silent(rnn: nn.Module, T: int) -> None:
     """Redraws the input weights and biases and turns the recurrent matrix, as the module's Note describes. Draws from
-    torch's global generator on the CPU.
-
-    Args:
-        rnn: RNN, FactorizedRNN or ExpRNN with one layer of N units and two inputs, number and mark.
-        T: the numbers of a sequence.
-    """
+    torch's global generator on the CPU."""
     weight = rnn.get_parameter("weight_ih_l0")
     hidden, gate = len(weight), gates(len(weight))
     number = torch.rand(hidden, device="cpu") * 2 - 1
@@ -296,9 +249,8 @@ class Adding(DrawnTask):
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if the running mean of the training batches' errors (which are new data too) is below the goal, and
         every "eval_every" iterations. One batch alone is often below it by chance."""
-        every = self.settings.eval_every
         self.running_error += (metrics["loss"] - self.running_error) / BATCHES_OF_MEAN
-        return self.running_error < self.settings.goal or (every > 0 and iteration % every == 0)
+        return self.running_error < self.settings.goal or super().wants_evaluation(iteration, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "running_error": self.running_error}
@@ -307,17 +259,8 @@ class Adding(DrawnTask):
         super().load_state_dict(state)
         self.running_error = state["running_error"]
 
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
-
-    def settled(self, right: int, done: int) -> bool:
-        settings = self.settings
-        return (
-            settings.short_evaluations
-            and settings.goal == 0.0
-            and settings.right is not None
-            and out_of_reach(right, done, settings.eval_sequences, settings.right)
-        )
+    def needed(self) -> float | None:
+        return self.settings.right if self.settings.short_evaluations and self.settings.goal == 0.0 else None
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         right = self.settings.right
@@ -325,49 +268,18 @@ class Adding(DrawnTask):
             right is not None and 100.0 * evaluation["accuracy"] >= right
         )
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.1f} s"
+    def goal_text(self) -> str:
         right = self.settings.right
         goal = f"goal {self.settings.goal:g}" if right is None else f"goal {right:g} % within {CLOSE:g}"
-        goal += f", baseline {self.baseline:.4g}"
-        if evaluation is None:
-            return f"not solved ({goal}): {done}"
-        share = "" if right is None else f", {100 * evaluation['accuracy']:.2f} % right,"
-        result = f"mean squared error {evaluation['loss']:.3g}{share} on fresh sequences ({goal})"
-        return f"{'solved' if reached else 'not solved'}: {result}, {done}"
+        return f"{goal}, baseline {self.baseline:.4g}"
 
-
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a recurrent network to add two numbers that are far apart in a sequence.
-
-The network reads T numbers, two of which are marked, and must output the sum of these two at the end.
-The best constant answer has a mean squared error of 1/6, which is shown as the "baseline" of the loss.
-The task is solved if the mean squared error on new sequences is below --goal or, with --right, if that
-percentage of them is answered with an error of at most 0.2.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.adding --T 1000                         solve T = 1000 with the defaults
-  python -m orthokern.tasks.adding --T 1000 --model exprnn          with W = exp(A)
-  python -m orthokern.tasks.adding --T 200 --start torch            without gates at the start
-  python -m orthokern.tasks.adding --T 1000 --margin 10             another margin
-  python -m orthokern.tasks.adding --T 1000 --preset paper          the paper's hyper-parameters (slow)
-  python -m orthokern.tasks.adding --T 100 --positions pascanu --target mean    another variant
-  python -m orthokern.tasks.adding --T 80 --preset srnn             a plain network of Manchev and Spratling
-  python -m orthokern.tasks.adding --T 200 --model lstm --lr 1e-2   an LSTM
-  python -m orthokern.tasks.adding --preset report-nnrnn --hidden 128   an nnRNN, as in the report of 2019
-"""
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        share = "" if self.settings.right is None else f", {100 * evaluation['accuracy']:.2f} % right,"
+        return f"mean squared error {evaluation['loss']:.3g}{share} on fresh sequences"
 
 
 def complete(settings: Settings) -> AddingOptions:
-    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`.
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`."""
     possible = settings["nonlinearity"] == "relu" and settings["model"] in SILENT_MODELS and settings["hidden"] > 1
     if settings["start"] == "auto":
         chosen = possible and settings["init"] == "identity" and settings["sigma"] is None
@@ -398,7 +310,7 @@ def complete(settings: Settings) -> AddingOptions:
     return recurrent.complete(AddingOptions, {**settings, **missing})
 
 
-COMMAND = cli.TaskCommand("adding", DESCRIPTION, EXAMPLES, AddingOptions, complete, Adding, PRESETS, PRESET_HELP)
+COMMAND = task_command("adding", AddingOptions, complete, Adding)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
+from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
 from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
-from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, defaults, option
 
@@ -48,11 +48,10 @@ class CharOptions(StartOptions, DataOptions):
 
     GROUP = "the task"
     HIDDEN = DataOptions.HIDDEN | {"sigma"}
-    data: str = data_option("the three text files")
+    data: str = data_option("the Penn Treebank's text files")
     length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
-        16,
-        "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches",
+        16, "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches"
     )
     released_targets: bool = option(
         False, "without --bptt: also count two trivial targets per sentence, as in the paper's released code"
@@ -86,33 +85,6 @@ class CharOptions(StartOptions, DataOptions):
 
 
 DEFAULTS = defaults(CharOptions)
-
-# The README of the code released with Kerg, Goyette et al. 2019, "Hyperparameters for reported results", PTB; batches
-# of 128 rows and 100 epochs as in that code. (That code has an embedding of size 200, U(-0.1, 0.1), before the input
-# matrix; here a character selects a column of the input matrix.) That code halves all rates after every epoch whose
-# validation loss is not below the best one so far.
-_NNRNN: Settings = {"model": "nnrnn", "hidden": 1024, "nonlinearity": "modrelu", "init": "cayley"}
-_NNRNN |= {"start": "glorot-normal", "optimizer": "adam", "beta1": 0.0, "beta2": 0.9, "lr": 2e-3, "skew_lr": 2e-4}
-_NNRNN |= {"schedule": "plateau", "plateau_factor": 0.5, "patience": 1, "modulus_penalty": 1e-4, "batch": 128}
-_NNRNN |= {"epochs": 100}
-
-# Vorontsov et al. 2017, sections 3.1 and 3.1.2: 512 tanh units, 200 epochs, batches of 50, RMSprop at 1e-3 and
-# geodesic descent at 1e-6, clipping at 30, weight decay 1e-4 on the composite matrix. What the text leaves open is
-# as in the released code; eps: see pixel_mnist. (That code has an embedding of the characters, N(0, 0.01), before a
-# matrix of U(-0.01, 0.01); here a character selects a column of the input matrix.)
-_PAPER: Settings = {"nonlinearity": "tanh", "margin": 1.0, "start": "small", "optimizer": "rmsprop"}
-_PAPER |= {"schedule": "constant", "learned_h0": True, "bucket": 1, "lr": 1e-3, "input_lr": 1e-3}
-_PAPER |= {"geodesic": "sgd", "geodesic_lr": 1e-6, "eps": 1e-3, "clip": 30.0, "weight_decay": 1e-4, "epochs": 200}
-
-PRESETS: dict[str, Settings] = {
-    "paper": _PAPER,
-    "nnrnn-150": {**_NNRNN, "bptt": 150, "triangle_decay": 1e-5, "clip": 10.0},
-    "nnrnn-300": {**_NNRNN, "bptt": 300, "triangle_decay": 1e-6, "clip": 5.0},
-}
-PRESET_HELP = {
-    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
-    "nnrnn-150, nnrnn-300": "those of the code released with Kerg et al. 2019, with --bptt",
-}
 
 
 State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
@@ -189,12 +161,6 @@ class CharTask(RecurrentTask):
     parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
     steps: int  # of the last batch
 
-    # ---- evaluation
-
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        return iteration % self.iterations_per_epoch == 0
-
     @abstractmethod
     def _evaluate(self, part: Any) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
@@ -215,11 +181,6 @@ class CharTask(RecurrentTask):
         goal = self.settings.goal
         return goal is not None and evaluation["bpc"] <= goal
 
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
-
-    # ---- records
-
     def diagnose(self) -> dict[str, Any]:
         return {**super().diagnose(), "time_steps": self.steps}  # number of steps of the norms through time
 
@@ -227,12 +188,9 @@ class CharTask(RecurrentTask):
         bits = metrics["loss"] / math.log(2.0)
         return f"{bits:.3f} bits per character, accuracy {100 * metrics['accuracy']:.1f} %"
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
-        result = f"{evaluation['bpc']:.3f} bits per character, accuracy {100 * evaluation['accuracy']:.2f} %"
-        return f"validation: {result}, {done}"
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        bits, accuracy = evaluation["bpc"], 100 * evaluation["accuracy"]
+        return f"validation: {bits:.3f} bits per character, accuracy {accuracy:.2f} %"
 
 
 class CharLm(CharTask):
@@ -371,41 +329,16 @@ def _task(settings: CharOptions) -> CharTask:
     return CharLm(settings) if settings.bptt is None else CharStream(settings)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a recurrent network to predict the next character of Penn Treebank sentences.
-
---data names the folder with the text, as words (ptb.train.txt, ptb.valid.txt, ptb.test.txt) or as
-characters (ptb.char.train.txt, ...). Sentences of up to --length characters are used, each as one
-sequence. Padding is not computed. The test sentences are evaluated once, at the end, with the
-parameters that are best on the validation sentences.
-
-With --bptt N the whole text is one stream, cut into --batch rows that are read N characters at a time;
-the state is carried from one segment to the next.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.char_lm --data ptb                           sentences of up to 75
-  python -m orthokern.tasks.char_lm --data ptb --length 300              nearly all of them
-  python -m orthokern.tasks.char_lm --data ptb --preset paper --margin 0.1 --epochs 20
-  python -m orthokern.tasks.char_lm --data ptb --model lstm --hidden 256
-  python -m orthokern.tasks.char_lm --data ptb --bptt 150 --batch 128 --model nnrnn --nonlinearity modrelu
-  python -m orthokern.tasks.char_lm --data ptb --preset nnrnn-150
-"""
-
-
 def complete(settings: Settings) -> CharOptions:
     """The settings as an object, checked, with the defaults that depend on others; see `recurrent.complete`."""
     if settings["geodesic_lr"] is None:
         settings = {**settings, "geodesic_lr": GEODESIC_RATE_TIMES_N / settings["hidden"]}
     if settings["input_lr"] is None and settings["model"] in ("factorized", "exprnn"):
         settings = {**settings, "input_lr": INPUT_RATE * settings["lr"]}
-    return recurrent.complete(CharOptions, settings, data="the Penn Treebank's text files")
+    return recurrent.complete(CharOptions, settings)
 
 
-COMMAND = cli.TaskCommand("char_lm", DESCRIPTION, EXAMPLES, CharOptions, complete, _task, PRESETS, PRESET_HELP)
+COMMAND = task_command("char_lm", CharOptions, complete, _task)
 main = COMMAND.main
 
 if __name__ == "__main__":

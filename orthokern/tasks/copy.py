@@ -42,9 +42,9 @@ from orthokern.data.copy import LAYOUTS
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.tasks import recurrent
+from orthokern.tasks.command import task_command
 from orthokern.tasks.network import UNGATED, build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
-from orthokern.training import cli
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, defaults, option
 
@@ -109,39 +109,6 @@ class CopyOptions(DrawnOptions):
 
 
 DEFAULTS = defaults(CopyOptions)
-
-# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN (Kerg, Goyette et
-# al. 2019), section 4.1: RMSprop, batches of 10. What the text leaves open is as in the released code: T = 200, 1500
-# updates, the symbols as numbers 0 ... 9, modReLU, Glorot-normal inputs and readout.
-_REPORT: Settings = {"T": 200, "input": "scalar", "marker": 9.0, "hidden": 128, "nonlinearity": "modrelu"}
-_REPORT |= {"start": "glorot-normal", "input_lr": None, "schedule": "constant", "lr_decay": 0.0, "basis_clip": None}
-_REPORT |= {"batch": 10, "iterations": 1500, "eval_every": 50}
-
-# Vorontsov et al. 2017, section 3: RMSprop at 1e-4, geodesic descent on the bases at 1e-6, batches of 50, clipping
-# at 100, weight decay 1e-4 on the composite matrix; section 3.1.1: 128 units, no non-linearity. What the text
-# leaves open is as in the released code if it affects the memory: RMSprop's decay of 0.9, inputs U(-0.01, 0.01),
-# a Glorot-uniform readout. There are three differences: the input is one-hot instead of one number; the initial
-# state is zero, since the blanks add to it anyway; and eps is torch's 1e-8 (with --eps 1e-3, as in the presets of
-# the other tasks, T = 200 takes 1423 iterations instead of 1007, seed 0).
-# The default of the margin is set below. It is the variable of Figure 1.
-_PAPER: Settings = {"margin": "by T", "start": "random", "lr": 1e-4, "input_lr": 1e-4, "spectrum_lr": 1e-4}
-_PAPER |= {"geodesic_lr": 1e-6, "schedule": "constant", "lr_decay": 0.0, "clip": 100.0, "basis_clip": None}
-_PAPER |= {"weight_decay": 1e-4, "iterations": 100_000}
-
-_REPORT_NNRNN: Settings = {**_REPORT, "model": "nnrnn", "init": "henaff", "lr": 5e-4, "skew_lr": 1e-6}
-_REPORT_NNRNN |= {"alpha": 0.99, "modulus_penalty": 1e-4, "triangle_decay": 1e-6}
-
-PRESETS: dict[str, Settings] = {
-    "paper": _PAPER,
-    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-3, "alpha": 0.9},
-    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.99},
-    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "henaff", "lr": 1e-3, "skew_lr": 1e-4, "alpha": 0.99},
-    "report-nnrnn": _REPORT_NNRNN,
-}
-PRESET_HELP = {
-    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3",
-    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 1",
-}
 
 
 class CopyModel(nn.Module):
@@ -279,15 +246,10 @@ class CopyExperiment(DrawnTask):
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
-        every = self.settings.eval_every
-        return metrics["accuracy"] >= self.goal or (every > 0 and iteration % every == 0)
+        return metrics["accuracy"] >= self.goal or super().wants_evaluation(iteration, metrics)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached.
-
-        Returns:
-            "accuracy" (fraction), "loss" (nats per step), "sequences" (number evaluated), "reached" (1.0 or 0.0).
-        """
+        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
         batch = self.settings.batch
         batches = -(-self.settings.eval_sequences // batch)
         allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
@@ -317,54 +279,15 @@ class CopyExperiment(DrawnTask):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        goal = f"goal {self.settings.goal:g} %"
-        if evaluation is None:
-            return f"not solved ({goal}): iteration {iteration}, {seconds:.1f} s"
-        accuracy, sequences = 100 * evaluation["accuracy"], evaluation["sequences"]
-        result = f"recall accuracy {accuracy:.2f} % on {sequences:.0f} fresh sequences ({goal})"
-        return f"{'solved' if reached else 'not solved'}: {result}, iteration {iteration}, {seconds:.1f} s"
+    def goal_text(self) -> str:
+        return f"goal {self.settings.goal:g} %"
 
-
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a recurrent network on the copy task until it is solved.
-
-The network reads ten symbols from an alphabet of eight, then blanks, and a marker after T steps. It
-must then output the ten symbols in order. The best guess without memory has a loss of
-10 ln 8 / (T + 20) nats per step, which is shown as the "baseline". The task is solved if the recall
-accuracy on new sequences is at least --goal %.
-
-The network is h_t = phi(U S V^T h_{t-1} + x_t): U and V stay orthogonal (steps along geodesics), the
-singular values S stay within 1 ± margin. By default phi is the identity, as in the paper.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.copy --T 10000                        solve T = 10000 with the defaults
-  python -m orthokern.tasks.copy --T 1000 --margin 0.1 --seed 3   another margin, another seed
-  python -m orthokern.tasks.copy --T 1000 --learn-blank           with the blank's input column learned too
-  python -m orthokern.tasks.copy --T 200 --margin none            unbounded singular values
-  python -m orthokern.tasks.copy --T 200 --nonlinearity tanh      with a non-linearity
-  python -m orthokern.tasks.copy --T 1000 --margin 0.3 --nonlinearity prelu --slope 0.7
-  python -m orthokern.tasks.copy --T 1000 --preset paper          the paper's hyper-parameters (slow)
-  python -m orthokern.tasks.copy --preset report-nnrnn            an nnRNN, as in the report of 2019
-  python -m orthokern.tasks.copy --T 200 --model exprnn --lr 1e-3 --rebase-every 100
-  python -m orthokern.tasks.copy --T 10000 --out runs/a           choose the run folder ...
-  python -m orthokern.tasks.copy --resume runs/a                  ... and resume it after Ctrl-C
-
-The run folder holds config.json, metrics.jsonl (one line per iteration), checkpoint.pt, best.pt
-and plots.
-"""
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        return f"recall accuracy {100 * evaluation['accuracy']:.2f} % on {evaluation['sequences']:.0f} fresh sequences"
 
 
 def complete(settings: Settings) -> CopyOptions:
-    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings.
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings."""
     if settings["margin"] == "by T":
         # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
         settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
@@ -376,7 +299,9 @@ def complete(settings: Settings) -> CopyOptions:
     return chosen
 
 
-COMMAND = cli.TaskCommand("copy", DESCRIPTION, EXAMPLES, CopyOptions, complete, CopyExperiment, PRESETS, PRESET_HELP)
+COMMAND = task_command("copy", CopyOptions, complete, CopyExperiment)
+# by T, unless the command line has a margin: `complete`
+COMMAND.presets["paper"]["margin"] = "by T"
 main = COMMAND.main
 
 if __name__ == "__main__":

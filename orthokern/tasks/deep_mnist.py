@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from orthokern import init
 from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_statistics
-from orthokern.errors import InputError
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
+from orthokern.tasks.command import task_command
+from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.epochs import require_data
 from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
-from orthokern.training import cli
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, defaults, option
@@ -69,23 +69,6 @@ class DeepOptions(DigitsOptions, DescentOptions):
 
 
 DEFAULTS = defaults(DeepOptions)
-
-# Manchev and Spratling, section III-C: ten layers of 100 tanh units, every weight from N(0, 0.001), 100 epochs. What
-# the text leaves open is as in the released code: plain SGD, batches of 20, every pixel standardised, the squared
-# penalty, penalty and learned start of all layers, the output's included. Rates are those of Table III; of the plain
-# network it says that none of 0.1 to 0.00001 works.
-_PAPER: Settings = {"epochs": 100, "lr": 0.01}
-
-PRESETS: dict[str, Settings] = {
-    "ff": {**_PAPER, "init": "normal"},
-    "open": {**_PAPER, "init": "normal", "penalty": 0.01},
-    "oinit": {**_PAPER, "init": "learned"},
-}
-PRESET_HELP = {
-    "ff": "the plain network of Manchev and Spratling, Table III (11.35 %)",
-    "open": "theirs with a penalty (Table III, 97.03 %; --penalty 1 for Table IV)",
-    "oinit": "theirs with every matrix made orthogonal before (Table III, 96.77 %)",
-}
 
 
 def _sides(settings: DeepOptions) -> list[int]:
@@ -172,12 +155,6 @@ class DeepMnist(DigitsTask):
         loss, numbers = self.module(*batch)
         return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
 
-    def clip_gradients(self) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-
-    # ---- records
-
     def diagnose(self) -> dict[str, Any]:
         """The learning rate; and for each layer, from the input to the readout: ||W W^T - I||_F^2 of the smaller Gram
         matrix, and the norm of the gradient of the loss (including the penalty) for the weight."""
@@ -199,42 +176,15 @@ class DeepMnist(DigitsTask):
         return f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = f"""\
-Train a deep feedforward network of tanh units to classify MNIST digits.
-
-If all weights are drawn from N(0, --sigma), signal and gradient vanish over ten layers, and the network
-only predicts the most frequent digit. There are two remedies: matrices that are made
-orthogonal before training (--init learned: gradient descent on ||W W^T - I||^2), or a penalty that
-makes them orthogonal during training (--init normal --penalty X).
-
-{DATA}"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.deep_mnist --data mnist                       orthogonal matrices, 20 epochs
-  python -m orthokern.tasks.deep_mnist --data mnist --init normal         from N(0, 0.001): learns nothing
-  python -m orthokern.tasks.deep_mnist --data mnist --preset open         the paper's Table III, FF+OPEN
-  python -m orthokern.tasks.deep_mnist --data mnist --preset open --penalty 1 --lr 0.1        Table IV
-  python -m orthokern.tasks.deep_mnist --data mnist --layers 50           fifty layers
-"""
-
-
 def complete(settings: Settings) -> DeepOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: no --data, or settings that are not compatible.
-    """
+    """The settings as an object, checked."""
     chosen = make_options(DeepOptions, settings)
-    if not chosen.data:
-        raise InputError("--data is needed: the folder with the four MNIST files")
+    require_data(chosen)
     check_schedule(chosen)
     return chosen
 
 
-COMMAND = cli.TaskCommand("deep_mnist", DESCRIPTION, EXAMPLES, DeepOptions, complete, DeepMnist, PRESETS, PRESET_HELP)
+COMMAND = task_command("deep_mnist", DeepOptions, complete, DeepMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from orthokern.errors import InputError
-from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, epoch_order
-from orthokern.training import Task
+from orthokern.tasks.epochs import DataOptions, Experiment, count_epochs, data_option, digest, epoch_order
 from orthokern.training.options import option
-
-# the end of the description of a task's command line
-DATA = """\
---data names the folder with the four IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte; gzip or not). The last --validation training images
-are held out and select the best parameters. The test images are evaluated once, at the end, with
-the best parameters.
-"""
 
 
 @dataclass(kw_only=True)
@@ -31,16 +22,12 @@ class DigitsOptions(DataOptions):
     data: str = data_option("the four MNIST files")
     validation: int = option(10_000, "training images held out for validation")
     goal: float | None = option(
-        None,
-        "stop at this validation accuracy; none: train for all epochs",
-        above=0.0,
-        high=100.0,
-        metavar="PERCENT",
+        None, "stop at this validation accuracy; none: train for all epochs", above=0.0, high=100.0, metavar="PERCENT"
     )
     batch: int = 50  # declared by the options of the optimizer
 
 
-class DigitsTask(Task):
+class DigitsTask(Experiment):
     """Uses every training image once per epoch, in a new random order; evaluates after every epoch.
 
     A subclass sets the training, validation and test sets, calls `begin_epochs`, and defines `_batch`.
@@ -56,11 +43,7 @@ class DigitsTask(Task):
     iterations_per_epoch: int
 
     def begin_epochs(self) -> None:
-        """Converts the number of epochs to iterations.
-
-        Raises:
-            InputError: the batch is larger than the training set.
-        """
+        """Converts the number of epochs to iterations."""
         settings, count = self.settings, len(self.train_set[1])
         if settings.batch > count:
             raise InputError(f"--batch {settings.batch}: there are {count} training images")
@@ -92,10 +75,6 @@ class DigitsTask(Task):
 
     # ---- evaluation
 
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        return iteration % self.iterations_per_epoch == 0
-
     def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
         count, size, loss, right = len(data[1]), self.EVALUATION_BATCH, 0.0, 0.0
         for start in range(0, count, size):
@@ -124,8 +103,5 @@ class DigitsTask(Task):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"
 
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
-        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %, {done}"
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        return f"validation accuracy {100 * evaluation['accuracy']:.2f} %"

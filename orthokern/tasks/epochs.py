@@ -1,21 +1,49 @@
-"""What tasks share that read their data in epochs, and the seeds of a run's random streams."""
+"""What tasks share: evaluation after every epoch, data in epochs, and the seeds of a run's random streams."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orthokern._files import LARGEST_INTEGER
 from orthokern.commandline import file_name
 from orthokern.data import stream_rows
 from orthokern.errors import InputError
+from orthokern.training import Task
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import option
+from orthokern.training.options import declaration, option
+
+
+class Experiment(Task):
+    """The base of all tasks: clips gradients, evaluates after every epoch, and the lowest loss is the best."""
+
+    settings: Any
+    iterations_per_epoch: Any
+
+    def clip_gradients(self) -> None:
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        """After every epoch."""
+        return bool(iteration % self.iterations_per_epoch == 0)
+
+    def score(self, evaluation: dict[str, float]) -> float:
+        return -evaluation["loss"]
+
+    @abstractmethod
+    def result_text(self, evaluation: dict[str, float]) -> str:
+        """The text of an evaluation in the summary."""
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        result = "not evaluated:" if evaluation is None else f"{self.result_text(evaluation)},"
+        return f"{result} iteration {iteration}, {seconds:.0f} s"
 
 
 def data_option(files: str) -> Any:
@@ -31,6 +59,13 @@ class DataOptions(RunOptions):
     HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = data_option("the task's files")
     epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
+
+
+def require_data(settings: RunOptions) -> None:
+    """InputError if a task that reads data has no --data. The message names the files, as the help does."""
+    if isinstance(settings, DataOptions) and not settings.data:
+        files = declaration(type(settings), "data").help.removesuffix(" (required)")
+        raise InputError(f"--data is needed: the {files}")
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -55,11 +90,7 @@ def digest(*data: Tensor) -> int:
 
 
 def training_rows(tokens: Tensor, batch: int) -> Tensor:
-    """`stream_rows` of a training text in --batch rows.
-
-    Raises:
-        InputError: a row has no input with a target.
-    """
+    """`stream_rows` of a training text in --batch rows."""
     most = len(tokens) // 2
     if batch > most:
         raise InputError(f"--batch {batch}: accepted: at most {most}: a row needs 2 of {len(tokens)} training tokens")
@@ -67,11 +98,7 @@ def training_rows(tokens: Tensor, batch: int) -> Tensor:
 
 
 def count_epochs(settings: DataOptions, batches: int) -> int:
-    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations.
-
-    Raises:
-        InputError: an iteration uses more batches than an epoch has, or there are too many epochs.
-    """
+    """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations."""
     if settings.accumulate > batches:
         raise InputError(f"--accumulate {settings.accumulate}: accepted: at most {batches}, the batches of an epoch")
     per_epoch: int = batches // settings.accumulate

@@ -20,9 +20,8 @@ from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
-from orthokern.tasks.epochs import DataOptions
+from orthokern.tasks.epochs import DataOptions, Experiment, require_data
 from orthokern.tasks.optimization import OPTIMIZERS
-from orthokern.training import Task
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import complete as make_options
 from orthokern.training.options import option
@@ -98,22 +97,12 @@ CONSTRAINED: Settings = {"delta": 0.2, "threshold": "2-delta", "constrained_inpu
 Chosen = TypeVar("Chosen", bound=GruOptions)
 
 
-def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
-    """The settings as an object. Sets the defaults that depend on other options, and checks combinations of settings.
-
-    Args:
-        options: the task's class.
-        settings: by name.
-        what: the files that the folder of --data must hold.
-
-    Raises:
-        InputError: no --data, or settings that are not compatible or out of range.
-    """
+def complete(options: type[Chosen], settings: Settings) -> Chosen:
+    """The settings as an object, checked, with the defaults that depend on other options."""
     if settings["init_std"] is None:
         settings = {**settings, "init_std": 1.0 / math.sqrt(settings["hidden"])}
     chosen = make_options(options, settings)
-    if not chosen.data:
-        raise InputError(f"--data is needed: the folder with {what}")
+    require_data(chosen)
     chosen.variant = chosen.variant or ("torch" if chosen.model == "torch-gru" else "kanai")
     if chosen.constraint is None:
         chosen.constraint = "projection" if chosen.clip is None else "none"
@@ -125,15 +114,7 @@ def complete(options: type[Chosen], settings: Settings, what: str) -> Chosen:
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
-    """Builds the GRU of the settings, initialised as in section 4.1 of the paper.
-
-    Args:
-        inputs: number of input features.
-        settings: complete.
-
-    Returns:
-        A module with torch.nn.GRU's interface, its parameters drawn from torch's global generator on the CPU.
-    """
+    """Builds the GRU of the settings, initialised as in section 4.1 of the paper."""
     layers = settings.layers
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":
@@ -148,7 +129,7 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     return rnn
 
 
-class GruTask(Task):
+class GruTask(Experiment):
     """A GRU whose state is carried from batch to batch.
 
     A subclass sets up its data, calls `build`, and defines `read`, which returns a batch, and `measure`, which
@@ -237,15 +218,11 @@ class GruTask(Task):
         steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
         return total / inputs.shape[1], {"nll": total.detach() / steps}
 
-    def clip_gradients(self) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-
     # ---- evaluation
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """After every epoch."""
-        self.epoch_ended = iteration % self.iterations_per_epoch == 0
+        self.epoch_ended = super().wants_evaluation(iteration, metrics)
         return self.epoch_ended
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -269,9 +246,6 @@ class GruTask(Task):
     def schedule_ended(self, loss: float) -> bool:
         """Whether training is over after this epoch, with this validation loss."""
         return False
-
-    def score(self, evaluation: dict[str, float]) -> float:
-        return -evaluation["loss"]
 
     # ---- records
 
@@ -300,16 +274,13 @@ class GruTask(Task):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{metrics['nll']:.3f} nats per {self.unit}, gradient {metrics['grad_norm']:.3g}"
 
-    def result_text(self, loss: float) -> str:
-        """The text of a validation loss in the summary."""
-        return f"{loss:.4f} nats per {self.unit}"
-
-    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        done = f"iteration {iteration}, {seconds:.0f} s"
-        if evaluation is None:
-            return f"not evaluated: {done}"
+    def result_text(self, evaluation: dict[str, float]) -> str:
         verdict = "" if evaluation["success"] else " (no success: the loss has exceeded that of the untrained model)"
-        return f"validation: {self.result_text(evaluation['loss'])}{verdict}, {done}"
+        return f"validation: {self.loss_text(evaluation['loss'])}{verdict}"
+
+    def loss_text(self, loss: float) -> str:
+        """The text of a validation loss."""
+        return f"{loss:.4f} nats per {self.unit}"
 
     def title(self) -> str:
         """The title of plots: the task and its settings."""

@@ -28,10 +28,10 @@ from orthokern.commandline import Settings
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
 from orthokern.tasks import gru
+from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.training import cli
 from orthokern.training.options import changed, defaults, option
 
 
@@ -128,40 +128,15 @@ class MusicTask(GruTask):
         return f"{self.settings.collection}, {super().title()}"
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a GRU to predict the notes of the next time step of polyphonic music.
-
---data names the folder with the piano rolls: Nottingham.mat, JSB_Chorales.mat, MuseData.mat, Piano_midi.mat,
-or .npz files of the same content. --delta X constrains the spectral norm of the recurrent matrices to 2 - X,
---clip X clips gradients instead. The learning rate decreases while the validation loss does not improve, and
-training ends when it is very small. The test pieces are evaluated once, at the end, with the parameters that
-are best on the validation pieces.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.music --data music                             Nottingham, delta 0.2
-  python -m orthokern.tasks.music --data music --delta 1.1
-  python -m orthokern.tasks.music --data music --clip 15                   no constraint
-  python -m orthokern.tasks.music --data music --collection jsb --epochs 100
-"""
-
-
 def complete(settings: Settings) -> MusicOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: a rate below the floor; or as `gru.complete`.
-    """
-    chosen = gru.complete(MusicOptions, settings, "the piano rolls")
+    """The settings as an object, checked."""
+    chosen = gru.complete(MusicOptions, settings)
     if chosen.lr < chosen.lr_floor:
         raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")
     return chosen
 
 
-COMMAND = cli.TaskCommand("music", DESCRIPTION, EXAMPLES, MusicOptions, complete, MusicTask)
+COMMAND = task_command("music", MusicOptions, complete, MusicTask)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -82,11 +82,7 @@ class NetworkOptions(RunOptions):
     slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values", models=UNGATED)
     gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0, models=UNGATED)
     margin: float | None = option(
-        0.1,
-        "factorized: singular values stay in 1 ± X; none for no bound",
-        low=0.0,
-        models=("factorized",),
-        basic=True,
+        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, models=("factorized",), basic=True
     )
     spectrum_map: str = option(
         "sigmoid",
@@ -109,11 +105,7 @@ class NetworkOptions(RunOptions):
         models=("factorized", "rnn", "exprnn"),
     )
     rank: int | None = option(
-        None,
-        "factorized: columns of U and V",
-        metavar="K",
-        models=("factorized",),
-        shown="as many as hidden units",
+        None, "factorized: columns of U and V", metavar="K", models=("factorized",), shown="as many as hidden units"
     )
     apply: str = option(
         "factored",
@@ -123,10 +115,7 @@ class NetworkOptions(RunOptions):
     )
     learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)", models=UNGATED)
     message_clip: float | None = option(
-        None,
-        "clip every element of the adjoint at every time step; none (without gates)",
-        above=0.0,
-        models=UNGATED,
+        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0, models=UNGATED
     )
     precision: str = option(
         "ieee",
@@ -173,11 +162,7 @@ _FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
 
 
 def check_network(settings: NetworkOptions) -> None:
-    """Checks combinations of settings. (The parser rejects options that have no effect.)
-
-    Raises:
-        InputError: settings that are not compatible.
-    """
+    """Checks combinations of settings. (The parser rejects options that have no effect.)"""
     if settings.rank is not None and settings.rank > settings.hidden:
         raise InputError(f"--rank {settings.rank}: at most --hidden, which is {settings.hidden}")
     if settings.nonlinearity in ON_PAIRS and settings.hidden % 2:
@@ -204,17 +189,7 @@ def check_network(settings: NetworkOptions) -> None:
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
-    """Builds the recurrence of the settings.
-
-    Args:
-        inputs: number of input features, or of token ids.
-        settings: of the network.
-        bias: whether the pre-activation has a bias.
-
-    Returns:
-        A module with the interface of torch.nn.RNN. Its parameters are drawn from torch's global generator on the CPU,
-        so that a seed gives the same network on every device.
-    """
+    """Builds the recurrence of the settings."""
     hidden, module = settings.hidden, MODELS[settings.model].module
     rnn: Any
     if settings.model in LSTMS:
@@ -268,12 +243,7 @@ def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> 
 
 
 def check_backend(settings: NetworkOptions, classes: int) -> None:
-    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration.
-
-    Args:
-        settings: settings of the network.
-        classes: number of classes of the readout; 0 if it is not a classifier.
-    """
+    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration."""
     ops = MODELS[settings.model].ops
     if settings.apply == "composed":  # an option of the factorized model
         ops = tuple("dense_scan" if op == "factored_scan" else op for op in ops)

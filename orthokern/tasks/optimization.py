@@ -99,17 +99,10 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0, models=("factorized",)
     )
     skew_lr: float | None = option(
-        None,
-        "exprnn, nnrnn: rate of A in the orthogonal exp(A)",
-        low=0.0,
-        models=EXPONENTIALS,
-        shown="a tenth of --lr",
+        None, "exprnn, nnrnn: rate of A in the orthogonal exp(A)", low=0.0, models=EXPONENTIALS, shown="a tenth of --lr"
     )
     basis_clip: float | None = option(
-        None,
-        "factorized: clip the joint norm of the gradients of U and V; none",
-        above=0.0,
-        models=("factorized",),
+        None, "factorized: clip the joint norm of the gradients of U and V; none", above=0.0, models=("factorized",)
     )
     weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
@@ -120,10 +113,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     spectrum_prior: float = option(
-        0.0,
-        "factorized: add X sum (s - 1)^2 of the singular values to the loss",
-        low=0.0,
-        models=("factorized",),
+        0.0, "factorized: add X sum (s - 1)^2 of the singular values to the loss", low=0.0, models=("factorized",)
     )
     modulus_penalty: float = option(
         0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, models=("nnrnn",)
@@ -137,14 +127,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
 
 
 def check_schedule(settings: DescentOptions) -> None:
-    """Rejects a decreasing schedule whose settings would keep the rates constant.
-
-    Args:
-        settings: complete; "eval_every" is used if the task has it.
-
-    Raises:
-        InputError: the rates would stay constant, or would become negative.
-    """
+    """Rejects a decreasing schedule whose settings would keep the rates constant."""
     schedule, decay = settings.schedule, settings.lr_decay
     if schedule == "plateau" and getattr(settings, "eval_every", None) == 0:
         raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
@@ -159,16 +142,7 @@ def check_schedule(settings: DescentOptions) -> None:
 def build_schedules(
     optimizer: torch.optim.Optimizer, settings: DescentOptions
 ) -> tuple[LRScheduler | None, ReduceLROnPlateau | None]:
-    """The learning-rate schedules of an optimizer, for `Task.scheduler` and `Task.plateau`.
-
-    Args:
-        optimizer: with its initial rates.
-        settings: complete.
-
-    Returns:
-        A scheduler that is stepped once per iteration, and one that is stepped with the score of every evaluation. None
-        for a schedule that is not needed.
-    """
+    """The learning-rate schedules of an optimizer, for `Task.scheduler` and `Task.plateau`."""
     if settings.schedule != "plateau":
         return LambdaLR(optimizer, schedule_factor(settings)), None
     # LambdaLR would reset the rates in the next iteration. LinearLR multiplies the current rates, like the plateau.
@@ -178,14 +152,7 @@ def build_schedules(
 
 
 def plateau(optimizer: torch.optim.Optimizer, factor: float, patience: int) -> ReduceLROnPlateau:
-    """A schedule for `Task.plateau`: all rates decrease if evaluations do not improve.
-
-    Args:
-        optimizer: all its rates are changed, including those of bases and spectra.
-        factor: factor of the rates, in (0, 1).
-        patience: number of consecutive evaluations without a new best, at least 1, after which the rates decrease and
-            the count restarts. A score of NaN is not a new best.
-    """
+    """A schedule for `Task.plateau`: all rates decrease if evaluations do not improve."""
     # torch's patience is one less. Its default eps would keep rates below 1e-8, which a geodesic rate may have.
     return ReduceLROnPlateau(
         optimizer, mode="max", factor=factor, patience=patience - 1, threshold=0.0, threshold_mode="abs", eps=0.0
@@ -193,11 +160,7 @@ def plateau(optimizer: torch.optim.Optimizer, factor: float, patience: int) -> R
 
 
 def schedule_factor(settings: DescentOptions) -> Callable[[int], float]:
-    """The factor of all learning rates as a function of the iteration (0 is the first).
-
-    Args:
-        settings: complete; the schedule is not plateau.
-    """
+    """The factor of all learning rates as a function of the iteration (0 is the first)."""
     decay, warmup, iterations = settings.lr_decay, settings.warmup, settings.iterations
     curves: dict[str, Callable[[int], float]] = {
         "constant": lambda i: 1.0,
@@ -210,16 +173,7 @@ def schedule_factor(settings: DescentOptions) -> Callable[[int], float]:
 
 
 def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> CombinedOptimizer:
-    """One optimizer for a recurrence and its readout, with one rate per kind of parameter.
-
-    Args:
-        rnn: any recurrence; its bases, if it has any, move along geodesics.
-        readout: the module with all other parameters.
-        settings: complete, with a number for geodesic_lr.
-
-    Returns:
-        The optimizer; groups have "role": "readout", "input", "rotation", "skew", "spectrum" or "geodesic".
-    """
+    """One optimizer for a recurrence and its readout, with one rate per kind of parameter."""
     lr = settings.lr
     kind, options = euclidean(settings)
     rmsprop, moments = settings.geodesic == "rmsprop", {"alpha": settings.alpha, "eps": settings.eps}
@@ -253,16 +207,7 @@ def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> T
     """The penalties that are added to the loss: weight decay on the matrices (for a factorized matrix, on the product
     U S V^T); a penalty on the deviation of the recurrent matrix from an orthogonal one (Vorontsov et al. 2017, section
     3.2); and penalties on the moduli and on T of an nnRNN (Kerg et al. 2019). There is no weight decay on the recurrent
-    matrices of exprnn and nnrnn.
-
-    Args:
-        rnn: the recurrence.
-        readout: a module with a `weight`.
-        settings: complete.
-
-    Returns:
-        A 0-dim tensor, or None if nothing is added.
-    """
+    matrices of exprnn and nnrnn."""
     terms: list[Tensor] = []
     if settings.weight_decay:
         matrices = [

@@ -18,11 +18,11 @@ from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks import recurrent
-from orthokern.tasks.digits import DATA, DigitsOptions, DigitsTask
+from orthokern.tasks.command import task_command
+from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions
-from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
 
@@ -38,10 +38,7 @@ class PixelOptions(StartOptions, DigitsOptions):
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"
     )
     input_dropout: float = option(
-        0.0,
-        "in training, set each pixel to 0 with probability X, and divide the others by 1 - X",
-        low=0.0,
-        below=1.0,
+        0.0, "in training, set each pixel to 0 with probability X, and divide the others by 1 - X", low=0.0, below=1.0
     )
     # Test accuracy after 20 epochs: 97.8 % in order, 94.8 % permuted. With geodesic steps along plain gradients at 1e-3
     # and --lr 1e-3: 94.7 and 90.3 % after 10 (docs/results, Tables 1 and 2).
@@ -63,57 +60,6 @@ class PixelOptions(StartOptions, DigitsOptions):
 
 
 DEFAULTS = defaults(PixelOptions)
-
-# Manchev and Spratling, section III-B and Table II: 100 tanh units, every matrix from N(0, sigma), batches of 16, 10^6
-# of them, no clipping; the penalty is the norm, not its square. Pixels are standardised, as in the released code.
-# The text names no optimizer. It cannot be plain gradient descent: at a rate of 1e-4 and a penalty of 0.1 it would need
-# more than a million batches from N(0, 0.001) to an orthogonal matrix, while their Figure 3b shows about 4000. RMSprop,
-# the default of the released code for recurrent networks, needs about 4000; for its eps, see "paper".
-_ORTHOGONAL: Settings = {"model": "rnn", "hidden": 100, "nonlinearity": "tanh", "init": "glorot-uniform"}
-_ORTHOGONAL |= {"start": "glorot", "standardize": True, "batch": 16, "optimizer": "rmsprop", "alpha": 0.9}
-_ORTHOGONAL |= {"eps": 1e-3, "schedule": "constant", "lr_decay": 0.0, "clip": None, "epochs": 320}
-
-# Jahagirdar et al. 2019, "Non-normal Recurrent Neural Networks", the reproducibility report on nnRNN, section 4.2 and
-# Table 2: batches of 100. What the text leaves open is as in the released code: 100 epochs, modReLU, Glorot-normal
-# inputs. (The order of the pixels is another: theirs comes from numpy's generator.)
-_REPORT: Settings = {"permuted": True, "permutation_seed": 1234, "hidden": 512, "nonlinearity": "modrelu"}
-_REPORT |= {"start": "glorot-normal", "clip": None, "schedule": "constant", "lr_decay": 0.0, "batch": 100}
-_REPORT |= {"epochs": 100, "max_angle": None}
-
-# Vorontsov et al. 2017, sections 3.1 and 3.1.2: 128 tanh units, 120 epochs, batches of 50, RMSprop at 1e-4 and
-# geodesic descent at 1e-6, clipping at 100, weight decay 1e-4 on the composite matrix. What the text leaves open is
-# as in the released code: inputs U(-0.01, 0.01), a Glorot-uniform readout, a learned initial state, RMSprop with
-# a decay of 0.9 and sqrt(mean square + 1e-6), for which an eps of 1e-3 is the closest equivalent in torch.
-_PAPER: Settings = {"nonlinearity": "tanh", "init": "orthogonal", "schedule": "constant", "lr_decay": 0.0}
-_PAPER |= {"start": "small", "learned_h0": True, "lr": 1e-4, "alpha": 0.9, "eps": 1e-3}
-_PAPER |= {"geodesic": "sgd", "geodesic_lr": 1e-6, "clip": 100.0, "weight_decay": 1e-4, "epochs": 120}
-
-# The same section: peepholes, orthogonal, forget bias 1, 150 epochs, clipping at 1.
-_PAPER_LSTM: Settings = {"model": "peephole-lstm", "init": "orthogonal", "schedule": "constant", "lr_decay": 0.0}
-_PAPER_LSTM |= {"lr": 1e-4, "alpha": 0.9, "eps": 1e-3, "clip": 1.0, "weight_decay": 1e-4, "epochs": 150}
-
-_REPORT_NNRNN: Settings = {**_REPORT, "model": "nnrnn", "init": "cayley", "lr": 2e-4, "skew_lr": 2e-5}
-_REPORT_NNRNN |= {"alpha": 0.99, "modulus_penalty": 0.1, "triangle_decay": 1e-4}
-
-PRESETS: dict[str, Settings] = {
-    "paper": _PAPER,
-    "paper-lstm": _PAPER_LSTM,
-    "srnn": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001},
-    "open": {**_ORTHOGONAL, "lr": 1e-4, "sigma": 0.001, "soft_orthogonality": 0.1, "soft_orthogonality_norm": "plain"},
-    "oinit": {**_ORTHOGONAL, "lr": 1e-5, "sigma": 0.01, "init": "learned", "start": "learned"},
-    "report-rnn": {**_REPORT, "model": "rnn", "init": "glorot", "lr": 1e-4, "alpha": 0.9},
-    "report-lstm": {**_REPORT, "model": "lstm", "init": "glorot", "lr": 5e-4, "alpha": 0.9},
-    "report-exprnn": {**_REPORT, "model": "exprnn", "init": "cayley", "lr": 5e-4, "skew_lr": 5e-5, "alpha": 0.99},
-    "report-nnrnn": _REPORT_NNRNN,
-}
-PRESET_HELP = {
-    "paper": "hyper-parameters of Vorontsov et al. 2017, section 3.1.2",
-    "paper-lstm": "that section's LSTM",
-    "srnn": "the plain network of Manchev and Spratling, Table II",
-    "open": "theirs with a penalty",
-    "oinit": "theirs with every matrix made orthogonal before",
-    "report-rnn, -lstm, -exprnn, -nnrnn": "those of the nnRNN report of 2019, Table 2",
-}
 
 
 class PixelModel(LastAnswerModel):
@@ -180,40 +126,15 @@ class PixelMnist(DigitsTask, RecurrentTask):
         return ("permuted, " if self.settings.permuted else "") + super().network_title()
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = f"""\
-Train a recurrent network to classify MNIST digits that it reads one pixel at a time.
-
-{DATA}"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.pixel_mnist --data mnist                      pixels in order
-  python -m orthokern.tasks.pixel_mnist --data mnist --permuted           in one random order
-  python -m orthokern.tasks.pixel_mnist --data mnist --preset paper --margin 0.1 --epochs 20
-  python -m orthokern.tasks.pixel_mnist --data mnist --nonlinearity oplu --margin 0
-  python -m orthokern.tasks.pixel_mnist --data mnist --gain 1.05 --margin 0       (section 3.1.3)
-  python -m orthokern.tasks.pixel_mnist --data mnist --preset paper-lstm
-  python -m orthokern.tasks.pixel_mnist --data mnist --preset report-nnrnn --hidden 128 --epochs 10
-"""
-
-
 def complete(settings: Settings) -> PixelOptions:
-    """The settings as an object, checked.
-
-    Raises:
-        InputError: a size of pooling that does not divide the images; or as `recurrent.complete`.
-    """
-    chosen = recurrent.complete(PixelOptions, settings, data="the four MNIST files")
+    """The settings as an object, checked."""
+    chosen = recurrent.complete(PixelOptions, settings)
     if chosen.pool not in (1, 2, 4, 7, 14):
         raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
     return chosen
 
 
-COMMAND = cli.TaskCommand(
-    "pixel_mnist", DESCRIPTION, EXAMPLES, PixelOptions, complete, PixelMnist, PRESETS, PRESET_HELP
-)
+COMMAND = task_command("pixel_mnist", PixelOptions, complete, PixelMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,10 +17,9 @@ from orthokern.diagnostics import diagnose_recurrence
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.epochs import stream_seed
+from orthokern.tasks.epochs import Experiment, require_data, stream_seed
 from orthokern.tasks.network import GATED, check_backend, check_network
 from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
-from orthokern.training import Task
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
@@ -103,27 +103,15 @@ def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
 Chosen = TypeVar("Chosen", bound=OptimizerOptions)
 
 
-def complete(options: type[Chosen], settings: Settings, *, data: str | None = None) -> Chosen:
+def complete(options: type[Chosen], settings: Settings) -> Chosen:
     """The settings of a task with a recurrent network as an object, checked.
-
-    Args:
-        options: the task's class.
-        settings: by name.
-        data: the files that the folder of --data must hold, for a task that reads its data.
-
-    Raises:
-        InputError: no --data where it is needed, or settings that are not compatible.
-
-    Example:
-        settings = complete(OptimizerOptions, {"hidden": 64, "iterations": 100})
-    """
+    InputError without --data where it is needed, and for settings that are not compatible."""
     chosen = make_options(options, settings)
     check_network(chosen)
     check_schedule(chosen)
     if chosen.average is not None and chosen.rebase_every is not None:
         raise InputError("--average with --rebase-every: A has another meaning after each move of its base; give one")
-    if data is not None and not getattr(chosen, "data", ""):
-        raise InputError(f"--data is needed: the folder with {data}")
+    require_data(chosen)
     return chosen
 
 
@@ -138,7 +126,7 @@ def plain_numbers(rnn: RNN) -> dict[str, float]:
     return result
 
 
-class RecurrentTask(Task):
+class RecurrentTask(Experiment):
     """A recurrence and a readout, trained together.
 
     A subclass sets up its data, then calls `build`. `model` is a module with `rnn` and `readout`. Its forward takes a
@@ -166,19 +154,10 @@ class RecurrentTask(Task):
         if self.settings.average is not None:
             self.average = Average(model, self.settings.average)
 
-    def without_counters(self) -> bool:
-        """Whether the recurrence computes the same in every step, as `Task.capturable` needs: those with an exponential
-        move their base every few steps."""
-        return isinstance(self.rnn, (RNN, FactorizedRNN))
-
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = self.module(*batch)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
-
-    def clip_gradients(self) -> None:
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
 
     def diagnose(self) -> dict[str, Any]:
         """Numbers about the recurrent matrix, and "lr", the learning rate of the readout."""
@@ -218,12 +197,7 @@ class DrawnTask(RecurrentTask):
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.capturable = self.without_counters()
-
-    @classmethod
-    def evaluation_batch(cls, settings: DrawnOptions) -> int:
-        """The number of sequences in an evaluation batch."""
-        return min(cls.EVALUATION_BATCH, settings.eval_sequences)
+        self.capturable = isinstance(self.rnn, (RNN, FactorizedRNN))  # exponentials move their base every few steps
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self._buffers
@@ -242,7 +216,7 @@ class DrawnTask(RecurrentTask):
         """The mean "loss" and the "accuracy" (a fraction) on "eval_sequences" new sequences, or on fewer if `settled`
         ends the evaluation."""
         count = self.settings.eval_sequences
-        size = self.evaluation_batch(self.settings)
+        size = min(self.EVALUATION_BATCH, count)
         loss, right, done = 0.0, 0.0, 0
         for inputs, targets in self.held_out(iteration, size):
             rows = min(size, count - done)
@@ -254,9 +228,29 @@ class DrawnTask(RecurrentTask):
                 break
         return {"loss": loss / done, "accuracy": round(right) / done}
 
+    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
+        every = self.settings.eval_every
+        return every > 0 and iteration % every == 0
+
+    def needed(self) -> float | None:
+        """The percentage of correct answers without which a result is of no use: an evaluation ends as soon as it can
+        no longer be reached. Default: None, for a whole evaluation."""
+        return None
+
     def settled(self, right: int, done: int) -> bool:
-        """Whether an evaluation may end after `done` sequences with `right` correct answers. Default: never."""
-        return False
+        """Whether an evaluation may end after `done` sequences with `right` correct answers."""
+        count, needed = self.settings.eval_sequences, self.needed()
+        return needed is not None and 100.0 * (right + count - done) < needed * count
+
+    @abstractmethod
+    def goal_text(self) -> str:
+        """The goal in the summary."""
+
+    def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
+        done, goal = f"iteration {iteration}, {seconds:.1f} s", f"({self.goal_text()})"
+        if evaluation is None:
+            return f"not solved {goal}: {done}"
+        return f"{'solved' if reached else 'not solved'}: {self.result_text(evaluation)} {goal}, {done}"
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self.generator.get_state()}

@@ -7,11 +7,14 @@ positions (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A). T
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 
 from orthokern.data import TemporalOrderTask
-from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions, last_answer_command
+from orthokern.tasks import recurrent
+from orthokern.tasks.command import task_command
+from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
 from orthokern.training.options import defaults, option
 
 
@@ -40,28 +43,8 @@ class TemporalOrder(LastAnswer):
         return f"{self.settings.bits} bits, {super().network_title()}"
 
 
-DESCRIPTION = """\
-Train a recurrent network to report the order of symbols that are far apart in a sequence.
-
-The network reads T symbols. Two (or three) of them are X or Y, the others are distractors. At the end
-the network must report the two in order: X X, X Y, Y X or Y Y. The best guess without memory has a
-loss of ln 4 nats (ln 8), which is shown as the "baseline". The task is solved if --goal percent of new
-sequences are answered correctly.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.temporal_order --T 100                        solve T = 100 with the defaults
-  python -m orthokern.tasks.temporal_order --T 60 --bits 3                the 3-bit problem
-  python -m orthokern.tasks.temporal_order --T 50 --preset srnn           a plain network, as in the paper
-  python -m orthokern.tasks.temporal_order --T 50 --preset oinit          its matrices made orthogonal first
-"""
-
-
-COMMAND = last_answer_command(
-    "temporal_order", DESCRIPTION, EXAMPLES, options=TemporalOrderOptions, build=TemporalOrder
-)
-complete = COMMAND.complete
+complete = functools.partial(recurrent.complete, TemporalOrderOptions)
+COMMAND = task_command("temporal_order", TemporalOrderOptions, complete, TemporalOrder)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from orthokern.commandline import Settings
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import gru
+from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.training import cli
 from orthokern.training.options import defaults, option
 
 
@@ -36,7 +36,7 @@ class WordOptions(GruOptions):
     """The settings of Kanai et al. 2017, section 4.1.1."""
 
     GROUP = "the task"
-    data: str = data_option("the three text files")
+    data: str = data_option("the Penn Treebank's text files")
     vocabulary: int = option(10_000, "largest vocabulary of the training text", low=2)
     goal: float | None = option(None, "stop at this validation perplexity; none", above=1.0)
     decay: float = option(1.1, "divisor of the learning rate after every epoch", low=1.0)
@@ -158,7 +158,7 @@ class WordLm(GruTask):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"perplexity {_perplexity(metrics['nll']):.1f}, gradient {metrics['grad_norm']:.3g}"
 
-    def result_text(self, loss: float) -> str:
+    def loss_text(self, loss: float) -> str:
         return f"perplexity {_perplexity(loss):.2f}"
 
 
@@ -166,30 +166,12 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
-
-DESCRIPTION = """\
-Train a GRU to predict the next word of the Penn Treebank.
-
---data names the folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt. --delta X constrains the spectral
-norm of the recurrent matrix to 2 - X, --clip X clips gradients instead. The test text is evaluated once, at
-the end, with the parameters that are best on the validation text.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m orthokern.tasks.word_lm --data ptb                        delta 0.2
-  python -m orthokern.tasks.word_lm --data ptb --clip 5               no constraint
-  python -m orthokern.tasks.word_lm --data ptb --hidden 200 --epochs 5
-"""
-
-
 def complete(settings: Settings) -> WordOptions:
     """The settings as an object, checked; see `gru.complete`."""
-    return gru.complete(WordOptions, settings, "the Penn Treebank's text files")
+    return gru.complete(WordOptions, settings)
 
 
-COMMAND = cli.TaskCommand("word_lm", DESCRIPTION, EXAMPLES, WordOptions, complete, WordLm)
+COMMAND = task_command("word_lm", WordOptions, complete, WordLm)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -23,14 +23,6 @@ class Average:
     Args:
         model: whose parameters are averaged, from their present values on.
         decay: of an iteration, in [0, 1).
-
-    Example::
-
-        >>> model = nn.Linear(2, 1)
-        >>> average = Average(model, 0.99)
-        >>> average.update()
-        >>> with average.in_model():
-        ...     y = model(torch.ones(2))
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -29,21 +29,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     The temporary name is fixed (`<name>.tmp`), so that the temporary file of a killed process is overwritten by the
     next one.
-
-    Args:
-        path: file to replace or create, in an existing folder.
-        content: its new content.
-
-    Raises:
-        OSError: the disk is full, or the folder is missing or not writable. The old file is unchanged.
-
-    Example::
-
-        >>> import pathlib, tempfile
-        >>> file = pathlib.Path(tempfile.mkdtemp()) / "result.txt"
-        >>> write_atomically(file, b"done")
-        >>> file.read_bytes()
-        b'done'
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -59,12 +44,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def checkpoint_bytes(payload: dict[str, Any]) -> bytes:
-    """The content of a checkpoint file.
-
-    Args:
-        payload: nested dicts, lists, tuples, numbers, strings, None and tensors only (the types that
-            `weights_only=True` reads).
-    """
+    """The content of a checkpoint file."""
     # Written to memory first: torch's file writer reports a full disk as a RuntimeError without errno, and only after a
     # part has been written.
     buffer = io.BytesIO()
@@ -78,9 +58,6 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     Args:
         path: the file, conventionally `checkpoint.pt`.
         payload: nested dicts, lists, tuples, numbers, strings, None and tensors only.
-
-    Raises:
-        OSError: the disk is full, or the folder is missing or not writable. The old file is unchanged.
 
     Example::
 
@@ -98,9 +75,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     Returns:
         The payload passed to `save_checkpoint`, with "format" and "version" added.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, not a checkpoint of orthokern, or of another version.
 
     Example::
 
@@ -131,16 +105,7 @@ def seed_all(seed: int) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The states of all global random generators: torch (CPU and each GPU), Python and NumPy, in types that a
-    checkpoint may contain.
-
-    Example::
-
-        >>> state = rng_state()
-        >>> first = torch.rand(2)
-        >>> set_rng_state(state)
-        >>> torch.equal(torch.rand(2), first)
-        True
-    """
+    checkpoint may contain."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (see seed_all)
     version, internal, gauss_next = random.getstate()
     keys_tensor = torch.from_numpy(np.asarray(keys, dtype=np.int64))

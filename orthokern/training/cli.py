@@ -30,7 +30,7 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, defaults, option
+from orthokern.training.options import Options, add_options, check_models, defaults, option
 from orthokern.training.rundir import RunFolder
 from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
@@ -114,18 +114,7 @@ Chosen = TypeVar("Chosen", bound=RunOptions)
 
 def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
     """All settings of a run. The sources, in order of precedence, are the command line, the run to resume, the preset
-    and the defaults.
-
-    Args:
-        given: settings of the command line, by name.
-        defaults: all settings.
-        presets: presets by name; `given` or `stored` may select one with the key "preset".
-        stored: settings of the run to resume, or None for a new run.
-
-    Raises:
-        CheckpointError: the command line changes a setting that cannot be changed when a run is resumed.
-        InputError: both --epochs and --iterations were given, or ORTHOKERN_BACKEND is used and names no backend.
-    """
+    and the defaults."""
     if "iterations" in given and "epochs" in defaults:
         if "epochs" in given:
             raise InputError(f"--epochs {given['epochs']} and --iterations {given['iterations']}: give one of the two")
@@ -191,8 +180,6 @@ class TaskCommand(Generic[Chosen]):
         build: a function that makes the task from the result of `complete`; called after the global random generators
             have been seeded.
         presets, preset_help: settings of every preset by its name, and the help of --preset, as in `add_options`.
-
-    Example: tests/toy_task.py.
     """
 
     name: str
@@ -220,15 +207,7 @@ class TaskCommand(Generic[Chosen]):
         return parser
 
     def main(self, arguments: list[str] | None = None) -> int:
-        """Runs the command line.
-
-        Args:
-            arguments: the command line; by default that of the process.
-
-        Returns:
-            The exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or results that could not be
-            saved, 3 diverged, 129, 130 or 143 interrupted.
-        """
+        """Runs the command line."""
         started = time.perf_counter()
 
         def body() -> int:
@@ -299,7 +278,7 @@ class TaskCommand(Generic[Chosen]):
             if run is None:
                 raise
             raise CheckpointError(f"{run.path / 'config.json'} does not fit this task: {error}") from None
-        self.parser().check_all_play(given, settings)
+        check_models(given, settings)
         if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
             raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         settings.processes = shard.world

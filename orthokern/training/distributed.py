@@ -47,16 +47,7 @@ class Shard:
 
     def rows(self, batch: int) -> slice:
         """The rows of the joint batch for this process. All ranks have equally many, so that the mean of the mean
-        losses of the ranks is the mean over the joint batch.
-
-        Raises:
-            InputError: the batch is not a multiple of the number of processes.
-
-        Example::
-
-            >>> Shard(rank=1, world=4).rows(20)
-            slice(5, 10, None)
-        """
+        losses of the ranks is the mean over the joint batch."""
         if batch % self.world:
             raise InputError(f"--batch must be a multiple of the {self.world} processes, got {batch}")
         part = batch // self.world
@@ -65,13 +56,7 @@ class Shard:
 
 def current_shard() -> Shard:
     """The rank of this process and the number of processes: from the process group, else from the variables of
-    torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too.
-
-    Example::
-
-        >>> current_shard()  # without torchrun
-        Shard(rank=0, world=1)
-    """
+    torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too."""
     if dist.is_available() and dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size())
     world = _environment("WORLD_SIZE", 1)
@@ -101,12 +86,6 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
     """Context manager: joins the processes started by torchrun in a process group. Without torchrun it does nothing.
 
     CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`).
-
-    Args:
-        timeout: seconds that a rank waits for another, which may be evaluating or writing; above 0.
-
-    Raises:
-        InputError: variables of torchrun are missing, or the other processes cannot be reached.
     """
     shard = current_shard()
     if shard.world == 1 or dist.is_initialized():
@@ -126,11 +105,7 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
 
 
 def use_device(device: str) -> None:
-    """Sets the current GPU: with several processes, "cuda" is the GPU with the number LOCAL_RANK.
-
-    Raises:
-        InputError: too few GPUs, or a device with a number, which all processes would share.
-    """
+    """Sets the current GPU: with several processes, "cuda" is the GPU with the number LOCAL_RANK."""
     shard = current_shard()
     if shard.world == 1 or device == "cpu":
         return
@@ -149,15 +124,7 @@ def _several() -> bool:
 
 
 def agree(values: Sequence[float], stop: int | None) -> tuple[list[float], int | None]:
-    """Averages numbers over the ranks, and combines stop signals, in one all-reduce.
-
-    Args:
-        values: numbers; the same count on every rank.
-        stop: one of STOP_SIGNALS, or None.
-
-    Returns:
-        The means, and the signal if any rank has one; bitwise equal on all ranks.
-    """
+    """Averages numbers over the ranks, and combines stop signals, in one all-reduce."""
     if not _several():
         return list(values), stop
     flags = [float(stop == number) for number in STOP_SIGNALS]
@@ -178,12 +145,7 @@ def gather(value: T) -> list[T]:
 
 
 def on_all(work: Callable[[], T]) -> T:
-    """Runs `work` on every rank. If it raises on any rank, the first error is raised on rank 0.
-
-    Raises:
-        InputError, BackendUnavailable, OSError: on rank 0, the first error raised by `work`.
-        EndedElsewhere: in this case, on the other ranks.
-    """
+    """Runs `work` on every rank. If it raises on any rank, the first error is raised on rank 0."""
     if not _several():
         return work()
     result, error = None, None
@@ -198,11 +160,7 @@ def on_all(work: Callable[[], T]) -> T:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 and sends its result, which is pickled, to all ranks.
-
-    Raises:
-        As `on_all`.
-    """
+    """Runs `work` on rank 0 and sends its result, which is pickled, to all ranks."""
     own = on_all(lambda: work() if current_shard().first else None)
     first = gather(own)[0]
     return own if current_shard().first else first  # type: ignore[return-value]

@@ -67,11 +67,7 @@ class Step:
 def step(
     task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, batch: Any = None
 ) -> Step:
-    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite.
-
-    Args:
-        batch: the only batch, if it has been drawn.
-    """
+    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task

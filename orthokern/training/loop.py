@@ -260,13 +260,7 @@ def _evaluating(task: Task) -> Iterator[None]:
 
 def _evaluate(state: RunState, requested: bool) -> dict[str, float]:
     """Evaluates, steps the plateau schedule, updates best.pt, and returns the numbers for the record. Their names begin
-    with HELD_OUT.
-
-    Args:
-        state: the state of the run.
-        requested: whether the task requested the evaluation. False for an evaluation that is done only because the run
-            ends, which a longer run would not have.
-    """
+    with HELD_OUT."""
     task = state.task
 
     def evaluate() -> dict[str, float]:

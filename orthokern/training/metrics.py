@@ -28,10 +28,6 @@ class MetricsLog:
 
     Args:
         path: the file; created if missing.
-
-    Raises:
-        OSError: the file cannot be opened.
-        CheckpointError: another process has locked it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,11 +47,7 @@ class MetricsLog:
 
     def start(self, keep: int = 0) -> None:
         """Removes the records after iteration `keep` and an incomplete last line, so that the file of a resumed run
-        ends like that of an uninterrupted run.
-
-        Raises:
-            CheckpointError: the file ends before iteration `keep`.
-        """
+        ends like that of an uninterrupted run."""
         last = 0
         for line, record in json_lines(self.path):
             if record is None or not line.endswith(b"\n") or record.get("iteration", keep + 1) > keep:
@@ -66,14 +58,7 @@ class MetricsLog:
         os.ftruncate(self._file.fileno(), self._size)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record, after those that could not be written before.
-
-        Args:
-            record: JSON values; "iteration" is required. NaN and infinity, which JSON does not have, become null.
-
-        Raises:
-            OSError: the disk is full. The record is kept in memory and written with the next one.
-        """
+        """Writes one record, after those that could not be written before."""
         self._pending += json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         self._flush()
 
@@ -89,11 +74,7 @@ class MetricsLog:
         self._pending = b""
 
     def sync(self) -> None:
-        """Flushes all records to the disk. It is called before a checkpoint, which must not be ahead of its metrics.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Flushes all records to the disk. It is called before a checkpoint, which must not be ahead of its metrics."""
         self._flush()
         os.fsync(self._file.fileno())
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from orthokern.commandline import Needs, Parser, Settings, integer, one_of, real
+from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def changed(base: type[Options], name: str, **attributes: Any) -> Any:
     """A field for an option of a base class with another `default` or other attributes of `Option`."""
     field = next(field for field in dataclasses.fields(base) if field.name == name)
     default = attributes.pop("default", field.default)
-    declared = dataclasses.replace(_declaration(base, name), **attributes)
+    declared = dataclasses.replace(declaration(base, name), **attributes)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -91,7 +92,7 @@ class Options:
 Chosen = TypeVar("Chosen", bound=Options)
 
 
-def _declaration(options: type[Options], name: str) -> Option:
+def declaration(options: type[Options], name: str) -> Option:
     """The declaration of an option in the most derived class that has one."""
     for base in options.__mro__:
         fields = vars(base).get("__dataclass_fields__", {})
@@ -127,22 +128,26 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
     return options(**{name: value for name, value in settings.items() if name in known})
 
 
+def check_models(given: Iterable[str], settings: Options) -> None:
+    """InputError for the first option in `given` without effect for the model. (A preset may set such options.)"""
+    for name in given:
+        declared = declaration(type(settings), name) if name in vars(settings) and name != "preset" else None
+        model = getattr(settings, "model", "")
+        if declared is not None and declared.models and model not in declared.models:
+            field = next(field for field in dataclasses.fields(settings) if field.name == name)
+            flag = f"--{'no-' if field.default is True else ''}{name.replace('_', '-')}"
+            raise InputError(f"{flag}: for --model {' or '.join(declared.models)}; here --model is {model}")
+
+
 def add_options(
     parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
-    """Adds the options of a class to a parser, and the models for which they have an effect.
-
-    Args:
-        parser: the parser of a task.
-        options: the class of options of the task.
-        presets: names of presets; --preset is added if there are any.
-        preset_help: name, or several names in one string -> a line of help.
-    """
+    """Adds the options of a class to a parser."""
     fields = {field.name: field for field in dataclasses.fields(options)}
     for title, names in _groups(options).items():
         group = parser.add_argument_group(title)
         for name in names:
-            declared, default, annotation = _declaration(options, name), fields[name].default, str(fields[name].type)
+            declared, default, annotation = declaration(options, name), fields[name].default, str(fields[name].type)
             dashed, shown = name.replace("_", "-"), declared.shown
             if shown is None or (name == "iterations" and default is not None):
                 shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
@@ -157,8 +162,6 @@ def add_options(
                 text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
                 more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
                 group.add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
-            if declared.models:
-                parser.needs[name] = ((Needs("model", declared.models),),)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)

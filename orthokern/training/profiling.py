@@ -35,42 +35,37 @@ class Profiler:
     def __init__(
         self, iterations: int | None, device: torch.device, say: Callable[[str], None] = print, path: Path | None = None
     ) -> None:
-        self.iterations, self.device, self.say, self.path = iterations, device, say, path
+        self.iterations, self.device, self.say, self.path = iterations or 0, device, say, path
         self.done = iterations is None
         self.timing = False
-        self.timed = 0
+        self.seen = self.timed = self.profiled = 0  # iterations of the process, and those measured in either way
         self.first = 0  # number of the first timed iteration
-        self.total = 0.0
+        self.total = self.begun = 0.0
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._seen = 0
-        self._begun = 0.0
-        self._operators: torch.profiler.profile | None = None
-        self._operator_iterations = 0
+        self.operators: torch.profiler.profile | None = None
 
     def begin(self, iteration: int) -> None:
         """Called at the start of every iteration."""
-        self._seen += 1
-        if self.done or self.iterations is None or self._seen <= WARM_UP:
+        self.seen += 1
+        if self.done or self.seen <= WARM_UP:
             return
         if self.timed < self.iterations:
             self.first = self.first or iteration
             self.timing = True
-            self._wait()
-            self._begun = time.perf_counter()
-        elif self._operators is None:
-            self._operators = torch.profiler.profile()
-            self._operators.start()
+            self.begun = self._now()
+        elif self.operators is None:
+            self.operators = torch.profiler.profile()
+            self.operators.start()
 
     def end(self) -> None:
         """Called at the end of every iteration."""
         if self.timing:
-            self._wait()
-            self.total += time.perf_counter() - self._begun
+            self.total += self._now() - self.begun
             self.timed += 1
             self.timing = False
-        elif self._operators is not None and not self.done:
-            self._operator_iterations += 1
-            if self._operator_iterations == OPERATOR_ITERATIONS:
+        elif self.operators is not None and not self.done:
+            self.profiled += 1
+            if self.profiled == OPERATOR_ITERATIONS:
                 self.close()
 
     def close(self) -> None:
@@ -78,9 +73,9 @@ class Profiler:
         if self.done:
             return
         self.done = True
-        if self._operators is not None:
-            self._wait()
-            self._operators.stop()
+        if self.operators is not None:
+            self._now()
+            self.operators.stop()
         if not self.timed:
             self.say(f"no profile: training ended within the {WARM_UP} warm-up iterations")
             return
@@ -98,47 +93,38 @@ class Profiler:
         begun = time.perf_counter()  # the GPU is idle: the previous block synchronised with it
         yield
         if self.timing:
-            self._wait()
-            self.seconds[name] += time.perf_counter() - begun
+            self.seconds[name] += self._now() - begun
 
-    def _wait(self) -> None:
+    def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def report(self) -> dict[str, Any]:
-        """The numbers of profile.json. Times are in ms per iteration.
-
-        Returns:
-            "iterations" [first, last], "ms_per_iteration", "stages": {name: ms}, with "other" for the time between
-            stages, "operators": [{"name", "calls", "self_cpu_ms", "self_cuda_ms"}, ...], slowest first, measured over
-            "operator_iterations" iterations (0: training ended before).
-        """
+        """The numbers of profile.json. Times are in ms per iteration; "other" is the time between stages. Operators,
+        slowest first, are measured over "operator_iterations" iterations (0: training ended before)."""
         stages = {name: 1e3 * seconds / self.timed for name, seconds in self.seconds.items()}
         total = 1e3 * self.total / self.timed
         stages["other"] = max(total - sum(stages.values()), 0.0)
+        count = self.profiled
+        events = self.operators.key_averages() if self.operators is not None and count else []
+        operators = [
+            {
+                "name": event.key,
+                "calls": event.count / count,
+                "self_cpu_ms": event.self_cpu_time_total * 1e-3 / count,  # events are in µs
+                "self_cuda_ms": event.self_device_time_total * 1e-3 / count,
+            }
+            for event in events
+        ]
         return {
             "iterations": [self.first, self.first + self.timed - 1],
             "device": str(self.device),
             "ms_per_iteration": total,
             "stages": stages,
-            "operator_iterations": self._operator_iterations,
-            "operators": self._top_operators(),
+            "operator_iterations": count,
+            "operators": sorted(operators, key=lambda row: row[f"self_{self.device.type}_ms"], reverse=True)[:TOP],
         }
-
-    def _top_operators(self) -> list[dict[str, Any]]:
-        if self._operators is None or not self._operator_iterations:
-            return []
-        per_iteration = 1e-3 / self._operator_iterations  # events are in µs
-        rows = [
-            {
-                "name": event.key,
-                "calls": event.count / self._operator_iterations,
-                "self_cpu_ms": event.self_cpu_time_total * per_iteration,
-                "self_cuda_ms": event.self_device_time_total * per_iteration,
-            }
-            for event in self._operators.key_averages()
-        ]
-        return sorted(rows, key=lambda row: row[f"self_{self.device.type}_ms"], reverse=True)[:TOP]
 
 
 def table(report: dict[str, Any]) -> str:

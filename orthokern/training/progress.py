@@ -18,15 +18,6 @@ class Progress:
         stream: where to write; standard output by default.
         every: seconds between plain lines if the stream is not a terminal.
         shown: False for ranks that write nothing.
-
-    Example::
-
-        >>> import io
-        >>> stream = io.StringIO()
-        >>> progress = Progress(100, stream)
-        >>> progress.update(3, "loss 0.5", force=True)
-        >>> "3" in stream.getvalue() and "loss 0.5" in stream.getvalue()
-        True
     """
 
     REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time

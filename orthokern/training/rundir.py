@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import make_folder, read_object, remove_folders
+from orthokern._files import read_object
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
@@ -56,17 +58,6 @@ class RunFolder:
             task: name of the task.
             settings: all settings of the run, as JSON values.
             facts: further values for config.json that plots use: `Task.facts`
-
-        Raises:
-            InputError: the folder is in use, or cannot be created or written.
-
-        Example::
-
-            >>> import pathlib, tempfile
-            >>> folder = pathlib.Path(tempfile.mkdtemp()) / "first"
-            >>> run = RunFolder.create(folder, "copy", {"seed": 0}, {"baseline": 0.1})
-            >>> run.config["task"], run.checkpoint.name
-            ('copy', 'checkpoint.pt')
         """
         config = {
             "task": task,
@@ -81,8 +72,11 @@ class RunFolder:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
-            created = _new_folder(task) if path is None else make_folder(path)
-            run = cls(created[0] if path is None else path, config)
+            folder = _new_name(task) if path is None else path
+            created = [each for each in (folder, *folder.parents) if not each.exists()]
+            # without a name of the user, only one of two processes succeeds
+            folder.mkdir(parents=True, exist_ok=path is not None)
+            run = cls(folder, config)
             run._created = created
             run.log = MetricsLog(run.metrics)
             if any(file.name not in ("metrics.jsonl", "config.json.tmp") for file in run.path.iterdir()):
@@ -95,11 +89,7 @@ class RunFolder:
         return run
 
     def write_config(self) -> None:
-        """Writes config.json, also again with the settings that a resumed run changed.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes config.json, also again with the settings that a resumed run changed."""
         self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
 
@@ -110,17 +100,13 @@ class RunFolder:
         if self._created is not None and not read_metrics(self.metrics):
             for name in ("config.json", "metrics.jsonl"):
                 (self.path / name).unlink(missing_ok=True)
-            remove_folders(self._created)
+            with contextlib.suppress(OSError):  # up to one that is not empty
+                for each in self._created:
+                    each.rmdir()
 
     @classmethod
     def open(cls, path: Path, task: str) -> RunFolder:
-        """Opens the folder of an earlier run, to resume it.
-
-        Raises:
-            CheckpointError: no run in this folder, a run of another task, or a run whose checkpoint.pt is missing. (A
-                run that was killed before its first checkpoint is accepted and starts again.)
-            InputError: the folder cannot be written.
-        """
+        """Opens the folder of an earlier run, to resume it."""
         try:
             config = read_object(path / "config.json")
         except FileNotFoundError:
@@ -146,18 +132,11 @@ class RunFolder:
         return run
 
 
-def _new_folder(task: str) -> list[Path]:
-    """Creates `runs/<task>-<time>`, with a number for a further run of the same second; see `make_folder`."""
-    parent = Path("runs")
-    created, name, copy = make_folder(parent), f"{task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
-    while True:
-        path = parent / (name if copy == 1 else f"{name}-{copy}")
-        try:
-            path.mkdir()  # created without a check first, so that only one of two processes succeeds
-        except FileExistsError:
-            copy += 1
-        else:
-            return [path, *created]
+def _new_name(task: str) -> Path:
+    """`runs/<task>-<time>`, with a number for a further run of the same second."""
+    name = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+    paths = (Path("runs") / (name if copy == 1 else f"{name}-{copy}") for copy in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def _versions() -> dict[str, str]:

@@ -17,12 +17,6 @@ class StopRequest:
 
     Attributes:
         signal: number of the signal received, or None.
-
-    Example::
-
-        >>> with StopRequest() as stop:
-        ...     print(stop.signal)
-        None
     """
 
     def __init__(self) -> None:

@@ -33,19 +33,8 @@ from orthokern.training.task import Task
 # threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
 # the length of the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
-    {
-        "iterations",
-        "epochs",
-        "minutes",
-        "data",
-        "checkpoint_every",
-        "diagnose_every",
-        "threads",
-        "plots",
-        "processes",
-        "process_timeout",
-        "profile",
-    }
+    "iterations epochs minutes data checkpoint_every diagnose_every threads plots processes process_timeout"
+    " profile".split()
 )
 
 
@@ -80,12 +69,7 @@ class RunState:
 
     def restore(self) -> None:
         """Continues from the checkpoint in the folder, which rank 0 reads for all ranks. Without a checkpoint (the run
-        was killed before the first one, see `RunFolder.open`), the run starts from the beginning.
-
-        Raises:
-            CheckpointError: see `load_checkpoint`; or the checkpoint has another task, other settings or sizes; or it
-                refers to a best.pt that is missing.
-        """
+        was killed before the first one, see `RunFolder.open`), the run starts from the beginning."""
         payload = distributed.on_first(self._read)
         if payload is not None:
             distributed.on_all(lambda: self._load(payload))
@@ -151,11 +135,7 @@ class RunState:
 
     def read_best(self) -> tuple[dict[str, Any], int] | None:
         """The state of the model with the best evaluation, and its iteration; None if there is none. A best.pt that a
-        killed run wrote just before its checkpoint is not of this run.
-
-        Raises:
-            CheckpointError: best.pt is damaged.
-        """
+        killed run wrote just before its checkpoint is not of this run."""
         if self._best_bytes is not None:  # a full disk
             payload = torch.load(io.BytesIO(self._best_bytes), map_location="cpu", weights_only=True)
         elif self.run.best.exists():
@@ -169,11 +149,7 @@ class RunState:
     # ---- saving
 
     def payload(self) -> dict[str, Any]:
-        """The payload of a checkpoint: the state of rank 0, and the random states of all ranks. A collective call.
-
-        Raises:
-            CheckpointError: the parameters of the ranks differ, so that there is no common state.
-        """
+        """The payload of a checkpoint: the state of rank 0, and the random states of all ranks. A collective call."""
         parts = distributed.gather((rng_state(), self._digest() if self.shard.world > 1 else ""))
         others = [str(rank) for rank, (_, digest) in enumerate(parts) if digest != parts[0][1]]
         if others:

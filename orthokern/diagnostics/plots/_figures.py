@@ -63,11 +63,7 @@ def new_panels(titles: Sequence[str], title: str, height: float = 3.8, **share: 
 
 def save(figure: Figure, path: Path) -> Path:
     """Writes a figure as PNG, under a temporary name that is then renamed. The folder is created if necessary. A
-    partial file is never visible under `path`.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    partial file is never visible under `path`."""
     for axis in figure.axes:
         for line in axis.get_lines():
             if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
@@ -87,13 +83,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 def percent_limits(values: Sequence[float]) -> tuple[float, float]:
     """The ends of an axis for percentages: all of 0 to 100 where the values take up half of it or more, else the values
-    with a margin, and no more than a little below 0 or above 100.
-
-    Example::
-
-        >>> percent_limits([82.0, 92.0]), percent_limits([10.0, 98.0]), percent_limits([100.0])
-        ((81.0, 93.0), (-3.0, 103.0), (97.5, 100.15))
-    """
+    with a margin, and no more than a little below 0 or above 100."""
     low, high = min(values), max(values)
     if high - low >= 50.0:
         return -3.0, 103.0
@@ -113,15 +103,6 @@ def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -
     Args:
         at, values: [P] float.
         points: at least 1.
-
-    Returns:
-        Both unchanged if P is no more than `points`; else both [points].
-
-    Example::
-
-        >>> at, values = thin_curve(np.arange(4.0), np.array([1.0, 3.0, 5.0, 7.0]), points=2)
-        >>> at.tolist(), values.tolist()
-        ([0.5, 2.5], [2.0, 6.0])
     """
     if len(at) <= points:
         return at, values
@@ -146,11 +127,6 @@ class Panel:
     margin: float | None = None
 
 
-def single_panel(data: Any, margin: float | None = None) -> list[Panel]:
-    """The panel of the only run, if it has data."""
-    return [] if data is None else [Panel("", data, margin=margin)]
-
-
 def common_unit(runs: Sequence[RunRecord], x: str | None) -> str:
     """`x`; if None: epochs if the length of an epoch is known for every run, else iterations."""
     if x is None:
@@ -170,7 +146,10 @@ def iterations_per(run: RunRecord, unit: str) -> float:
 
 
 def panels_of(
-    runs: Sequence[RunRecord], legend: Sequence[str] | None, x: str | None, find: Callable[[RunRecord], Any]
+    runs: Sequence[RunRecord],
+    find: Callable[[RunRecord], Any],
+    legend: Sequence[str] | None = None,
+    x: str | None = None,
 ) -> list[Panel]:
     """One panel for every run in which `find` finds data to draw."""
     unit = common_unit(runs, x)
@@ -193,8 +172,3 @@ def draw_panels(
         draw(axis, panel)
         axis.set_xlabel(panel.unit)
     return figure
-
-
-def save_figure(figure: Figure | None, path: Path) -> Path | None:
-    """`save`; None if there is no figure."""
-    return None if figure is None else save(figure, path)

@@ -60,9 +60,6 @@ def plot_learning(
         baseline: loss of the best guess without memory, in the loss's unit.
         goal: accuracy to reach, a fraction.
         loss_label: name and unit of the loss.
-
-    Returns:
-        `path`, or None if no record has a loss.
     """
     rows = 2 if any(len(series(records, name)[0]) for name in ("accuracy", "held_out_accuracy")) else 1
     if not len(series(records, "loss")[0]):
@@ -179,14 +176,6 @@ def compare_curves(
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
         baseline: draw a line at this value, in the unit of `quantity`; None: for a loss, the baseline in the
             configuration of the runs.
-
-    Returns:
-        The figure, with an axis for each panel; None if no run has the quantity.
-
-    Example::
-
-        runs = [load_run(path) for path in Path("runs").iterdir()]
-        save(compare_curves(runs, "accuracy", panel="T", legend=["margin"]), Path("accuracy.png"))
     """
     unit = common_unit(runs, x)
     if panel is not None:
@@ -306,20 +295,12 @@ def _legend_below(figure: Figure, title: str) -> None:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     width, height = figure.get_size_inches()
-    columns = max(
-        1, min(len(handles), int(width / (0.5 + 0.075 * max(map(len, handles)))))
-    )  # inches, of 8 point letters
+    fitting = int(width / (0.5 + 0.075 * max(map(len, handles))))  # inches, of 8 point letters
+    columns = max(1, min(len(handles), fitting))
     lines = -(-len(handles) // columns) + bool(title)
     figure.set_size_inches(width, height + 0.1 + 0.18 * lines)
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=8,
-        title=title or None,
-        title_fontsize=8,
-    )
+    style = {"fontsize": 8, "title": title or None, "title_fontsize": 8}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns, **style)
 
 
 _DYNAMICS = (
@@ -344,21 +325,15 @@ def compare_dynamics(
     drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
     if not drawn:
         return None
-    texts = _labels(drawn, {"": drawn}, None, legend)
+    texts = labels(drawn, legend)
     figure, axes = new_panels([label for _, label, _ in _DYNAMICS], title)
     for axis, (key, _, logarithmic) in zip(axes, _DYNAMICS, strict=True):
-        for index, run in enumerate(drawn):
+        scale = 100.0 if "accuracy" in key else 1.0
+        for index, (run, text) in enumerate(zip(drawn, texts, strict=True)):
             at, values = thin_curve(*run.series(key))
             per_iteration = (number_at(run.settings, "batch") or 1.0) * (number_at(run.settings, "accumulate") or 1.0)
-            axis.plot(
-                at * per_iteration,
-                100 * values if "accuracy" in key else values,
-                color=COLOURS[index % len(COLOURS)],
-                linewidth=1.2,
-                marker="o" if len(at) <= 50 else None,
-                markersize=3,
-                label=texts[id(run)],
-            )
+            style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": "o" if len(at) <= 50 else None}
+            axis.plot(at * per_iteration, scale * values, linewidth=1.2, markersize=3, label=text, **style)
         if logarithmic:
             axis.set_yscale("log")
         axis.set_xlabel("sequences seen")
@@ -376,9 +351,6 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     Args:
         panels: problem -> network -> T -> iterations; one panel for each problem. A network has the same colour in all
             panels.
-
-    Returns:
-        The figure; None if nothing was solved.
     """
     drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
     if not drawn:
@@ -388,12 +360,9 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     figure, axes = new_panels(list(drawn), ": ".join(filter(None, (title, alone))))
     for axis, networks in zip(axes, drawn.values(), strict=True):
         for name, solved in networks.items():
-            if not solved:
-                continue
-            lengths = sorted(solved)
             colour = COLOURS[names.index(name) % len(COLOURS)]
-            counts = [solved[T] for T in lengths]
-            axis.plot(lengths, counts, color=colour, linewidth=1.2, marker="o", markersize=3, label=name)
+            if solved:
+                axis.plot(*zip(*sorted(solved.items()), strict=True), "o-", c=colour, lw=1.2, markersize=3, label=name)
         axis.set_yscale("log")
         axis.set_xlabel("T")
         axis.legend(loc="best", fontsize=8)

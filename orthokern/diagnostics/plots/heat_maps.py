@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from orthokern.diagnostics.gradients import profile_steps
-from orthokern.diagnostics.plots._figures import Panel, Records, new_panels, panels_of, save_figure, single_panel
+from orthokern.diagnostics.plots._figures import Panel, Records, new_panels, panels_of
 from orthokern.diagnostics.runs import RunRecord, numbers_at
 
 if TYPE_CHECKING:
@@ -48,9 +47,6 @@ def profiles(records: Records, key: str, length: int | None, columns: int = HEAT
         length: number of time steps T. None if it is unknown, or not the same for all records: the values are then
             interpolated to 64 fractions of the sequence.
         columns: number of records to keep, evenly spaced, including the first and the last.
-
-    Returns:
-        None if no record has such a list (with the length of `profile_steps(T)`, if T is known).
     """
     points = min(64, length) if length is not None else 0
     rows = _rows(records, key, lambda norms: not points or len(norms) == points, columns)
@@ -136,104 +132,44 @@ def _heat_maps(
         return None
     smallest = min(float(panel.data.values.min()) for panel in panels)
     low, high = limits(smallest, max(float(panel.data.values.max()) for panel in panels))
+    # viridis is readable in greyscale and by colour-blind readers
+    style: dict[str, Any] = {"cmap": "viridis", "vmin": low, "vmax": high, "rasterized": True}
     figure, axes = new_panels([panel.title for panel in panels], title, 4.2)
     for axis, panel in zip(axes, panels, strict=True):
         axis.grid(False)
-        image = axis.pcolormesh(
-            _edges(panel.data.iterations / panel.per),
-            _edges(panel.data.steps),
-            panel.data.values.T,
-            cmap="viridis",  # readable in greyscale and by colour-blind readers
-            vmin=low,
-            vmax=high,
-            rasterized=True,
-        )
+        data = panel.data
+        image = axis.pcolormesh(_edges(data.iterations / panel.per), _edges(data.steps), data.values.T, **style)
         axis.set_xlabel(panel.unit)
-        fraction = "time step t" if panel.data.in_steps else "t as a fraction of the sequence"
+        fraction = "time step t" if data.in_steps else "t as a fraction of the sequence"
         axis.set_ylabel("angle (radians)" if bar == _ANGLE_BAR else fraction)
     figure.colorbar(image, ax=axes, label=bar, extend="min" if smallest < low else "neither")
     return figure
 
 
-def _gradient_maps(panels: Sequence[Panel], title: str, last: bool = False) -> Figure | None:
-    return _heat_maps(panels, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
-
-
-def _state_maps(panels: Sequence[Panel], title: str) -> Figure | None:
-    return _heat_maps(panels, title, "log₁₀ of ‖hₜ‖", _whole_decades)
-
-
-def _angle_maps(panels: Sequence[Panel], title: str) -> Figure | None:
-    return _heat_maps(panels, title, _ANGLE_BAR, lambda low, high: (0.0, high))
-
-
-def plot_gradients(
-    records: Records, path: Path, *, length: int | None, title: str = "", key: str = "grad_norm_through_time"
-) -> Path | None:
-    """The norm of the gradient through time over iterations, as in Figure 2 of Vorontsov et al. 2017.
-
-    The norms of each iteration are divided by the largest one, so that a column shows the relative change of the
-    gradient through time, whatever the loss is. Unlike in Figure 2, the loss is the training loss, over all steps.
-
-    Args:
-        records: those with "grad_norm_through_time" (values at `profile_steps(length)`) are drawn.
-        length: number of time steps; None if it isn't known or varies.
-        key: the field of the records; "last_grad_norm_through_time" holds the quantity of Figure 2.
-    """
-    return save_figure(_gradient_maps(single_panel(_normalized(profiles(records, key, length))), title), path)
-
-
-def plot_states(records: Records, path: Path, *, length: int | None, title: str = "") -> Path | None:
-    """The norm of the states through time over iterations.
-
-    Args:
-        records: those with "state_norm_through_time" (values at `profile_steps(length)`) are drawn.
-        path, length, title: as in `plot_gradients`.
-    """
-    data = _decades(profiles(records, "state_norm_through_time", length))
-    return save_figure(_state_maps(single_panel(data), title), path)
-
-
-def plot_angles(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_angles") -> Path | None:
-    """Histograms of the angles of the eigenvalues over iterations.
-
-    Args:
-        records: those with "eigenvalue_angles", as `angle_histogram` returns them, are drawn.
-    """
-    return save_figure(_angle_maps(single_panel(_angle_profiles(records, key)), title), path)
-
-
-def compare_gradients(
-    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
-) -> Figure | None:
+def compare_gradients(runs: Sequence[RunRecord], *, title: str = "", **common: Any) -> Figure | None:
     """The norm of the gradient through time over iterations, one panel per run: Figure 2 of Vorontsov et al. 2017.
 
-    Norms are divided by the largest over time, as in `plot_gradients`. The loss is that of the last time step, as in
-    the paper, if all runs with norms recorded it; else it is the training loss.
+    The norms of each iteration are divided by the largest one, so that a column shows the relative change of the
+    gradient through time, whatever the loss is. The loss is that of the last time step, as in the paper, if all runs
+    with norms recorded it; else it is the training loss, over all steps.
     """
     having = [{field for field in _GRADIENT_FIELDS if any(field in r for r in run.records)} for run in runs]
     last = all(_GRADIENT_FIELDS[1] in fields for fields in having if fields)
     key = _GRADIENT_FIELDS[last]
-    panels = panels_of(runs, legend, x, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))))
-    return _gradient_maps(panels, title, last)
+    panels = panels_of(runs, lambda run: _normalized(profiles(run.records, key, run.profile_length(key))), **common)
+    return _heat_maps(panels, title, _GRADIENT_BAR + (", L of the last step" if last else ""), _below_one)
 
 
-def compare_states(
-    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
-) -> Figure | None:
+def compare_states(runs: Sequence[RunRecord], *, title: str = "", **common: Any) -> Figure | None:
     """The norm of the states through time over iterations, a panel for each run."""
     key = "state_norm_through_time"
-    panels = panels_of(runs, legend, x, lambda run: _decades(profiles(run.records, key, run.profile_length(key))))
-    return _state_maps(panels, title)
+    panels = panels_of(runs, lambda run: _decades(profiles(run.records, key, run.profile_length(key))), **common)
+    return _heat_maps(panels, title, "log₁₀ of ‖hₜ‖", _whole_decades)
 
 
 def compare_angles(
-    runs: Sequence[RunRecord],
-    *,
-    legend: Sequence[str] | None = None,
-    x: str | None = None,
-    title: str = "",
-    key: str = "eigenvalue_angles",
+    runs: Sequence[RunRecord], *, title: str = "", key: str = "eigenvalue_angles", **common: Any
 ) -> Figure | None:
     """Histograms of the angles of the eigenvalues over iterations, a panel for each run."""
-    return _angle_maps(panels_of(runs, legend, x, lambda run: _angle_profiles(run.records, key)), title)
+    panels = panels_of(runs, lambda run: _angle_profiles(run.records, key), **common)
+    return _heat_maps(panels, title, _ANGLE_BAR, lambda low, high: (0.0, high))

@@ -22,9 +22,6 @@ def memory(matrix: Tensor, transients: Mapping[str, Tensor], curves: Mapping[str
         transients: name -> [T, M], the norms of M states over time (`transient_norms`): mean and standard deviation are
             drawn.
         curves: name -> [T], Fisher memory curves (`fisher_memory`).
-
-    Returns:
-        The figure, three axes.
     """
     figure, axes = new_panels(["(a) the matrix", "(b) norm of the state", "(c) Fisher memory J(k)"], title)
     picture = axes[0].imshow(matrix.numpy(), cmap="viridis")

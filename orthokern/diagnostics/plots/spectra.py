@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from orthokern.diagnostics.plots._figures import (
     interval_starts,
     level,
     panels_of,
-    save_figure,
-    single_panel,
     thin_curve,
 )
 from orthokern.diagnostics.runs import RunRecord, number_at, series
@@ -70,63 +67,25 @@ def _draw_spectrum(axis: Axes, panel: Panel, ylabel: str) -> None:
     axis.set_ylabel(ylabel)
 
 
-def _spectrum_figure(panels: Sequence[Panel], title: str, ylabel: str, font: int) -> Figure | None:
+def _spectrum_figure(runs: Sequence[RunRecord], key: str, ylabel: str, title: str = "", **common: Any) -> Figure | None:
+    panels = panels_of(runs, lambda run: _spectra(run.records, key), **common)
     figure = draw_panels(panels, title, partial(_draw_spectrum, ylabel=ylabel))
     if figure is not None:
-        figure.axes[0].legend(loc="best", fontsize=font)
+        figure.axes[0].legend(loc="best", fontsize=8 if len(panels) == 1 else 7)
     return figure
 
 
-def plot_spectrum(
-    records: Records, path: Path, *, margin: float | None = None, title: str = "", key: str = "spectrum"
-) -> Path | None:
-    """Singular values of the recurrent matrix over iterations: mean, mean ± one standard deviation, and extremes, as
-    in Figure 3 of Vorontsov et al. 2017.
-
-    Args:
-        records: those with "spectrum": {"mean", "std", "min", "max"} are drawn.
-        margin: the bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1; None: no
-            bounds.
-    """
-    return save_figure(_spectrum_figure(single_panel(_spectra(records, key), margin), title, _SINGULAR, 8), path)
+def compare_spectra(runs: Sequence[RunRecord], *, key: str = "spectrum", **common: Any) -> Figure | None:
+    """Singular values over iterations, one panel per run: mean, mean ± one standard deviation, and extremes, as in
+    Figure 3 of Vorontsov et al. 2017. Every panel has its own scale, because one figure has margins from 0.001 to none.
+    The bounds 1 ± margin are drawn if a value is at least a quarter of the margin away from 1."""
+    return _spectrum_figure(runs, key, _SINGULAR, **common)
 
 
-def plot_moduli(records: Records, path: Path, *, title: str = "", key: str = "eigenvalue_moduli") -> Path | None:
-    """Magnitudes of the eigenvalues over iterations, drawn as in `plot_spectrum`. Those of an nnRNN stay near 1 even if
-    its singular values do not.
-
-    Args:
-        records: those with "eigenvalue_moduli": {"mean", "std", "min", "max"} are drawn.
-    """
-    return save_figure(_spectrum_figure(single_panel(_spectra(records, key)), title, _MODULUS, 8), path)
-
-
-def compare_spectra(
-    runs: Sequence[RunRecord],
-    *,
-    legend: Sequence[str] | None = None,
-    x: str | None = None,
-    title: str = "",
-    key: str = "spectrum",
-) -> Figure | None:
-    """Singular values over iterations, one panel per run: Figure 3 of Vorontsov et al. 2017. Every panel has its own
-    scale, because one figure has margins from 0.001 to none. The bounds are taken from the setting "margin".
-    """
-    panels = panels_of(runs, legend, x, lambda run: _spectra(run.records, key))
-    return _spectrum_figure(panels, title, _SINGULAR, 7)
-
-
-def compare_moduli(
-    runs: Sequence[RunRecord],
-    *,
-    legend: Sequence[str] | None = None,
-    x: str | None = None,
-    title: str = "",
-    key: str = "eigenvalue_moduli",
-) -> Figure | None:
-    """Magnitudes of the eigenvalues over iterations, one panel per run."""
-    panels = panels_of(runs, legend, x, lambda run: _spectra(run.records, key))
-    return _spectrum_figure(panels, title, _MODULUS, 7)
+def compare_moduli(runs: Sequence[RunRecord], *, key: str = "eigenvalue_moduli", **common: Any) -> Figure | None:
+    """Magnitudes of the eigenvalues over iterations, one panel per run. Those of an nnRNN stay near 1 even if its
+    singular values do not."""
+    return _spectrum_figure(runs, key, _MODULUS, **common)
 
 
 Curve = tuple[np.ndarray, np.ndarray]  # iterations [P], values [P]
@@ -157,22 +116,8 @@ def _draw_stability(axis: Axes, panel: Panel) -> None:
     axis.legend(loc="best", fontsize=8)
 
 
-def plot_stability(records: Records, path: Path, *, title: str = "") -> Path | None:
-    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at h = 0, over iterations (Kanai et
-    al. 2017, Figure 1).
-
-    Args:
-        records: with "grad_norm", and with "jacobian_radius" ("jacobian_radius_l1", ... for upper layers) in some.
-
-    Returns:
-        `path`, or None if no record has a spectral radius.
-    """
-    return save_figure(draw_panels(single_panel(_stability(records)), title, _draw_stability), path)
-
-
-def compare_stability(
-    runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, x: str | None = None, title: str = ""
-) -> Figure | None:
-    """Like `plot_stability`, with one panel per run."""
-    panels = panels_of(runs, legend, x, lambda run: _stability(run.records))
+def compare_stability(runs: Sequence[RunRecord], *, title: str = "", **common: Any) -> Figure | None:
+    """The norm of the gradient and the spectral radius of the Jacobian of a GRU at h = 0, over iterations, one panel
+    per run (Kanai et al. 2017, Figure 1)."""
+    panels = panels_of(runs, lambda run: _stability(run.records), **common)
     return draw_panels(panels, title, _draw_stability, sharey=True)
