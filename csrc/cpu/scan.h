@@ -33,6 +33,8 @@
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
+// Backward of a low rank without sums over rows: the weights are small, and the ring of two steps fits into L2 too.
+constexpr int kThinGroupRows = kMaxRows;
 
 template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
@@ -62,14 +64,14 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-// run(row0, R, task) for every group of rows; false if one of them ran out of memory.
+// run(row0, R, task) for every group of at most `rows` rows; false if one of them ran out of memory.
 template <class T, class F>
-bool each_group_of(const ScanPlan<T>& plan, const F& run) {
+bool each_group_of(const ScanPlan<T>& plan, int rows, const F& run) {
   bool failed = false;
   share(plan.threads, plan.threads, [&](int task) {
     const FlushDenormals flush;
     const TileRelease release(plan.tiles);
-    each_group(plan.begin, task, kGroupRows, [&](int row0, int R) {
+    each_group(plan.begin, task, rows, [&](int row0, int R) {
       if (!run(row0, R, task)) failed = true;
     });
   });
@@ -81,7 +83,7 @@ bool scan_forward(const ScanArgs& args) {
   if (direct_serves(args)) return scan_direct<T>(args);
   ScanPlan<T> plan;
   if (!prepare_scan(&plan, args, false)) return false;
-  return each_group_of(plan, [&](int row0, int R, int) { return forward_rows<T>(plan, row0, R); });
+  return each_group_of(plan, kGroupRows, [&](int row0, int R, int) { return forward_rows<T>(plan, row0, R); });
 }
 
 template <class T>
@@ -91,7 +93,9 @@ bool scan_backward(const ScanArgs& args) {
   if (!prepare_scan(&plan, args, true)) return false;
   TaskSums<ScanSums<T>> sums;
   if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
-  if (!each_group_of(plan, [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
+  const bool thin = plan.factored && 8 * plan.K <= plan.N && !args.grad_map;
+  if (!each_group_of(plan, thin ? kThinGroupRows : kGroupRows,
+                     [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
     return false;
   collect_scan(plan, sums.get());
   return true;

@@ -61,7 +61,7 @@ struct BackwardRows {
   const bool needs_input;      // the derivative of the activation reads a_t
   T* const delta_out;          // grad_x where delta is that, or null
   const bool dx_out;           // grad_x is that of the features
-  const int slots;             // steps of R rows that fit into a ring
+  const int slots;             // steps of R rows that fit into a ring: two where nothing is summed over its rows
   const ptrdiff_t ring_block;  // elements from one block of a ring to the next
   const ptrdiff_t ldc;
   int64_t token_steps;  // see add_table_part, 0 without tokens
@@ -92,7 +92,7 @@ struct BackwardRows {
         needs_input(reads_of(args.activation) == act::kInput),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
-        slots(kRingRows / R_ > 2 ? kRingRows / R_ : 2),
+        slots(params && kRingRows / R_ > 2 ? kRingRows / R_ : 2),
         ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
         ldc(static_cast<ptrdiff_t>(blocks + x_blocks) * L),
         token_steps(0),
