@@ -132,13 +132,6 @@ def test_in_place_keeps_parameters_sharing_and_optimizer() -> None:
     )
 
 
-def test_a_model_that_is_itself_recurrent() -> None:
-    theirs = nn.GRU(2, 3)
-    ours, report = convert(theirs, inplace=True)
-    assert isinstance(ours, orthokern.nn.GRU) and ours.weight_hh_l0 is theirs.weight_hh_l0
-    assert str(report).startswith("swapped the module itself: torch.nn.GRU(2, 3) -> ")
-
-
 class OwnGRU(nn.GRU):
     pass
 

@@ -21,22 +21,6 @@ from orthokern.diagnostics import plots
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.tasks import copy
 
-
-def test_profiles_of_known_and_of_varying_lengths() -> None:
-    same = [{"iteration": i, "p": [float(i)] * 64} for i in range(1, 2001)] + [{"iteration": 2001, "p": [1.0] * 5}]
-    result = plots.profiles(same, "p", 500)
-    assert result is not None and result.values.shape == (600, 64) and result.in_steps
-    assert result.iterations[[0, -1]].tolist() == [1, 2000] and result.steps[[0, -1]].tolist() == [0, 499]
-    strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
-    result = plots.profiles(strange, "p", None)
-    assert result is not None and result.iterations.tolist() == [3]  # what is no profile is passed over
-    varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
-    result = plots.profiles(varying, "p", None)
-    assert result is not None and not result.in_steps
-    assert result.values == pytest.approx(np.stack([np.linspace(0, 1, 64)] * 2))
-    assert plots.profiles([{"iteration": 1}], "p", None) is None
-
-
 # ------------------------------------------------------------------------------------------------------------- pictures
 
 
@@ -56,21 +40,6 @@ def axes(figure: Any) -> list[Any]:
 def shown(axis: Any) -> dict[str, list[Any]]:
     """The legend's texts with what their lines show."""
     return {line.get_label(): line.get_ydata() for line in axis.get_lines()}
-
-
-def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
-    bare: list[dict[str, Any]] = [{"iteration": 1, "loss": None, "spectrum": None, "eigenvalue_angles": [None] * 36}]
-    bare[0] |= {"grad_norm_through_time": [0.0] * 64, "state_norm_through_time": [None] * 64}
-    path = tmp_path / "x.png"
-    for records in ([], bare):
-        assert plots.plot_learning(records, path) is None and plots.plot_spectrum(records, path) is None
-        assert plots.plot_gradients(records, path, length=100) is None
-        assert plots.plot_states(records, path, length=100) is None and plots.plot_angles(records, path) is None
-        run = new_run("a", records=records)
-        assert plots.compare_curves([run], "loss") is None
-        for compare in (plots.compare_gradients, plots.compare_spectra, plots.compare_states, plots.compare_angles):
-            assert compare([run]) is None
-    assert not path.exists()
 
 
 def test_curves_of_several_runs_by_panel() -> None:

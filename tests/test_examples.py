@@ -69,10 +69,6 @@ def test_the_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.M
         run(blocks(path.read_text()), str(path))
 
 
-def test_the_readme_has_an_example() -> None:
-    assert ROOT / "README.md" in FILES
-
-
 def test_marks_are_read_and_failures_noticed() -> None:
     text = (
         "# T\n\n<!-- setup: a = 1 -->\n```python\nb = a + 1\n```\n\n<!-- no-run: needs a GPU -->\n```python\n1 / 0\n"

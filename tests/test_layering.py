@@ -198,13 +198,6 @@ def test_an_op_has_its_file_or_its_reason(op: str, backend: str) -> None:
             assert not (ROOT / file).exists(), f"{file} exists, but SUPPORT of {op} says: {support.missing}"
 
 
-@pytest.mark.parametrize("backend", FILES)
-def test_a_backend_has_no_file_without_an_op(backend: str) -> None:
-    folder, _, pattern = FILES[backend][0].rpartition("/")
-    stems = {path.stem for path in (ROOT / folder).glob(pattern.format("*")) if not path.name.startswith("_")}
-    assert stems <= set(OPS)
-
-
 @pytest.mark.parametrize("leaf", ["cpu", "cuda"])
 def test_one_module_of_a_leaf_passes_addresses(leaf: str) -> None:
     passing = {path.name for path in (ROOT / "orthokern" / leaf).glob("*.py") if "data_ptr" in path.read_text()}

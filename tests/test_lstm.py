@@ -139,14 +139,6 @@ def test_first_parameters() -> None:
     assert repr(other) == "PeepholeLSTM(3, 8, num_layers=2, forget_bias=3.0)"
 
 
-def test_dropout_between_layers() -> None:
-    module = lstm(3, 8, num_layers=2, dropout=0.5)
-    x = torch.randn(4, 2, 3, dtype=F64)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
-
-
 def test_the_state_may_be_a_list() -> None:
     module, x, h, c = PeepholeLSTM(3, 4), torch.randn(5, 2, 3), torch.randn(1, 2, 4), torch.randn(1, 2, 4)
     expected = module(x, (h, c))[0]

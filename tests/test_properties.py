@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import act_param_for, scan_problem, strided
+from helpers import scan_problem, strided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -94,95 +94,6 @@ def test_scans(
 
     for a, e in zip(run(lambda t: layout(kind, t), None, every), run(lambda t: t, "reference", 0), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10)
-
-
-@few
-@given(
-    shape=st.lists(st.integers(1, 9), min_size=0, max_size=3),
-    half_N=sizes,
-    name=st.sampled_from(NAMES),
-    one=st.booleans(),
-    kind=layouts,
-    seed=st.integers(0, 1000),
-)
-def test_activations(shape: list[int], half_N: int, name: str, one: bool, kind: str, seed: int) -> None:
-    N = 2 * half_N
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, N, dtype=torch.float64, generator=generator).requires_grad_()
-    grad_y = torch.randn(x.shape, dtype=torch.float64, generator=generator)
-    param = act_param_for(name, 1 if one else N, generator)
-    leaves = [x] if param is None else [x, param.requires_grad_()]
-    y = functional.activation(layout(kind, x), name, param)
-    reference = functional.activation(x, name, param, backend="reference")
-    torch.testing.assert_close(y, reference)
-    for a, e in zip(
-        torch.autograd.grad(y, leaves, layout(kind, grad_y)),
-        torch.autograd.grad(reference, leaves, grad_y),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, e)
-    if name == "oplu":
-        torch.testing.assert_close(y.square().sum(), x.square().sum())
-    if name == "modrelu":
-        assert bool((y * x >= 0).all())
-
-
-@few
-@given(
-    batch=st.lists(st.integers(1, 3), max_size=2),
-    N=sizes,
-    rank=st.floats(0.01, 1),
-    lr=st.floats(-10, 10),
-    scale=st.floats(1e-3, 1e3),
-    kind=layouts,
-    seed=st.integers(0, 1000),
-)
-def test_cayley(batch: list[int], N: int, rank: float, lr: float, scale: float, kind: str, seed: int) -> None:
-    """Orthogonal whatever the gradient and the rate; undone by the opposite rate; the reference."""
-    K = math.ceil(rank * N)
-    generator = torch.Generator().manual_seed(seed)
-    m = torch.linalg.qr(torch.randn(*batch, N, K, dtype=torch.float64, generator=generator))[0]
-    g = scale * torch.randn(m.shape, dtype=torch.float64, generator=generator)
-    new = functional.cayley(layout(kind, m), layout(kind, g), lr)
-    # the thin form multiplies a 2K x 2K inverse by P of size |G|: its rounding grows with the step
-    tolerance = 1e-10 * (1 + abs(lr) * scale * N)
-    torch.testing.assert_close(new, functional.cayley(m, g, lr, backend="reference"), rtol=0, atol=tolerance)
-    torch.testing.assert_close(new.mT @ new, torch.eye(K).double().expand(*batch, K, K), rtol=0, atol=tolerance)
-    if not batch:
-        one = functional.cayley(m[None], g[None], torch.tensor([lr], dtype=torch.float64))[0]
-        torch.testing.assert_close(one, new, rtol=0, atol=tolerance)
-
-
-@few
-@given(
-    R=st.integers(1, 70),
-    N=sizes,
-    C=sizes,
-    bias=st.booleans(),
-    reduction=st.sampled_from(["mean", "sum"]),
-    factor=st.sampled_from([1.0, -0.5]),
-    kind=layouts,
-    seed=st.integers(0, 1000),
-)
-def test_linear_cross_entropy(
-    R: int, N: int, C: int, bias: bool, reduction: str, factor: float, kind: str, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    leaves = [
-        torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-        for shape in ((R, N), (C, N), (C,))[: 2 + bias]
-    ]
-    target = torch.randint(0, C, (R,), generator=generator)
-    changed = [layout(kind, t) for t in leaves]
-    loss = functional.linear_cross_entropy(
-        *changed[:2], changed[2] if bias else None, layout(kind, target), reduction=reduction
-    )
-    expected = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*leaves), target, reduction=reduction)
-    torch.testing.assert_close(loss, expected)
-    for a, e in zip(
-        torch.autograd.grad(factor * loss, leaves), torch.autograd.grad(factor * expected, leaves), strict=True
-    ):
-        torch.testing.assert_close(a, e)
 
 
 @few

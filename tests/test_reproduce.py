@@ -25,7 +25,7 @@ from runs import settings_of
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import runner
 from orthokern.reproduce.report import figure_name, is_same_run, labels, markdown
-from orthokern.reproduce.spec import Experiment, Run, over_seeds
+from orthokern.reproduce.spec import Experiment, over_seeds
 from orthokern.training import read_metrics
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -255,14 +255,6 @@ def test_command_lines_are_accepted(experiment: Experiment, tmp_path: Path) -> N
         named = experiment.figure and (experiment.legend or experiment.named_by)
         shortened = quick and experiment.panel == "T"  # to the same T
         assert len(told) == len(rows) or not named or shortened
-
-
-def test_runs_that_two_experiments_share_are_the_same() -> None:
-    seen: dict[str, Run] = {}
-    for experiment in ALL:
-        for run in experiment.runs:
-            first = seen.setdefault(run.name, run)
-            assert (run.task, run.options, run.quick) == (first.task, first.options, first.quick)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

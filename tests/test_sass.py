@@ -72,28 +72,6 @@ def test_faults_of_a_loop_are_found() -> None:
     assert sass.report(function, loop).calls == 0
 
 
-def test_a_path_avoids_calls() -> None:
-    function, loop = only(BAD)
-    path = loop.path()
-    assert not any(instruction.is_call for instruction in path)
-    assert len(path) == 19
-
-
-def test_a_branch_on_a_uniform_predicate_may_not_be_taken() -> None:
-    length = len(only(BAD)[1].path())
-    for branch in ("BRA.U UP0, `(.L_x_3) ;", "BRA.U !UP0, `(.L_x_3) ;"):
-        _, loop = only(BAD.replace("I2F.U32.RP R8, R6 ;", branch))
-        assert len(loop.path()) == length
-
-
-def test_a_path_has_a_call_only_where_there_is_no_other() -> None:
-    function, loop = only(BAD.replace(" /*0030*/ @!P0 BRA `(.L_x_2) ;\n", ""))
-    assert sum(instruction.is_call for instruction in loop.path()) == 1
-    function.instructions[2].opcode, function.instructions[2].predicate = "EXIT", ""
-    with pytest.raises(ValueError, match="no way through the loop at 0x10"):
-        loop.path()
-
-
 def test_stored_machine_code() -> None:
     """A step of a dense map of 128 units, tanh, forward, of which the numbers were counted by hand."""
     function, loop = only((STORED / "dense_step_sm_90.sass").read_text())
@@ -102,12 +80,6 @@ def test_stored_machine_code() -> None:
     assert result.kinds["fma"] == 66
     assert (result.kinds["shuffle"], result.kinds["barrier"], result.kinds["special"]) == (4, 1, 2)
     assert not result.facts and result.gaps == [0]
-
-
-def test_table() -> None:
-    function, loop = only(BAD)
-    head, _, row = sass.table([sass.report(function, loop)]).splitlines()
-    assert head.count("|") == row.count("|") and row.startswith("| some_kernel 1 8 | 8 |")
 
 
 def test_instructions_before_a_send() -> None:

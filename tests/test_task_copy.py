@@ -261,17 +261,6 @@ def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
     assert length() == 3
 
 
-def test_no_plots_is_for_one_call(tmp_path: Path) -> None:
-    small = ["--T", 3, "--hidden", 4, "--batch", 2, "--threads", 1, "--eval-sequences", 2]
-    assert run(*small, "--iterations", 2, "--out", tmp_path / "run") == 0
-    for plot in (tmp_path / "run").glob("*.png"):
-        plot.unlink()
-    assert run("--resume", tmp_path / "run", "--iterations", 3, "--no-plots") == 0
-    assert not list((tmp_path / "run").glob("*.png"))
-    assert run("--resume", tmp_path / "run", "--iterations", 4) == 0
-    assert (tmp_path / "run" / "learning.png").exists()
-
-
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert run(*SMALL, "--iterations", 6, "--margin", "none", "--out", folder) == 0
