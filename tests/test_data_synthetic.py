@@ -144,16 +144,6 @@ def test_scalar_coding(marker: float) -> None:
     assert tokens[6, 0] == 9  # the tokens themselves stay
 
 
-def test_small_dtypes_hold_the_same_draws() -> None:
-    wide, small = CopyTask(7), CopyTask(7, dtype=torch.uint8)
-    batches = [task.batch(3, seeded(1)) for task in (wide, small)]
-    for a, b in zip(*batches, strict=True):
-        assert b.dtype == torch.uint8 and torch.equal(a, b.long())
-    for symbols, dtype in ((255, torch.uint8), (8, torch.int8), (8, torch.float32)):
-        with pytest.raises(InputError, match="dtype must be"):
-            CopyTask(7, symbols=symbols, dtype=dtype)
-
-
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
 def test_streams(task: Any) -> None:
     """`fill` overwrites its buffers with what `batch` gives; a generator's state continues the stream."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern import cpu
-from orthokern.diagnostics import diagnose_stability
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, PeepholeLSTM
-from orthokern.optim import SpectralNormProjection, optimizer_for
+from orthokern.optim import optimizer_for
 
 KINDS: dict[str, Any] = {
     "RNN": RNN,
@@ -132,22 +131,3 @@ def test_losses(kind: str, activation: str, algorithm: str, backend: str) -> Non
     with elsewhere():
         found = losses(kind, backend, activation, algorithm)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def projected(size: int) -> Tensor:
-    torch.manual_seed(0)
-    gru = GRU(3, size, device="cpu")
-    projection = SpectralNormProjection(gru, 1.5)
-    for _ in range(3):
-        with torch.no_grad():
-            gru.weight_hh_l0.add_(torch.randn(3 * size, size, device="cpu") * 0.05)
-        projection.step()
-    assert diagnose_stability(gru)["recurrent_norm"] < 0.51
-    return gru.weight_hh_l0.detach()
-
-
-@pytest.mark.parametrize("size", [8, 128])
-def test_projections(size: int) -> None:
-    expected = projected(size)
-    with elsewhere():
-        assert torch.equal(projected(size), expected)

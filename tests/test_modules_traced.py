@@ -198,15 +198,3 @@ def test_autocast_leaves_constraints_alone(name: str) -> None:
     for forward, backward in ((False, True), (True, True)):
         found = gradients_of(module, loss, forward, backward)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def test_products_of_the_caller_keep_their_autocast() -> None:
-    """Only what the package computes is kept in float32: a layer before it is rounded, as it is in plain torch."""
-    torch.manual_seed(0)
-    before, rnn = nn.Linear(6, D), made("composed")
-    x = torch.randn(5, 2, 6)
-
-    def gradient(backward: bool) -> Tensor:
-        return gradients_of(before, lambda: rnn(before(x))[0].square().sum(), backward=backward)[0]
-
-    assert not torch.equal(gradient(True), gradient(False))

@@ -339,26 +339,3 @@ def test_stacked_models_are_projected_one_by_one(size: tuple[int, int]) -> None:
         assert max(norm(w[rows]) for w in stacked) <= 1.8 * (1 + 1e-12)
     assert together.counts["checks"] == sum(projection.counts["checks"] for projection in alone)
     assert together.counts["projections"] == sum(projection.counts["projections"] for projection in alone)
-
-
-def test_stacked_grus_that_train_under_vmap() -> None:
-    models = [GRU(4, 6, dtype=torch.float64) for _ in range(3)]
-    with torch.no_grad():
-        for model in models:
-            model.get_parameter("weight_hh_l0").mul_(3.0)
-    parameters, _ = torch.func.stack_module_state(models)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
-    weight = parameters["weight_hh_l0"]  # [R, 3 N, N], the candidate's rows last
-    SpectralNormProjection([(weight, slice(12, 18))], 0.2).attach(optimizer)
-    x = torch.randn(5, 2, 4, dtype=torch.float64)
-    losses = torch.func.vmap(lambda p: torch.func.functional_call(models[0], p, (x,))[0].square().sum())(parameters)
-    losses.sum().backward()
-    optimizer.step()
-    for r, model in enumerate(models):
-        single = torch.optim.SGD(model.parameters(), lr=0.5)
-        SpectralNormProjection(model, 0.2).attach(single)
-        model(x)[0].square().sum().backward()
-        single.step()
-        for name, value in model.named_parameters():
-            torch.testing.assert_close(parameters[name][r], value)
-        assert norm(weight[r, 12:]) <= 1.8 * (1 + 1e-12)
