@@ -159,28 +159,6 @@ def test_tensor_cores_cut_their_sums(module: Any) -> None:
 
 
 @orders
-def test_warps_exchange_values(module: Any, order: str) -> None:
-    x = torch.randn(32)
-    lane = torch.arange(32)
-    positive = int((x > 0).sum())
-    half = torch.where(lane < 16, x[:16].sum(), 0.0)
-    expected = torch.stack(
-        [
-            x[5].expand(32),
-            x[(lane & ~7) | ((lane + 1) & 7)],
-            x[lane ^ 3],
-            x[torch.where(lane >= 2, lane - 2, lane)],
-            x[torch.where(lane % 16 < 14, lane + 2, lane)],
-            torch.full((32,), float(positive)),
-            torch.full((32,), 2.0),
-            torch.full((32,), positive + 100.0),
-            half,
-        ]
-    )
-    torch.testing.assert_close(selftest(module, "warp", x, (9, 32), order), expected)
-
-
-@orders
 def test_asynchronous_copies(module: Any, order: str) -> None:
     x = torch.randn(320)
     assert torch.equal(selftest(module, "pipeline", x, (320,), order), 2 * x)
