@@ -8,6 +8,8 @@ in ``tests/test_triton_kernels.py``.
 
 from __future__ import annotations
 
+import interpreter  # noqa: F401  (first: it decides that kernels are interpreted)
+
 # isort: split
 import importlib
 import sys
