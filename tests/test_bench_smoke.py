@@ -86,23 +86,6 @@ def test_tables_fill_a_page_and_notice_a_changed_one(results: Path, tmp_path: Pa
     assert changed.returncode == 1 and changed.stderr.startswith("error: page.md differs from ../numbers.json")
 
 
-def test_results_of_one_state_share_a_file(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = module("harness")
-
-    def write(**values: float) -> dict[Path, dict[str, float]]:
-        bench = harness.Bench(quick=False)
-        for case, value in values.items():
-            bench.record("scan", case, {"N": 3}, value)
-        harness.write_results(tmp_path, bench.rows)
-        files = {path: json.loads(path.read_text())["rows"] for path in sorted(tmp_path.iterdir())}
-        return {path: {row["case"]: row["value"] for row in rows} for path, rows in files.items()}
-
-    write(a=1.0, b=2.0)
-    assert list(write(a=1.6).values()) == [{"b": 2.0, "a": 1.6}], "measured again, replaced; the other one stays"
-    monkeypatch.setattr(harness, "source_digest", lambda: "other sources")
-    assert {"a": 1.7} in write(a=1.7).values() and len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_wrong_result_is_refused(module: Any) -> None:
     harness, right = module("harness"), torch.ones(4, dtype=torch.float64)
     assert harness.check("sum", [right.float() * (1 + 1e-6)], [right], 1e-5) < 1e-5

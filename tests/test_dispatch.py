@@ -284,9 +284,6 @@ def test_explain_of_a_loss() -> None:
     )
     assert "not modal: the activation is 'tanh'" in told(activation="tanh")[0]
     assert "not modal: message_clip is 1" in told(features=("message_clip",))[0]
-    assert told(activation="tanh", algorithm="modal")[0].endswith(
-        "accepted is 'sequential', or 'auto', which falls back to it"
-    )
     for wrong, message in (
         ({"C": 0}, "needs the sizes N, T, B, C, each at least 1; C is missing"),
         ({"K": 33}, "N=32, K=33; accepted"),

@@ -75,16 +75,6 @@ def test_the_state_equation() -> None:
     assert h_n.shape == (4, 2, 6)
 
 
-def test_a_move_of_the_base_moves_nothing_else() -> None:
-    rnn = make(num_layers=2)
-    turn(rnn)
-    before = [w.detach() for w in rnn.recurrent_matrices()]
-    rnn.rebase()
-    assert not rnn.skew_l0.any() and not rnn.skew_l1.any()
-    for w, old in zip(rnn.recurrent_matrices(), before, strict=True):
-        assert torch.allclose(w, old, rtol=0, atol=1e-14)
-
-
 def test_when_the_base_moves() -> None:
     """After every second step of an optimizer that trains A, never in a forward."""
     rnn = make(rebase_every=2, project_every=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import batch_in
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import dispatch
 from orthokern.errors import InputError
@@ -106,20 +106,6 @@ def test_gradients_of_one_output_alone(part: str) -> None:
 
     inputs = (torch.randn(3, 2, 2, dtype=F64, requires_grad=True), *module.parameters())
     assert torch.autograd.gradcheck(one, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_token_ids_are_one_hot_inputs(bias: bool, dtype: torch.dtype) -> None:
-    module = lstm(6, 4, num_layers=2, bias=bias)
-    ids = torch.randint(0, 6, (5, 3))
-    one_hot = nn.functional.one_hot(ids, 6).to(F64)
-    for a, b in zip(results(module, ids.to(dtype), None, []), results(module, one_hot, None, []), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    sequences = [torch.tensor([1, 2, 3]), torch.tensor([5])]
-    output, (h_n, _) = module(pack_sequence(sequences))
-    torch.testing.assert_close(h_n[-1, 1], module(sequences[1])[0][-1])
-    torch.testing.assert_close(output.data[[0, 2, 3]], module(sequences[0])[0])
 
 
 def test_first_parameters() -> None:

@@ -114,13 +114,6 @@ def test_seeds_share_a_row(reproduce: Command) -> None:
     assert "| 0 | 1.000 | 1.0e+12 | +1.0e+12 | " in markdown(experiment, summary)
 
 
-def test_a_budget(reproduce: Command) -> None:
-    out, _ = reproduce("toy", "--budget", "0.001s", code=4)
-    assert "runs are not done; repeat the command to continue" in out and "not run" in reproduce.states()
-    reproduce("toy", "--budget", "1h")
-    assert reproduce.states() == ["done", "done"]
-
-
 def test_rows_without_run_folders(reproduce: Command) -> None:
     """A run whose folder is on another machine keeps its row and its curve."""
     reproduce("toy", "--only", "toy-0.1")

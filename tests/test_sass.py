@@ -82,25 +82,6 @@ def test_stored_machine_code() -> None:
     assert not result.facts and result.gaps == [0]
 
 
-def test_instructions_before_a_send() -> None:
-    """From the last exchange of sums on; a loop that sends is part of a step, though it multiplies nothing."""
-    multiply = "".join(f" /*{16 * i:04x}*/ FFMA R4, R4, R5, R4 ;\n" for i in range(1, 9))
-    text = f""".text._ZN9orthokern4cuda19cluster_scan_kernelILi8EEEvPf:
- /*0000*/ S2R R0, SR_TID.X ;
-.L_x_1:
-{multiply} /*0090*/ SHFL.BFLY PT, R5, R4, 0x1, 0x1f ;
- /*00a0*/ FADD R4, R4, R5 ;
-.L_x_2:
- /*00b0*/ STAS.128 [R6.64], R4 ;
- /*00c0*/ @P1 BRA `(.L_x_2) ;
- /*00d0*/ BAR.SYNC.DEFER_BLOCKING 0x0 ;
- /*00e0*/ @P2 BRA `(.L_x_1) ;
- /*00f0*/ EXIT ;
-"""
-    _, loop = only(text)
-    assert sass.between_sum_and_send(loop.path()) == [1]
-
-
 # Instructions between the store of a state (or of y, or adjoints) and the barrier, at most. A block of several
 # sequences ends its loop over them there, as do the kernels of calls with resets.
 MOST_BETWEEN = {

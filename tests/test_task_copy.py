@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -102,15 +101,6 @@ def test_seeds_and_streams(tmp_path: Path) -> None:
     assert all(x["loss"] != y["loss"] for x, y in zip(a[1:], c[1:], strict=True))
     assert [r["loss"] for r in a] == [r["loss"] for r in d]
     assert [r["iteration"] for r in d if "held_out_loss" in r] == [3, 6, 9, 12]
-
-
-def test_the_start_is_silent(tmp_path: Path) -> None:
-    """Blanks leave the state at zero; only the bias of the blank speaks before anything is learned."""
-    settings = copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16})
-    model = copy.CopyExperiment(settings).model
-    states, _ = model.rnn(torch.zeros(7, 2, dtype=torch.int64))
-    assert (states == 0).all()
-    assert model.readout(torch.zeros(16)).tolist() == pytest.approx([math.log(15 / (10 / 8))] + [0.0] * 8)
 
 
 def test_the_blank_may_be_learned() -> None:
