@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import random
 from collections.abc import Sequence
@@ -85,20 +84,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
     return bool(a == b) or (a != a and b != b)
-
-
-def assert_steps_of_torch(task: Any, optimizer: Any) -> None:
-    """Three steps of the task's optimizer are those of ``optimizer(parameters)`` with the same gradients."""
-    model = copy.deepcopy(task.model)
-    theirs = optimizer(model.parameters())
-    for _ in range(3):
-        for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-            ours.grad = torch.randn_like(ours)
-            other.grad = ours.grad.clone()
-        task.optimizer.step()
-        theirs.step()
-    for ours, other in zip(task.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, other)
 
 
 def write_words(folder: Path, train: int, held_out: int) -> Path:

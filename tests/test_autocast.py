@@ -31,69 +31,6 @@ def _leaf(*shape: int) -> Tensor:
     return (torch.randn(*shape) / shape[-1] ** 0.5).requires_grad_()
 
 
-def _factored(backend: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    x, u, s, v, weight, bias = (_leaf(T, B, D), _leaf(N, N), _leaf(N), _leaf(N, N), _leaf(N, D), _leaf(N))
-    return [x, u, s, v, weight, bias], lambda x, u, s, v, weight, bias: functional.factored_scan(
-        x, u, s, v, weight=weight, bias=bias, checkpoint_every=3, backend=backend
-    )
-
-
-def _dense(backend: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    x, w, weight = _leaf(T, B, D), _leaf(N, N), _leaf(N, D)
-    return [x, w, weight], lambda x, w, weight: functional.dense_scan(x, w, weight=weight, backend=backend)
-
-
-def _gru(backend: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    return [_leaf(T, B, 3 * N), _leaf(3 * N, N)], lambda x, w: functional.gru_scan(x, w, backend=backend)
-
-
-def _readout(backend: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    targets = torch.randint(0, C, (T, B))
-    return [_leaf(T, B, N), _leaf(C, N), _leaf(C)], lambda h, weight, bias: functional.linear_cross_entropy(
-        h, weight, bias, targets, backend=backend
-    )
-
-
-def _skew(backend: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    return [_leaf(N, N)], lambda x: functional.skew_exp(x - x.mT, backend=backend)
-
-
-OPS = {
-    "factored_scan": _factored,
-    "dense_scan": _dense,
-    "gru_scan": _gru,
-    "linear_cross_entropy": _readout,
-    "skew_exp": _skew,
-}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_ops_and_their_backward_keep_float32(name: str) -> None:
-    torch.manual_seed(0)
-    inputs, call = OPS[name]("auto")
-    outside = call(*inputs)
-    cotangent = torch.randn_like(outside)
-    expected = torch.autograd.grad(outside, inputs, cotangent)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = call(*inputs)
-        found = torch.autograd.grad(inside, inputs, cotangent)
-    assert torch.equal(inside, outside)
-    for one, other in zip(found, expected, strict=True):
-        if name == "skew_exp":  # x - x^T is torch's own, and so is its backward
-            torch.testing.assert_close(one, other)
-        else:
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_the_cayley_step_keeps_float32(backend: str) -> None:
-    torch.manual_seed(0)
-    m, g = torch.linalg.qr(torch.randn(N, N))[0], torch.randn(N, N)
-    outside = functional.cayley(m, g, 0.1, backend=backend)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(functional.cayley(m, g, 0.1, backend=backend), outside)
-
-
 def test_optimizers_and_penalties_keep_float32() -> None:
     def trained(inside: bool) -> list[Tensor]:
         torch.manual_seed(0)

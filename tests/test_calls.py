@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern import functional, init, parametrize
-from orthokern.diagnostics import profile_steps
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, PeepholeLSTM
 
@@ -151,9 +150,3 @@ def test_defective_matrices_have_no_schur_form(mask: str, size: int) -> None:
         for w in (jordan, q @ jordan @ q.T):
             with pytest.raises(InputError, match="no full set of eigenvectors"):
                 parametrize.SchurForm(w, mask).right_inverse(w)
-
-
-@pytest.mark.parametrize(("length", "points"), [(0, 64), (-1, 64), (5, 1), (5, 0), (2.5, 64), (5, None), (True, 64)])
-def test_profile_steps(length: Any, points: Any) -> None:
-    with pytest.raises(InputError, match="length is|points is"):
-        profile_steps(length, points)

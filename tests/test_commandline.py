@@ -200,7 +200,6 @@ STREAMS: dict[str, Callable[[], TextIO | None]] = {
     "ascii": encoded("ascii"),
     "latin-1": encoded("latin-1"),
 }
-PAIRS = list(zip(STREAMS, reversed(STREAMS), strict=True))
 
 
 def with_streams(monkeypatch: pytest.MonkeyPatch, out: str, err: str, *arguments: object) -> tuple[int, str]:
@@ -238,23 +237,6 @@ def test_help_and_errors_on_any_stream(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("text", ["-1e-2", "-0.01", "-.01"])
 def test_a_negative_number_is_a_value(text: str) -> None:
     assert copy.COMMAND.parser().parse(["--slope", text]) == {"slope": -0.01}
-
-
-@pytest.mark.parametrize("out, err", PAIRS)
-def test_work_is_done_where_nobody_reads(out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "rün"
-    small = ["--T", 5, "--hidden", 4, "--batch", 2, "--iterations", 1, "--eval-sequences", 2, "--no-plots"]
-    code, text = with_streams(monkeypatch, out, err, "copy", *small, "--threads", 1, "--out", folder)
-    assert code == 0 and (folder / "result.json").exists()
-    if text:  # progress has a letter that ASCII lacks, and the folder one of the two
-        assert "s per time step" in text and ("\\xfcn" in text) == (out == "ascii")
-    code, _ = with_streams(
-        monkeypatch, out, err, "diagnostics", folder, "--figure", "none", "--table", tmp_path / "t.md"
-    )
-    assert code == 0 and "rün" in (tmp_path / "t.md").read_text(encoding="utf-8")
-    assert with_streams(monkeypatch, out, err, "explain")[0] == 0
-    assert with_streams(monkeypatch, out, err, "reproduce", "table1", "--report", "--out", tmp_path / "tables")[0] == 0
-    assert (tmp_path / "tables" / "full" / "table1.md").exists()
 
 
 # In one process each, as importing torch takes seconds: what only an interpreter of its own shows.

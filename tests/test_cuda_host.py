@@ -17,7 +17,7 @@ from cuda_host import build
 from helpers import SHORT, assert_matches_reference, strided
 from torch import Tensor
 
-from orthokern import functional, optim
+from orthokern import functional
 from orthokern.cuda import _call, cayley
 from orthokern.ops.activations import NAMES, PARAMETER
 
@@ -159,28 +159,6 @@ def test_tensor_cores_cut_their_sums(module: Any) -> None:
 
 
 @orders
-def test_warps_exchange_values(module: Any, order: str) -> None:
-    x = torch.randn(32)
-    lane = torch.arange(32)
-    positive = int((x > 0).sum())
-    half = torch.where(lane < 16, x[:16].sum(), 0.0)
-    expected = torch.stack(
-        [
-            x[5].expand(32),
-            x[(lane & ~7) | ((lane + 1) & 7)],
-            x[lane ^ 3],
-            x[torch.where(lane >= 2, lane - 2, lane)],
-            x[torch.where(lane % 16 < 14, lane + 2, lane)],
-            torch.full((32,), float(positive)),
-            torch.full((32,), 2.0),
-            torch.full((32,), positive + 100.0),
-            half,
-        ]
-    )
-    torch.testing.assert_close(selftest(module, "warp", x, (9, 32), order), expected)
-
-
-@orders
 def test_asynchronous_copies(module: Any, order: str) -> None:
     x = torch.randn(320)
     assert torch.equal(selftest(module, "pipeline", x, (320,), order), 2 * x)
@@ -267,16 +245,6 @@ def test_activation_parity(cuda: Any, order: str, dtype: torch.dtype, activation
             assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
-@pytest.mark.parametrize("N", [6, 1200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_pairs_of_memory_that_is_not_aligned(cuda: Any, dtype: torch.dtype, N: int) -> None:
-    x, grad_y = (torch.randn(1 + 5 * N, dtype=dtype)[1:].view(5, N) for _ in range(2))
-    y = torch.ops.orthokern.activation_fwd(x, None, "oplu", "cuda")
-    assert torch.equal(y, torch.ops.orthokern.activation_fwd(x, None, "oplu", "reference"))
-    actual = torch.ops.orthokern.activation_bwd(grad_y, x, None, "oplu", "cuda")[0]
-    assert torch.equal(actual, torch.ops.orthokern.activation_bwd(grad_y, x, None, "oplu", "reference")[0])
-
-
 def test_activation_of_memory_that_is_not_aligned(cuda: Any) -> None:
     """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
     x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(1 + 50 * 1200)[1:].view(50, 1200)
@@ -298,14 +266,6 @@ def test_special_values(cuda: Any, activation: str) -> None:
         param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
         expected = fwd(x, param, activation, "reference")
         torch.testing.assert_close(fwd(x, param, activation, "cuda"), expected, equal_nan=True)
-
-
-def test_gradcheck_of_the_activation_kernels(cuda: Any) -> None:
-    for activation in NAMES:
-        x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-        param = torch.full((6,), 0.3, dtype=torch.float64, requires_grad=True) if activation in PARAMETER else None
-        run = lambda *args, a=activation: torch.ops.orthokern.activation_fwd(*args, a, "cuda")  # noqa: E731
-        assert torch.autograd.gradcheck(run, (x, param), fast_mode=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- cayley
@@ -432,12 +392,6 @@ def test_cayley_drifts_as_little_as_the_reference(cuda: Any, shape: tuple[int, i
     assert drift < 1.5 * allowed
 
 
-def test_cayley_with_a_number_is_the_same(cuda: Any) -> None:
-    m, g = bases((3, 8, 5), torch.float32)
-    one = cayley.cayley(m, g, 0.25)
-    assert torch.equal(one, cayley.cayley(m, g, torch.full((3,), 0.25)))
-
-
 @orders
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_of_several_sizes(cuda: Any, dtype: torch.dtype, order: str) -> None:
@@ -485,33 +439,6 @@ def test_cayley_of_more_sizes_than_one_launch_holds(cuda: Any) -> None:
 
 
 MANY = [(n, k) for n in range(1, 20) for k in {n, (n + 1) // 2}]  # 19 square sizes, 18 thin ones; 16 to a launch
-
-
-def test_an_optimizer_moves_bases_of_all_sizes_in_one_call(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    true_many = cayley.cayley_of_many
-
-    def counting(steps: Any) -> list[Tensor]:
-        calls.append(len(steps))
-        return true_many(steps)
-
-    monkeypatch.setattr(cayley, "cayley_of_many", counting)
-    shapes = [(9, 9), (12, 5), (9, 9), (66, 66), (2, 9, 9)]
-    for kind, options in ((optim.GeodesicSGD, {}), (optim.GeodesicRMSprop, {"max_grad_norm": 1.0})):
-        start = [bases(shape, torch.float32) for shape in shapes]
-        moved: dict[str, list[Tensor]] = {}
-        for backend in ("cuda", "reference"):
-            parameters = [torch.nn.Parameter(m.clone()) for m, _ in start]
-            for p, (_, g) in zip(parameters, start, strict=True):
-                p.grad = g.clone()
-            calls.clear()
-            optimizer = kind(parameters, 0.05, backend=backend, correct_every=2, **options)
-            optimizer.step()
-            optimizer.step()
-            moved[backend] = [p.detach() for p in parameters]
-            assert calls == ([3, 3] if backend == "cuda" else [])
-        for one, other in zip(moved["cuda"], moved["reference"], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
 def test_cayley_of_nan_is_nan(cuda: Any) -> None:

@@ -92,7 +92,6 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] 
     "too long": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS] + b"\0", "has 21 bytes for 12 labels; expected: 20"),
     "no items": (TEST_LABELS, lambda f: labels_file(torch.zeros(0, dtype=torch.uint8)), "has 8 bytes for 0 labels"),
     "other file": (TRAIN_IMAGES, lambda f: b"%PDF-1.4" * 20, "has magic number 626017350; expected: 2051"),
-    "labels as images": (TRAIN_IMAGES, lambda f: f[TRAIN_LABELS], r"has magic number 2049 \(labels\); expected: 2051"),
     "other size of images": (
         TEST_IMAGES,
         lambda f: struct.pack(">4I", 2051, 5, 32, 32) + bytes(5 * 1024),
@@ -102,11 +101,6 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] 
     "a label of 10": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS][:-1] + b"\x0a", "has the label 10; expected: 0 to 9"),
     "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "holds 5 images and .* 12 labels; expected: the same"),
     "gzip cut off": (TRAIN_IMAGES, lambda f: gzip.compress(f[TRAIN_IMAGES])[:-3], "gzip cannot decompress it"),
-    "gzip damaged": (
-        TRAIN_IMAGES,
-        lambda f: flipped(gzip.compress(f[TRAIN_IMAGES]), 5000),
-        "gzip cannot decompress it",
-    ),
     "gzip header": (TRAIN_IMAGES, lambda f: flipped(gzip.compress(f[TRAIN_IMAGES]), 2), "gzip cannot decompress it"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,3 @@ def test_refused(tmp_path: Path, changes: dict[str, bytes], message: str) -> Non
     with pytest.raises(InputError) as caught:
         load_words(folder(tmp_path, **changes))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif("ORTHOKERN_DATA" not in os.environ, reason="ORTHOKERN_DATA: the folder with the real files")
-def test_the_real_files() -> None:
-    words = load_words(Path(os.environ["ORTHOKERN_DATA"]) / "ptb")
-    assert len(words.vocabulary) == 10_000
-    assert (len(words.train), len(words.validation), len(words.test)) == (929_589, 73_760, 82_430)
-    assert words.vocabulary[:3] == ("the", "<unk>", "<eos>")

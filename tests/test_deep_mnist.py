@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from runs import assert_resumes, assert_steps_of_torch, build, records, run
+from runs import assert_resumes, build, records, run
 
 from orthokern.tasks import deep_mnist
 from orthokern.training.distributed import Shard
@@ -99,29 +98,3 @@ def test_processes_share_a_batch(small: list[str], monkeypatch: pytest.MonkeyPat
         return task.loss(task.next_batch())[0].detach()
 
     torch.testing.assert_close((loss(0, 2) + loss(1, 2)) / 2, loss(0, 1), rtol=1e-5, atol=1e-6)
-
-
-def test_plots(small: list[str], tmp_path: Path) -> None:
-    options = [option for option in small if option != "--no-plots"]
-    assert run("deep_mnist", *options, "--iterations", 12, "--out", tmp_path / "run") == 0
-    for name in ("learning.png", "layers.png"):
-        assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("rmsprop", lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, alpha=0.9, eps=1e-8)),
-        ("adam", lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-8)),
-        ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True)),
-    ],
-)
-def test_the_optimizer_takes_the_steps_of_torch(name: str, plain: Any, small: list[str]) -> None:
-    options = ["--optimizer", name, "--lr", "0.01", *(["--momentum", "0.9"] if name == "sgd" else [])]
-    assert_steps_of_torch(build("deep_mnist", [*small, *options]), plain)
-
-
-def test_the_help_is_that_of_a_feedforward_network() -> None:
-    text = " ".join(deep_mnist.COMMAND.parser().format_help().split())
-    assert "--batch N images per batch" in text
-    assert "U and V" not in text and "recurrent" not in text and "sequences per batch" not in text

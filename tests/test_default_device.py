@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern import cpu
-from orthokern.diagnostics import diagnose_stability
-from orthokern.init import learned_
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, PeepholeLSTM
-from orthokern.optim import SpectralNormProjection, optimizer_for
-from orthokern.parametrize import FactorizedSpectrum
+from orthokern.optim import optimizer_for
 
 KINDS: dict[str, Any] = {
     "RNN": RNN,
@@ -134,43 +131,3 @@ def test_losses(kind: str, activation: str, algorithm: str, backend: str) -> Non
     with elsewhere():
         found = losses(kind, backend, activation, algorithm)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def projected(size: int) -> Tensor:
-    torch.manual_seed(0)
-    gru = GRU(3, size, device="cpu")
-    projection = SpectralNormProjection(gru, 1.5)
-    for _ in range(3):
-        with torch.no_grad():
-            gru.weight_hh_l0.add_(torch.randn(3 * size, size, device="cpu") * 0.05)
-        projection.step()
-    assert diagnose_stability(gru)["recurrent_norm"] < 0.51
-    return gru.weight_hh_l0.detach()
-
-
-@pytest.mark.parametrize("size", [8, 128])
-def test_projections(size: int) -> None:
-    expected = projected(size)
-    with elsewhere():
-        assert torch.equal(projected(size), expected)
-
-
-def test_a_parametrization() -> None:
-    layers = [nn.Linear(6, 6, device="cpu") for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(2, 6, device="cpu")
-    results = []
-    for layer, place in zip(layers, (contextlib.nullcontext(), elsewhere()), strict=True):
-        with place:
-            torch.nn.utils.parametrize.register_parametrization(layer, "weight", FactorizedSpectrum(layer.weight))
-            y = layer(x)
-            y.sum().backward()
-        results.append([y.detach(), *(p.grad for p in layer.parameters())])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_a_learned_initialisation() -> None:
-    with elsewhere():
-        w = learned_(torch.empty(4, 4, device="cpu"))
-        assert bool(((w.mT @ w - torch.eye(4, device="cpu")).abs() < 1e-5).all())

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,6 @@ from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import plots
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.tasks import copy
-
-
-def test_profiles_of_known_and_of_varying_lengths() -> None:
-    same = [{"iteration": i, "p": [float(i)] * 64} for i in range(1, 2001)] + [{"iteration": 2001, "p": [1.0] * 5}]
-    result = plots.profiles(same, "p", 500)
-    assert result is not None and result.values.shape == (600, 64) and result.in_steps
-    assert result.iterations[[0, -1]].tolist() == [1, 2000] and result.steps[[0, -1]].tolist() == [0, 499]
-    strange = [{"iteration": 1, "p": [1.0, "b"]}, {"iteration": 2, "p": {}}, {"iteration": 3, "p": [1.0, None]}]
-    result = plots.profiles(strange, "p", None)
-    assert result is not None and result.iterations.tolist() == [3]  # what is no profile is passed over
-    varying = [{"iteration": n, "p": np.linspace(0, 1, n).tolist()} for n in (5, 64)]
-    result = plots.profiles(varying, "p", None)
-    assert result is not None and not result.in_steps
-    assert result.values == pytest.approx(np.stack([np.linspace(0, 1, 64)] * 2))
-    assert plots.profiles([{"iteration": 1}], "p", None) is None
-
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 
@@ -56,19 +39,6 @@ def axes(figure: Any) -> list[Any]:
 def shown(axis: Any) -> dict[str, list[Any]]:
     """The legend's texts with what their lines show."""
     return {line.get_label(): line.get_ydata() for line in axis.get_lines()}
-
-
-def test_plots_without_anything_to_draw_write_nothing(tmp_path: Path) -> None:
-    bare: list[dict[str, Any]] = [{"iteration": 1, "loss": None, "spectrum": None, "eigenvalue_angles": [None] * 36}]
-    bare[0] |= {"grad_norm_through_time": [0.0] * 64, "state_norm_through_time": [None] * 64}
-    path = tmp_path / "x.png"
-    for records in ([], bare):
-        assert plots.plot_learning(records, path) is None
-        run = new_run("a", records=records)
-        assert plots.compare_curves([run], "loss") is None
-        for compare in (plots.compare_gradients, plots.compare_spectra, plots.compare_states, plots.compare_angles):
-            assert compare([run]) is None
-    assert not path.exists()
 
 
 def test_curves_of_several_runs_by_panel() -> None:
@@ -95,13 +65,6 @@ def test_a_diverged_run_leaves_room_for_the_others() -> None:
     assert axis.get_ylim()[1] == pytest.approx(80.0), "ten times the first values"
     (beyond,) = (line for line in axis.get_lines() if line.get_marker() == "^")
     assert list(beyond.get_xdata()) == [2, 3] and set(beyond.get_ydata()) == {80.0}
-    figure = plots.compare_curves([run("a", 9.0, 5e-7), run("b", 8.0, 800.0)], "loss")
-    assert figure is not None and figure.axes[0].get_ylim()[1] > 800, "all are shown"
-    slow = new_run("slow", records=[{"iteration": i, "seconds": 10.0**i, "accuracy": 0.5} for i in range(1, 9)])
-    figure = plots.compare_curves([slow], "seconds")
-    assert figure is not None and len(figure.axes[0].get_lines()) == 1, "only a loss diverges"
-    figure = plots.compare_curves([slow], "accuracy", baseline=0.1)
-    assert figure is not None and shown(figure.axes[0])["baseline 0.1"][0] == pytest.approx(10.0), "in percent too"
 
 
 def test_curves_by_epoch_with_their_baseline() -> None:
@@ -149,18 +112,6 @@ def heat_map(axis: Any) -> np.ndarray:
     return np.asarray(mesh.get_array()).reshape(len(mesh.get_coordinates()) - 1, -1)
 
 
-def test_gradients_of_several_runs(tmp_path: Path) -> None:
-    steady = load_run(a_run(tmp_path / "a", fade=0.0, margin=0.0))
-    fading = load_run(a_run(tmp_path / "b", fade=math.log(1e3), margin=0.1))
-    first, second, bar = axes(plots.compare_gradients([steady, fading]))
-    assert [axis.get_title() for axis in (first, second)] == ["margin 0", "margin 0.1"]
-    assert heat_map(first).shape == (64, 5) and heat_map(first) == pytest.approx(0.0)
-    assert heat_map(second)[0] == pytest.approx(-3.0) and heat_map(second)[-1] == pytest.approx(0.0)
-    assert first.collections[0].get_clim() == second.collections[0].get_clim() == (-3.0, 0.0), "one scale for all"
-    assert first.get_ylim() == pytest.approx((-1.5, 220.5), abs=2) and first.get_ylabel() == "time step t"
-    assert "last step" not in bar.get_ylabel()
-
-
 def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
     both = [load_run(a_run(tmp_path / str(m), fade=math.log(10), margin=m)) for m in (0.02, None)]
     figure = plots.compare_states(both)
@@ -177,14 +128,6 @@ def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
     assert shown(free)["maximum"] == pytest.approx([1.01, 1.02, 1.03, 1.04, 1.05])
     assert sorted(line.get_ydata()[0] for line in bounded.get_lines() if line.get_linestyle() == "--") == [0.98, 1.02]
     assert not [line for line in free.get_lines() if line.get_linestyle() == "--"]
-    both[0].settings["model"] = "rnn"  # a margin bounds a factorized network only
-    figure = plots.compare_spectra(both[:1])
-    assert figure is not None and not [line for line in figure.axes[0].get_lines() if line.get_linestyle() == "--"]
-    one_point = replace(both[0], records=both[0].records[:1])
-    figure = plots.compare_spectra([one_point])
-    assert figure is not None
-    plots.save(figure, tmp_path / "point.png")  # where a line of one point gets a marker
-    assert {line.get_marker() for line in figure.axes[0].get_lines()} == {"o"}
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -94,15 +94,6 @@ def test_every_document_is_in_an_index() -> None:
         assert not missing, f"{page.relative_to(ROOT)} does not list {', '.join(missing)}"
 
 
-def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "there.md").write_text("# A Heading, `code` and all\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[a](there.md#a-heading-code-and-all) [b](there.md#none) [c](gone.md) `[d](e)` [f](https://g.org)\n"
-    )
-    assert unresolved(page) == ["there.md#none", "gone.md"]
-
-
 def test_the_errors_of_the_modal_form_are_those_of_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     script = importlib.import_module("modal_scaling")

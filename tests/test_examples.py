@@ -67,23 +67,3 @@ def test_the_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.M
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         run(blocks(path.read_text()), str(path))
-
-
-def test_the_readme_has_an_example() -> None:
-    assert ROOT / "README.md" in FILES
-
-
-def test_marks_are_read_and_failures_noticed() -> None:
-    text = (
-        "# T\n\n<!-- setup: a = 1 -->\n```python\nb = a + 1\n```\n\n<!-- no-run: needs a GPU -->\n```python\n1 / 0\n"
-        "```\n\n```bash\nls\n```\n\n```python\nc = b * 2\n```\n"
-    )
-    found = blocks(text)
-    assert [(block.line, block.setup, block.reason) for block in found] == [
-        (5, "a = 1", ""),
-        (10, "", "needs a GPU"),
-        (18, "", ""),
-    ]
-    assert run(found, "t")["c"] == 4
-    with pytest.raises(NameError, match="missing"):
-        run(blocks("```python\nmissing\n```\n"), "t")

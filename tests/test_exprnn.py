@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from orthokern import InputError, cpu, dispatch, functional
 from orthokern.errors import OutOfRange
-from orthokern.init import haar_rotation_, skew_generator_
 from orthokern.nn import ExpRNN, NonNormalRNN
 from orthokern.nn._exponential import FLATTEST, skew_from, transported
-from orthokern.optim import optimizer_for, split_parameters
+from orthokern.optim import optimizer_for
 from orthokern.reference import skew_exp as reference
 
 F64 = torch.float64
@@ -60,16 +59,6 @@ def test_initial_matrix(init: str, rebase_every: int | None) -> None:
         assert torch.allclose(w, torch.matrix_exp(skew_from(rnn.skew_l0.detach())), rtol=0, atol=1e-14)
 
 
-def test_generators_have_the_angles_they_promise() -> None:
-    bounds = {"henaff": (-torch.pi, 0.0), "torus": (-torch.pi, torch.pi), "cayley": (-1.0, 0.0)}
-    for name, (low, high) in bounds.items():
-        lower = skew_generator_(torch.empty(2001, 2001, dtype=F64), name, torch.Generator().manual_seed(0))
-        s = skew_from(lower).diagonal(1)[::2]
-        assert low < float(s.min()) < low + 0.05 and high - 0.05 < float(s.max()) < high
-        assert int(skew_from(lower).count_nonzero()) == 2000
-    assert float(torch.linalg.det(haar_rotation_(torch.empty(9, 5, 5, dtype=F64))).min()) > 0.99
-
-
 def test_the_state_equation() -> None:
     rnn = make(nonlinearity="modrelu", num_layers=2, bidirectional=True, learned_h0=True, gain=1.1)
     x = torch.randn(5, 2, 3, dtype=F64)
@@ -84,16 +73,6 @@ def test_the_state_equation() -> None:
     output, h_n = rnn(x)
     assert output.shape == (5, 2, 12)
     assert h_n.shape == (4, 2, 6)
-
-
-def test_a_move_of_the_base_moves_nothing_else() -> None:
-    rnn = make(num_layers=2)
-    turn(rnn)
-    before = [w.detach() for w in rnn.recurrent_matrices()]
-    rnn.rebase()
-    assert not rnn.skew_l0.any() and not rnn.skew_l1.any()
-    for w, old in zip(rnn.recurrent_matrices(), before, strict=True):
-        assert torch.allclose(w, old, rtol=0, atol=1e-14)
 
 
 def test_when_the_base_moves() -> None:
@@ -283,15 +262,6 @@ def test_a_centered_rmsprop_keeps_its_variance_at_a_move() -> None:
     after = state["square_avg"] - state["grad_avg"].square()
     assert bool((after >= 0.0).all())
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-8)
-
-
-def test_roles_and_rates() -> None:
-    rnn = make(bidirectional=True)
-    split = split_parameters(nn.Sequential(rnn))
-    assert {id(p) for p in split["skew"]} == {id(rnn.skew_l0), id(rnn.skew_l0_reverse)}
-    optimizer = optimizer_for(rnn, lr=1e-2, skew_lr=1e-3, weight_decay=0.1)
-    rates = {group["role"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
-    assert rates == {"other": (1e-2, 0.1), "skew": (1e-3, 0.0)}
 
 
 def test_state_dict_copy_and_resume() -> None:

@@ -14,7 +14,6 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_sequence
 
-from orthokern import cpu
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, FactorizedRNN, NonNormalRNN
 
@@ -141,24 +140,6 @@ def test_bad_input() -> None:
     broken.gamma_l0.data[0] = float("nan")
     with pytest.raises(Exception, match="gamma_l0 holds 1 NaN"):
         broken.frozen()
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-def test_no_product_of_matrices_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What depends on parameters alone has been computed: a step is one native call per layer."""
-    from orthokern.cpu import _call
-
-    frozen, calls = made("non-normal", num_layers=2).frozen(), []
-    run = _call.Prepared.__call__
-    monkeypatch.setattr(_call.Prepared, "__call__", lambda self, *a: calls.append(self._name) or run(self, *a))
-
-    def refuse(*_: Any) -> Tensor:
-        raise AssertionError
-
-    for name in ("matmul", "mm", "addmm", "matrix_exp"):
-        monkeypatch.setattr(torch, name, refuse)
-    frozen.step(torch.randn(1, D))
-    assert calls == ["dense_scan_fwd"] * 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])

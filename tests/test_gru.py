@@ -72,29 +72,6 @@ def test_first_parameters() -> None:
     assert repr(GRU(3, 4, variant="torch")) == "GRU(3, 4, variant='torch')"
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_token_ids_are_one_hot_inputs(bias: bool) -> None:
-    module = GRU(6, 4, num_layers=2, bias=bias, dtype=F64)
-    ids = torch.randint(0, 6, (5, 3))
-    one_hot = nn.functional.one_hot(ids, 6).to(F64)
-    for a, b in zip(results(module, ids, None, []), results(module, one_hot, None, []), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    packed, _ = module(pack_sequence([torch.tensor([1, 2, 3]), torch.tensor([5])]))
-    torch.testing.assert_close(packed.data[[0, 2, 3]], module(torch.tensor([1, 2, 3]))[0])
-
-
-def test_dropout_autocast_and_learned_states() -> None:
-    module = GRU(3, 8, num_layers=2, dropout=0.5, learned_h0=True)
-    x = torch.randn(4, 2, 3)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(module(x)[0], module.float()(x)[0])
-    module(x)[0].sum().backward()
-    assert float(module.h0_l1.grad.abs().max()) > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,43 +132,6 @@ def test_a_frozen_gru_has_nothing_to_project() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- theory
-
-
-def constrained(layers: int, variant: str, sigma: float, seed: int) -> GRU:
-    """Float64, large random weights, every W_hn and every upper W_in with singular values up to exactly `sigma`."""
-    module = GRU(4, 12, layers, dtype=F64, variant=variant, init="kanai", init_std=0.7)
-    module.reset_parameters(torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        for parameter, rows in module.spectral_constraints():
-            u, s, vh = torch.linalg.svd(torch.randn(parameter[rows].shape, dtype=F64))
-            parameter[rows] = (u * (sigma * s / s[0])) @ vh
-    return module
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("variant", ["kanai", "torch"])
-def test_zero_is_a_fixed_point_with_the_jacobian_of_the_paper(layers: int, variant: str) -> None:
-    """Lemmas 1, 2 and 4: f(0) = 0, and df/dh at 0 has J_l = W_hn / 4 + I / 2 on its diagonal blocks, 0 above them."""
-    module = constrained(layers, variant, 1.8, 1)
-    nothing = torch.zeros(1, 1, 4, dtype=F64)
-
-    def f(h: Tensor) -> Tensor:
-        return module(nothing, h.view(layers, 1, 12))[1].flatten()
-
-    zero = torch.zeros(layers * 12, dtype=F64)
-    assert not f(zero).any()
-    jacobian = torch.stack(
-        [torch.autograd.grad(f(z)[i], z)[0] for i in range(len(zero)) for z in [zero.clone().requires_grad_()]]
-    )
-    for layer in range(layers):
-        rows = slice(12 * layer, 12 * layer + 12)
-        expected = module.jacobian_at_zero(layer).detach()
-        torch.testing.assert_close(jacobian[rows, rows], expected, rtol=0, atol=1e-14)
-        torch.testing.assert_close(expected, module.recurrent_matrix(layer).detach() / 4 + torch.eye(12, dtype=F64) / 2)
-        assert not jacobian[rows, 12 * layer + 12 :].any()
-    # so the eigenvalues of the whole are those of the blocks
-    radius = max(float(torch.linalg.eigvals(module.jacobian_at_zero(i).detach()).abs().max()) for i in range(layers))
-    assert abs(float(torch.linalg.eigvals(jacobian).abs().max()) - radius) < 1e-6 < 1 - radius
 
 
 def test_there_is_no_loss_without_the_states() -> None:

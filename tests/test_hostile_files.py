@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from orthokern import _files
 from orthokern.errors import InputError
 from orthokern.training.checkpoint import load_checkpoint
 from orthokern.training.rundir import RunFolder
@@ -117,12 +116,3 @@ def test_damage_anywhere_is_one_line_or_another_good_file(tmp_path: Path, kind: 
         except InputError as error:
             assert "\n" not in str(error) and str(tmp_path) in str(error)
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-
-
-def test_numbers_and_counts() -> None:
-    assert [_files.number(x) for x in (3, 2.5, "3", None, True, [1], 10**400, 1e308, float("nan"), float("inf"))] == [
-        3.0,
-        2.5,
-        *[None] * 8,
-    ]
-    assert [_files.count(x) for x in (0, 2**53, 2**53 + 1, -1, 1.0, "1", True, None)] == [0, 2**53, *[None] * 6]

@@ -33,10 +33,6 @@ LONG_FUNCTIONS = {
 # file of tests -> the one subject in it, whose tests share problems and comparisons
 LONG_TESTS = {
     "tests/gpu/test_device.py": "the kernels on a GPU",
-    "tests/test_nn.py": "the recurrent modules",
-    "tests/test_optim.py": "the optimizers",
-    "tests/test_training.py": "the training loop",
-    "tests/triton_leaf/interpreted.py": "the Triton kernels in the interpreter",
 }
 
 # What a native function is found without: comments, strings, characters and preprocessor lines.
@@ -135,22 +131,6 @@ def test_a_source_is_short_or_says_why_not(path: Path) -> None:
             )
 
 
-def test_the_limits_are_held_and_reasons_are_read() -> None:
-    body = "    x = 1\n" * FUNCTION_LIMIT
-    assert [name for name, _, _ in long_functions(f"def f(\n    a: int,\n) -> None:\n{body}")] == ["f"]
-    assert not list(long_functions("def f():\n" + "    x = 1\n" * (FUNCTION_LIMIT - 1)))
-    for comment in (
-        "    # Longer than 100 lines: a table.\n",
-        '    """Does it.\n\n    Longer than 100 lines: a table.\n    """\n',
-    ):
-        (_, _, found), *_ = long_functions(f"def f(\n    a: int,\n) -> None:\n{comment}{body}")
-        assert "Longer than 100 lines: a table." in found
-    assert "Longer than 600 lines: one" in first_comment(
-        ["// A scan.", "// Longer than 600 lines: one", "int x;", "// no"]
-    )
-    assert "no" not in first_comment(["// A scan.", "int x;", "// no"])
-
-
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_native_function_is_short_or_has_a_reason(path: Path) -> None:
     reasons = LONG_FUNCTIONS.get(str(path.relative_to(ROOT)), {})
@@ -163,33 +143,3 @@ def test_a_native_function_is_short_or_has_a_reason(path: Path) -> None:
 def test_long_tests_are_long() -> None:
     short = [name for name in LONG_TESTS if len((ROOT / name).read_text().splitlines()) <= FILE_LIMIT]
     assert not short, "LONG_TESTS has files that are short now; remove them"
-
-
-def test_long_functions_are_in_native_files() -> None:
-    assert LONG_FUNCTIONS.keys() <= {str(path.relative_to(ROOT)) for path in NATIVE}
-
-
-def test_native_functions_are_found() -> None:
-    body = "  x++;\n" * 10
-    source = f"""#define BODY {{
-// a comment with a brace {{
-namespace {{
-constexpr int kTable[] = {{1, 2}};
-const char* const kText = "}}";
-template <int N = 2>
-struct Holder : Base<decltype(f())> {{
-  Holder(int a) : first{{a}}, second(a) {{
-{body}  }}
-  int method() const {{ return 1; }}
-}};
-template <class T, class U = Pair<T, T>>
-__global__ void __launch_bounds__(32 * (2 + 1), 1)
-    kernel(const T* x, int64_t n) {{
-  auto inner = [&](int i) {{
-{body}  }};
-  if (n) {{
-{body}  }}
-}}
-}}  // namespace
-"""
-    assert list(native_functions(source)) == [("Holder", 12), ("method", 1), ("kernel", 27)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import batch_in
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import dispatch
 from orthokern.errors import InputError
@@ -108,20 +108,6 @@ def test_gradients_of_one_output_alone(part: str) -> None:
     assert torch.autograd.gradcheck(one, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_token_ids_are_one_hot_inputs(bias: bool, dtype: torch.dtype) -> None:
-    module = lstm(6, 4, num_layers=2, bias=bias)
-    ids = torch.randint(0, 6, (5, 3))
-    one_hot = nn.functional.one_hot(ids, 6).to(F64)
-    for a, b in zip(results(module, ids.to(dtype), None, []), results(module, one_hot, None, []), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    sequences = [torch.tensor([1, 2, 3]), torch.tensor([5])]
-    output, (h_n, _) = module(pack_sequence(sequences))
-    torch.testing.assert_close(h_n[-1, 1], module(sequences[1])[0][-1])
-    torch.testing.assert_close(output.data[[0, 2, 3]], module(sequences[0])[0])
-
-
 def test_first_parameters() -> None:
     module = PeepholeLSTM(3, 8, 2, dtype=F64)
     for layer in (0, 1):
@@ -137,14 +123,6 @@ def test_first_parameters() -> None:
     other.reset_parameters(torch.Generator().manual_seed(1))
     assert torch.equal(module.weight_hh_l1, other.weight_hh_l1) and other.bias_ih_l0[8] == 3.0
     assert repr(other) == "PeepholeLSTM(3, 8, num_layers=2, forget_bias=3.0)"
-
-
-def test_dropout_between_layers() -> None:
-    module = lstm(3, 8, num_layers=2, dropout=0.5)
-    x = torch.randn(4, 2, 3, dtype=F64)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
 
 
 def test_the_state_may_be_a_list() -> None:

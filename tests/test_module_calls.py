@@ -43,16 +43,6 @@ def test_derivatives_of_a_few_steps(kind: str, options: dict[str, Any], shape: t
     assert torch.autograd.gradgradcheck(lambda *a: call(*a)[0].sin() * call(*a)[1].sum(), arguments, fast_mode=True)
 
 
-def test_a_hook_sees_each_gradient_once() -> None:
-    module, x = made("exponential"), torch.randn(1, 1, D)
-    seen: list[Tensor] = []
-    module.weight_ih_l0.register_hook(seen.append)
-    grads = torch.autograd.grad(module(x)[0].sin().sum(), list(module.parameters()), create_graph=True)
-    assert len(seen) == 1
-    sum(grad.square().sum() for grad in grads).backward()
-    assert len(seen) == 2
-
-
 @pytest.mark.parametrize("result", [0, 1], ids=["output", "h_n"])
 @pytest.mark.parametrize("steps", [2, 20])
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,54 +127,6 @@ def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -
     module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
     with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
         module(x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1, 5, 16, 34, 70])
-def test_weights_read_in_place_give_the_bits_of_packed_ones(isa: str, n: int, dtype: torch.dtype) -> None:
-    """A call of up to four steps reads them in place, a call of more packs them."""
-    torch.manual_seed(n)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype)
-
-    steps, batch, features = 3, 6, 5
-    k = (n + 1) // 2
-    u, s, v = random(n, k), random(k), random(n, k)
-    h0, weight, bias = random(batch, n), random(n, features), random(n)
-    inputs = [
-        (random(steps, batch, features), weight, bias),
-        (random(steps, batch, features), weight, None),
-        (torch.randint(features, (steps, batch)), weight, bias),
-        (random(steps, batch, n), None, None),
-    ]
-    for activation in ("tanh", "modrelu", "prelu", "relu" if n % 2 else "oplu"):
-        act_param = {"modrelu": random(n), "prelu": random(1)}.get(activation)
-        for x, w_in, b in inputs:
-            for scan in (
-                lambda *a, **o: functional.dense_scan(a[0], u @ (v * s).mT / n, *a[1:], **o),
-                lambda *a, **o: functional.factored_scan(a[0], u / n, s, v, *a[1:], **o),
-            ):
-                options = {
-                    "weight": w_in,
-                    "bias": b,
-                    "activation": activation,
-                    "act_param": act_param,
-                    "backend": "cpu",
-                }
-                whole = scan(x, h0, **options)
-                for row in range(batch):
-                    alone = scan(x[:, row : row + 1], h0[row : row + 1], **options)
-                    torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
-    for variant in ("kanai", "torch"):
-        for b in (None, random(3 * n)):
-            x, w = random(steps, batch, 3 * n), random(3 * n, n) / n
-            whole = functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="cpu")
-            for row in range(batch):
-                alone = functional.gru_scan(
-                    x[:, row : row + 1], w, h0[row : row + 1], bias=b, variant=variant, backend="cpu"
-                )
-                torch.testing.assert_close(alone[:, 0], whole[:, row], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rank", [None, 200])

@@ -377,17 +377,6 @@ def test_maps_of_the_spectrum(apply: str) -> None:
         FactorizedRNN(2, 4, spectrum_map="tahn")
 
 
-def test_parameter_roles() -> None:
-    roles = FactorizedRNN(2, 4, nonlinearity="modrelu", bidirectional=True, learned_h0=True).parameter_roles()
-    geodesic = {"u_l0", "v_l0", "u_l0_reverse", "v_l0_reverse"}
-    assert {name for name, role in roles.items() if role == "geodesic"} == geodesic
-    assert {name for name, role in roles.items() if role == "spectrum"} == {"spectrum_l0", "spectrum_l0_reverse"}
-    assert {"weight_ih_l0", "bias_l0", "modrelu_bias_l0", "h0_l0"} <= {
-        n for n, role in roles.items() if role == "other"
-    }
-    assert set(RNN(2, 4).parameter_roles().values()) == {"other"}
-
-
 @pytest.mark.parametrize("init", ["orthogonal", "henaff", "cayley", "identity"])
 def test_recurrent_matrix_is_the_named_one(init: str) -> None:
     for make in (RNN, FactorizedRNN):
@@ -434,18 +423,6 @@ def test_made_on_the_meta_device_and_loaded(kind: Any, assign: bool) -> None:
             tensor.detach().fill_(7)
     other.load_state_dict(module.state_dict(), assign=assign)
     assert torch.equal(other(x)[0], module(x)[0])
-
-
-def test_reset_parameters_is_reproducible() -> None:
-    for make, kwargs in ((RNN, {"init": "henaff"}), (FactorizedRNN, {"nonlinearity": "modrelu"})):
-        module = make(3, 4, 2, **kwargs)
-        first = copy.deepcopy(module.state_dict())
-        module.reset_parameters(torch.Generator().manual_seed(0))
-        second = copy.deepcopy(module.state_dict())
-        module.reset_parameters(torch.Generator().manual_seed(0))
-        third = module.state_dict()
-        assert all(torch.equal(second[name], third[name]) for name in third)
-        assert any(not torch.equal(first[name], third[name]) for name in third)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -52,16 +52,6 @@ def test_value_and_gradient_are_those_of_the_dense_matrix(kwargs: dict[str, obje
     assert {name.split("_l")[0] for name, p in rnn.named_parameters() if p.grad is not None} == {"spectrum"}
 
 
-def test_inside_a_model() -> None:
-    first, second = model(margin=0.1), model(margin=None)
-    both = torch.nn.ModuleDict({"a": first, "b": torch.nn.Sequential(second), "c": RNN(3, 4)})
-    torch.testing.assert_close(
-        composite_weight_decay(both), composite_weight_decay(first) + composite_weight_decay(second)
-    )
-    with pytest.raises(InputError, match="got RNN"):
-        composite_weight_decay(RNN(3, 4))
-
-
 SPECTRA = [{"margin": 0.3}, {"margin": 0.3, "spectrum_map": "tanh"}, {"margin": None}, {"margin": 2.0, "rank": 4}]
 
 

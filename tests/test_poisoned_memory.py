@@ -43,31 +43,3 @@ def test_large_results_are_poisoned(dtype: torch.dtype) -> None:
             assert unwritten.all()
             result.zero_()
             del result
-
-
-def test_data_in_a_buffer_is_left_alone() -> None:
-    data = "torch.frombuffer(bytearray(b'abc'), dtype=torch.uint8)"
-    assert evaluate(data, "orthokern.data.mnist").tolist() == [97, 98, 99]
-    assert evaluate(data, "orthokern.cpu._call").tolist() == [0, 0, 0], "the smallest value of the type"
-
-
-def test_memory_of_others_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    filled = []
-    monkeypatch.setattr(torch.Tensor, "fill_", lambda self, value: filled.append(value))
-    for expression in ALLOCATIONS:
-        evaluate(expression, "orthokern_user")
-    assert filled == []
-    evaluate(ALLOCATIONS[0], "orthokern")
-    assert len(filled) == 1
-
-
-def test_memory_without_contents_is_left_alone() -> None:
-    assert evaluate("torch.empty(3, device='meta')", "orthokern.nn.rnn").device.type == "meta"
-    assert evaluate("torch.empty(3, dtype=torch.bool)", "orthokern.nn.rnn").dtype == torch.bool
-
-
-def test_a_compiler_sees_plain_allocations() -> None:
-    names = {"__name__": "orthokern.nn.rnn", "torch": torch}
-    exec("def function(x):\n    return torch.empty_like(x).copy_(x) + x.new_empty(3).zero_()", names)
-    compiled = torch.compile(names["function"], backend="eager", fullgraph=True)  # type: ignore[call-overload]
-    torch.testing.assert_close(compiled(torch.ones(3)), torch.ones(3))

@@ -25,7 +25,7 @@ from runs import settings_of
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import runner
 from orthokern.reproduce.report import figure_name, is_same_run, labels, markdown
-from orthokern.reproduce.spec import Experiment, Run, over_seeds
+from orthokern.reproduce.spec import Experiment, over_seeds
 from orthokern.training import read_metrics
 from orthokern.training.options import check_models
 
@@ -113,13 +113,6 @@ def test_seeds_share_a_row(reproduce: Command) -> None:
     summary = json.loads((reproduce.full / "seeds.json").read_text())
     summary["rows"][0]["ours"]["rate"] = 3e12  # of a run that diverged
     assert "| 0 | 1.000 | 1.0e+12 | +1.0e+12 | " in markdown(experiment, summary)
-
-
-def test_a_budget(reproduce: Command) -> None:
-    out, _ = reproduce("toy", "--budget", "0.001s", code=4)
-    assert "runs are not done; repeat the command to continue" in out and "not run" in reproduce.states()
-    reproduce("toy", "--budget", "1h")
-    assert reproduce.states() == ["done", "done"]
 
 
 def test_rows_without_run_folders(reproduce: Command) -> None:
@@ -245,14 +238,6 @@ def test_command_lines_are_accepted(experiment: Experiment, tmp_path: Path) -> N
         named = experiment.figure and (experiment.legend or experiment.named_by)
         shortened = quick and experiment.panel == "T"  # to the same T
         assert len(told) == len(rows) or not named or shortened
-
-
-def test_runs_that_two_experiments_share_are_the_same() -> None:
-    seen: dict[str, Run] = {}
-    for experiment in ALL:
-        for run in experiment.runs:
-            first = seen.setdefault(run.name, run)
-            assert (run.task, run.options, run.quick) == (first.task, first.options, first.quick)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from reproducing import Command, toy_command
-from runs import run as run_task
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
@@ -62,23 +61,6 @@ def test_a_search(reproduce: Command) -> None:
     page = (reproduce.full / f"{NAME}.md").read_text()
     assert re.findall(r"--iterations (\d+)", page) == ["10", "15"]
     assert "2 of 2 searches are done already" in reproduce(NAME, "--iterations", 15)[0]
-
-
-def test_a_search_continues(reproduce: Command, searches: tuple[Search, Search]) -> None:
-    """After a run that was stopped; a report is possible at any time."""
-    for each, iterations in zip(searches, ("10", "3"), strict=True):
-        run = each.run(10)
-        where = ["--iterations", iterations, "--threads", "1", "--out", str(reproduce.full / run.name)]
-        assert run_task("random_permutation", *run.options, *where) == 0
-    (reproduce.full / "hard-T10" / "result.json").unlink()
-    reproduce(NAME, "--report")
-    easy, hard = reproduce.rows(NAME)
-    assert easy["longest"] == 10 and not easy["complete"] and easy["failed"] is None
-    assert hard["failed"] == 10 and not hard["complete"] and "still at 3 iterations" in hard["outcome"]
-    reproduce(NAME, "--iterations", 10)
-    easy, hard = reproduce.rows(NAME)
-    assert easy["longest"] == 20 and easy["complete"] and hard["complete"]
-    assert "not in 10 iterations" in hard["outcome"]
 
 
 @pytest.mark.usefixtures("searches")

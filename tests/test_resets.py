@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -197,49 +196,6 @@ def test_episodes_need_a_module_that_takes_resets() -> None:
     for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):
         assert EpisodeRNN(right)  # type: ignore[arg-type]
     assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
-@pytest.mark.filterwarnings("ignore")
-def test_episodes_are_those_of_torchrl() -> None:
-    """TorchRL's own GRUModule on the same weights, in both modes, with gradients."""
-    from tensordict import TensorDict
-    from tensordict.nn import TensorDictModule
-    from torchrl.modules import GRUModule, set_recurrent_mode
-
-    torch.manual_seed(0)
-    B, T, N = 4, 12, 6
-    rnn, gru = GRU(3, N, bias=True, variant="torch"), nn.GRU(3, N, batch_first=True)
-    gru.load_state_dict(rnn.state_dict())
-    keys = (["value", "recurrent_state", "is_init"], ["out", ("next", "recurrent_state")])
-    theirs = GRUModule(gru=gru, in_keys=keys[0], out_keys=keys[1])
-    ours = TensorDictModule(EpisodeRNN(rnn), in_keys=keys[0], out_keys=keys[1])
-    is_init = some_resets(T, B).mT.unsqueeze(-1)
-    # as InitTracker and TensorDictPrimer leave it: zeros where an episode begins
-    state = torch.where(is_init.unsqueeze(-1), 0.0, torch.randn(B, T, 1, N))
-    value, grad = torch.randn(B, T, 3), torch.randn(B, T, N)
-
-    def run(module: nn.Module, recurrent: bool) -> list[Tensor]:
-        x = value.clone().requires_grad_()
-        given_ = TensorDict({"value": x, "recurrent_state": state, "is_init": is_init}, [B, T])
-        with set_recurrent_mode(recurrent):
-            if recurrent:
-                found = module(given_)
-                return [found["out"], *torch.autograd.grad(found["out"], x, grad)]
-            step = given_[:, 0]
-            outputs = []
-            for t in range(T):
-                step = module(step)
-                outputs.append(step["out"])
-                held = step["next", "recurrent_state"]
-                if t + 1 < T:
-                    step = given_[:, t + 1].set("recurrent_state", held)
-            out = torch.stack(outputs, 1)
-            return [out, *torch.autograd.grad(out, x, grad)]
-
-    for recurrent in (True, False):
-        for one, other in zip(run(ours, recurrent), run(theirs, recurrent), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_explain_loss_knows_resets() -> None:

@@ -72,28 +72,6 @@ def test_faults_of_a_loop_are_found() -> None:
     assert sass.report(function, loop).calls == 0
 
 
-def test_a_path_avoids_calls() -> None:
-    function, loop = only(BAD)
-    path = loop.path()
-    assert not any(instruction.is_call for instruction in path)
-    assert len(path) == 19
-
-
-def test_a_branch_on_a_uniform_predicate_may_not_be_taken() -> None:
-    length = len(only(BAD)[1].path())
-    for branch in ("BRA.U UP0, `(.L_x_3) ;", "BRA.U !UP0, `(.L_x_3) ;"):
-        _, loop = only(BAD.replace("I2F.U32.RP R8, R6 ;", branch))
-        assert len(loop.path()) == length
-
-
-def test_a_path_has_a_call_only_where_there_is_no_other() -> None:
-    function, loop = only(BAD.replace(" /*0030*/ @!P0 BRA `(.L_x_2) ;\n", ""))
-    assert sum(instruction.is_call for instruction in loop.path()) == 1
-    function.instructions[2].opcode, function.instructions[2].predicate = "EXIT", ""
-    with pytest.raises(ValueError, match="no way through the loop at 0x10"):
-        loop.path()
-
-
 def test_stored_machine_code() -> None:
     """A step of a dense map of 128 units, tanh, forward, of which the numbers were counted by hand."""
     function, loop = only((STORED / "dense_step_sm_90.sass").read_text())
@@ -102,31 +80,6 @@ def test_stored_machine_code() -> None:
     assert result.kinds["fma"] == 66
     assert (result.kinds["shuffle"], result.kinds["barrier"], result.kinds["special"]) == (4, 1, 2)
     assert not result.facts and result.gaps == [0]
-
-
-def test_table() -> None:
-    function, loop = only(BAD)
-    head, _, row = sass.table([sass.report(function, loop)]).splitlines()
-    assert head.count("|") == row.count("|") and row.startswith("| some_kernel 1 8 | 8 |")
-
-
-def test_instructions_before_a_send() -> None:
-    """From the last exchange of sums on; a loop that sends is part of a step, though it multiplies nothing."""
-    multiply = "".join(f" /*{16 * i:04x}*/ FFMA R4, R4, R5, R4 ;\n" for i in range(1, 9))
-    text = f""".text._ZN9orthokern4cuda19cluster_scan_kernelILi8EEEvPf:
- /*0000*/ S2R R0, SR_TID.X ;
-.L_x_1:
-{multiply} /*0090*/ SHFL.BFLY PT, R5, R4, 0x1, 0x1f ;
- /*00a0*/ FADD R4, R4, R5 ;
-.L_x_2:
- /*00b0*/ STAS.128 [R6.64], R4 ;
- /*00c0*/ @P1 BRA `(.L_x_2) ;
- /*00d0*/ BAR.SYNC.DEFER_BLOCKING 0x0 ;
- /*00e0*/ @P2 BRA `(.L_x_1) ;
- /*00f0*/ EXIT ;
-"""
-    _, loop = only(text)
-    assert sass.between_sum_and_send(loop.path()) == [1]
 
 
 # Instructions between the store of a state (or of y, or adjoints) and the barrier, at most. A block of several

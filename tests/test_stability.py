@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from orthokern.diagnostics import diagnose_stability, load_run
-from orthokern.diagnostics.__main__ import main as diagnostics_command
 from orthokern.diagnostics.plots import compare_stability, plot_losses, save
 from orthokern.errors import InputError
 from orthokern.nn import GRU
@@ -71,9 +70,3 @@ def test_plots(tmp_path: Path) -> None:
     norms = figure.axes[0].get_lines()[0].get_ydata()
     assert max(norms) == 1 and sorted(norms)[-2] == pytest.approx(1 / 51)  # an explosion stays one point
     save(figure, tmp_path / "both.png")
-    # the same from the command line
-    folders = [str(run.path) for run in runs]
-    assert diagnostics_command([*folders, "--figure", "stability", "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "stability.png").read_bytes().startswith(b"\x89PNG")
-    assert diagnostics_command([folders[0]]) == 0
-    assert {"stability.png", "learning.png"} <= {path.name for path in runs[0].path.iterdir()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -102,15 +101,6 @@ def test_seeds_and_streams(tmp_path: Path) -> None:
     assert all(x["loss"] != y["loss"] for x, y in zip(a[1:], c[1:], strict=True))
     assert [r["loss"] for r in a] == [r["loss"] for r in d]
     assert [r["iteration"] for r in d if "held_out_loss" in r] == [3, 6, 9, 12]
-
-
-def test_the_start_is_silent(tmp_path: Path) -> None:
-    """Blanks leave the state at zero; only the bias of the blank speaks before anything is learned."""
-    settings = copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16})
-    model = copy.CopyExperiment(settings).model
-    states, _ = model.rnn(torch.zeros(7, 2, dtype=torch.int64))
-    assert (states == 0).all()
-    assert model.readout(torch.zeros(16)).tolist() == pytest.approx([math.log(15 / (10 / 8))] + [0.0] * 8)
 
 
 def test_the_blank_may_be_learned() -> None:
@@ -259,17 +249,6 @@ def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
     assert saved["evaluated_at"] == done and saved["evaluation"] == result["last"]
     assert saved["best"] == result["best"] and result["tested"] == saved["best"]["iteration"]
     assert length() == 3
-
-
-def test_no_plots_is_for_one_call(tmp_path: Path) -> None:
-    small = ["--T", 3, "--hidden", 4, "--batch", 2, "--threads", 1, "--eval-sequences", 2]
-    assert run(*small, "--iterations", 2, "--out", tmp_path / "run") == 0
-    for plot in (tmp_path / "run").glob("*.png"):
-        plot.unlink()
-    assert run("--resume", tmp_path / "run", "--iterations", 3, "--no-plots") == 0
-    assert not list((tmp_path / "run").glob("*.png"))
-    assert run("--resume", tmp_path / "run", "--iterations", 4) == 0
-    assert (tmp_path / "run" / "learning.png").exists()
 
 
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

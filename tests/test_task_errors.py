@@ -17,28 +17,15 @@ copy | --process-timeout 9007199254740992 | is not an integer of at most 3153600
 copy | --model lstm --forget-bias 2 | unknown option --forget-bias
 copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 0 | --T: '0' is not an integer of at least 1
-copy | --T ten | --T: 'ten' is not an integer of at least 1
-copy | --T 5 --hidden 0 | --hidden: '0' is not an integer of at least 1
-copy | --T 5 --batch -3 | --batch: '-3' is not an integer of at least 1
 copy | --T 5 --batch | --batch: expected one argument
 copy | --T 5 --margin -0.1 | --margin: '-0.1' is not a number of at least 0 or none
-copy | --T 5 --margin wide | --margin: 'wide' is not a number of at least 0 or none
-copy | --T 5 --lr nan | --lr: 'nan' is not a number above 0
 copy | --T 5 --lr 0 | --lr: '0' is not a number above 0
-copy | --T 5 --goal 0 | --goal: '0' is not a number above 0 and at most 100
-copy | --T 5 --clip 0 | --clip: '0' is not a number above 0 or none
-copy | --T 5 --seed -1 | --seed: '-1' is not an integer of at least 0
 copy | --T 5 --nonlinearity tahn | --nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?
-copy | --T 5 --init ortogonal | --init: unknown init 'ortogonal': did you mean 'orthogonal'?
-copy | --T 5 --layout exprn | --layout: unknown layout 'exprn': did you mean 'exprnn'?
-copy | --T 5 --input one-hot | --input: unknown input 'one-hot': did you mean 'onehot'?
-copy | --T 5 --apply factor | --apply: unknown apply 'factor': did you mean 'factored'?
 copy | --T 5 --preset papr | --preset: unknown preset 'papr': did you mean 'paper'?
 copy | --T 5 --backend gpu | --backend: unknown backend 'gpu'
 copy | --T 5 --device gpu | --device: 'gpu' is not a device
 copy | --T 5 --device meta | --device: 'meta': this project runs on cpu and cuda devices
 copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
-copy | --T 5 --hid 64 | unknown option --hid: did you mean --hidden?
 copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
@@ -47,7 +34,6 @@ copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factor
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
 copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': message_clip is 1
 copy | --T 5 --algorithm modal --model lstm | --algorithm
-adding | --T 1 | '1' is not an integer of at least 2
 adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
 adding | --T 10 --model lstm --learned-h0 | --learned-h0: for --model factorized or rnn or
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
@@ -57,14 +43,9 @@ adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
 adding | --T 10 --schedule sine | unknown schedule 'sine'
 adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer of at most 9223372036854775807
 adding | --optimizer adam --beta1 1.0 | beta1: '1.0' is not a number of at least 0 and below 1
-adding | --optimizer adam --beta2 1 | beta2: '1' is not a number of at least 0 and below 1
-adding | --alpha 1.0 | alpha: '1.0' is not a number of at least 0 and below 1
 adding | --eps 0 | eps: '0' is not a number of at least 1e-30
-adding | --model lstm --rank 3 | --rank: for --model factorized; here --model is lstm
-adding | --model rnn --margin 0.5 | --margin: for --model factorized; here --model is rnn
 adding | --model rnn --geodesic-lr 1 | --geodesic-lr: for --model factorized; here --model is rnn
 adding | --model lstm --nonlinearity relu | --nonlinearity: for --model factorized or rnn or exprnn or
-adding | --schedule plateau --plateau-factor 1 | '1' is not a number above 0 and below 1
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
 adding | --model lstm --backend cpu | --backend: for --model factorized or rnn or gru or exprnn or nnrnn; here
 adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
@@ -77,26 +58,19 @@ adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silen
 adding | --batch 9007199254740992 | out of memory on cpu
 adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
-adding | --T 10 --model exprnn --project-every 0 | --project-every: '0' is not an integer of at least 1
 adding | --T 10 --rebase-every 5 | --rebase-every: for --model exprnn or nnrnn; here
-adding | --T 10 --model rnn --skew-lr 1e-4 | --skew-lr: for --model exprnn or nnrnn; here
 adding | --T 10 --model exprnn --schur-mask legacy | --schur-mask: for --model nnrnn; here
 adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
-adding | --T 10 --model lstm --triangle-decay 1 | --triangle-decay 1: for --model nnrnn, not lstm
 adding | --T 10 --model nnrnn --no-triangle --triangle-decay 1 | --triangle-decay 1 with --no-triangle
 adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
 adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
-adding | --T 10 --model exprnn --init legacy | --init legacy: not for --model exprnn; accepted: henaff
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
 adding | --T 10 --model nnrnn --margin 1 --spectrum-prior 1 | --spectrum-prior 1: for --model factorized
-adding | --T 10 --model exprn | did you mean 'exprnn'
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
-pixel_mnist | --data nowhere | nowhere
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
 pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
 pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | at most 900719925474099, of 10
-char_lm |  | --data is needed: the folder with the Penn Treebank's text files
 char_lm | --data {mnist} | ptb.train.txt
 char_lm | --data {ptb} --length 4 | no sentence of at most
 char_lm | --data {ptb} --epochs 2 --iterations 3 | --epochs 2 and --iterations 3: give one of the two
@@ -105,26 +79,18 @@ char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at 
 char_lm | --data {ptb} --model lstm --start glorot | --start: for --model factorized or rnn or
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
-char_lm | --data {ptb} --bptt 0 | --bptt: '0' is not an integer of at least 1
 char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
 temporal_order | --bits 4 | --bits: '4' is not an integer of at most 3
 temporal_order | --T 9 | '9' is not an integer of at least 10
-temporal_order | --sigma 0 | '0' is not a number above 0 or none
 random_permutation | --goal 101 | at most 100
 random_permutation | --start learnt | did you mean 'learned'
-random_permutation | --preset opne | did you mean 'open'
 random_permutation | --init glorot-uniform | give --margin none
 random_permutation | --sigma 0.1 | --sigma 0.1: for --model rnn, not factorized
-deep_mnist |  | --data is needed: the folder with the four MNIST files
 deep_mnist | --data {short} | train-images
-deep_mnist | --data {mnist} --validation 60 --init learnt | did you mean 'learned'
 deep_mnist | --data {mnist} --validation 60 --sigma 0 | '0' is not a number above 0
 deep_mnist | --data {mnist} --validation 60 --penalty -1 | '-1' is not a number of at least 0
 deep_mnist | --data {mnist} --validation 60 --batch 201 | --batch 201: there are 200 training images
-deep_mnist | --data {mnist} --validation 60 --layers 0 | '0' is not an integer of at least 1
 deep_mnist | --data {mnist} --validation 60 --backend cpu | unknown option --backend
-deep_mnist | --data {mnist} --validation 60 --schedule inverse | --schedule inverse with --lr-decay 0: the rates never
-deep_mnist | --data {mnist} --validation 60 --epochs 1 --iterations 1 | give one of the two
 """
 
 

@@ -265,23 +265,6 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     assert_resumes(name, options, tmp_path, 5, length - 6, length)
 
 
-def test_what_is_not_given_is_filled_in(small: dict[str, list[str]]) -> None:
-    def settings(*options: str) -> tuple[Any, ...]:
-        given = word_lm.COMMAND.parser().parse([*small["word_lm"], *options])
-        found = word_lm.complete({**word_lm.DEFAULTS, **given})
-        assert word_lm.complete(vars(found)) == found  # as a resumed run does
-        return tuple(
-            getattr(found, key) for key in ("constraint", "variant", "delta", "threshold", "constrained_inputs")
-        )
-
-    assert settings() == ("projection", "kanai", 0.2, "2-delta", "upper")
-    assert settings("--model", "torch-gru", "--clip", "5") == ("none", "torch", None, None, None)
-    both = settings(
-        "--constraint", "projection", "--clip", "5", "--delta", "1", "--threshold", "2", "--variant", "torch"
-    )
-    assert both == ("projection", "torch", 1.0, "2", "upper")
-
-
 # ---- bad input -----------------------------------------------------------------------------------
 
 

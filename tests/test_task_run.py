@@ -56,11 +56,6 @@ def test_none_is_a_value(tmp_path: Path) -> None:
     assert result.settings["margin"] is None
 
 
-def test_names() -> None:
-    assert {"copy", "adding", "pixel_mnist", "word_lm"} <= set(tasks.names())
-    assert not {"network", "optimization", "digits"} & set(tasks.names())
-
-
 @pytest.mark.parametrize(
     ("task", "settings", "text"),
     [

@@ -80,20 +80,6 @@ def test_adding_starts_silent(model: str) -> None:
             assert (bias[kept] == 0).all()
 
 
-def test_adding_settings_by_start() -> None:
-    """Rates that depend on T belong to the start silent; other networks start as torch's, at rates that do not."""
-    silent = settings_of("adding", ["--T", "400"])
-    assert (silent.start, silent.schedule, silent.lr_decay) == ("silent", "inverse", 0.01)
-    assert (silent.lr, silent.input_lr) == (pytest.approx(0.125 * 20 / 128), 1e-3)
-    assert (silent.geodesic_lr, silent.spectrum_lr) == (pytest.approx(2.5e-5), pytest.approx(5e-5))
-    for options in ("--model lstm", "--nonlinearity tanh", "--init orthogonal", "--start torch"):
-        other = settings_of("adding", ["--T", "400", *options.split()])
-        assert (other.start, other.schedule, other.lr, other.input_lr) == ("torch", "constant", 1e-3, None)
-    assert settings_of("adding", ["--lr-decay", "0.02"]).lr_decay == 0.02
-    chosen = settings_of("adding", "--lr 0.5 --schedule constant --geodesic-lr 0".split())
-    assert (chosen.lr, chosen.schedule, chosen.lr_decay, chosen.geodesic_lr) == (0.5, "constant", 0.0, 0.0)
-
-
 def test_adding_counts_right_answers(tmp_path: Path) -> None:
     """The criterion of Manchev and Spratling: every answer within 0.2, of half the sum."""
     options = "--preset oinit --T 12 --hidden 32 --lr 0.1 --right 99 --eval-sequences 500 --iterations 3000".split()

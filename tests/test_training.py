@@ -316,16 +316,6 @@ def test_training_goes_on_while_the_disk_is_full(whole: Path, tmp_path: Path, mo
     assert_same_run(whole, folder)
 
 
-def test_a_full_disk_at_an_interrupt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_: Regression) -> None:
-        monkeypatch.setattr(os, "fsync", no_space)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    outcome = go(tmp_path / "run", Regression(at={9: stop}))
-    assert outcome.exit_code == 143
-    assert "NOT saved (No space left on device; last good checkpoint: iteration 6" in outcome.message
-
-
 def test_a_full_disk_at_the_end_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = go(tmp_path / "run", Regression(at={15: lambda _: monkeypatch.setattr(os, "fsync", no_space)}))
     assert outcome.exit_code == 2

@@ -227,13 +227,6 @@ def test_batches_of_other_shapes(tmp_path: Path, fake: type[FakeDevice]) -> None
     assert shown.count("batches of other shapes than the first one") == 1
 
 
-def test_a_device_without_graphs_is_told_once(tmp_path: Path) -> None:
-    expected, _ = go(tmp_path / "plain", Rotations(), False, iterations=8)
-    found, shown = go(tmp_path / "asked", Rotations(), True, iterations=8)
-    assert_same(expected, found)
-    assert shown.count("iterations are launched kernel by kernel: the device is cpu, not a CUDA device") == 1
-
-
 def test_obstacles() -> None:
     task, settings = Rotations(), LoopSettings(1)
     task.device = torch.device("cuda")

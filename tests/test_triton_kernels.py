@@ -50,6 +50,7 @@ OPS = (
     ("name", "part"),
     [
         ("interpreted", "not slow"),
+        ("interpreted_ops", "not slow"),
         pytest.param("interpreted", "slow", marks=pytest.mark.slow),
     ],
 )

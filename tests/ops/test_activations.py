@@ -20,37 +20,6 @@ from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference import activations as reference
 
 
-def test_rows_of_one_number_differ_in_their_parameter_alone() -> None:
-    rows = {}
-    for row in ACTIVATIONS.values():
-        traits = (row.reads, row.parameter is not None, row.pairs)
-        assert rows.setdefault(row.number, traits) == traits
-    assert sorted(rows) == list(range(len(rows)))
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_reference_reads_what_the_table_says(name: str) -> None:
-    row = ACTIVATIONS[name]
-    x, grad_y = torch.randn(2, 50, 6, dtype=torch.float64).unbind(0)
-    param = None if row.parameter is None else torch.full((6,), -0.5, dtype=torch.float64)
-    y = reference.activation_fwd(x, param, activation=name)
-    unread = torch.full_like(x, float("nan"))
-    expected = reference.chain(grad_y, y, x, param, activation=name)
-    found = reference.chain(
-        grad_y,
-        y if row.reads == "output" else unread,
-        x if row.reads == "input" else None,
-        param,
-        activation=name,
-    )
-    for actual, exact in zip(found, expected, strict=True):
-        assert actual is exact is None or torch.equal(actual, exact)
-    assert (found[1] is not None) == (row.parameter is not None)
-    if row.reads != "nothing":
-        inputs = (y, unread) if row.reads == "input" else (unread, x)
-        assert not torch.equal(reference.chain(grad_y, *inputs, param, activation=name)[0], expected[0])
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_padding_stays_zero(name: str) -> None:
     """phi(0) is 0 whatever the parameter: kernels rely on it for the units and rows that fill a tile."""
@@ -142,15 +111,6 @@ def test_activations_at_their_kinks() -> None:
         3,
         1,
     ]
-
-
-def test_oplu_keeps_the_norm_and_is_not_the_identity() -> None:
-    """A released implementation of OPLU was the identity by mistake; results with it say nothing about OPLU."""
-    x = torch.randn(50, 8, dtype=torch.float64)
-    y = reference.activation_fwd(x, None, activation="oplu")
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    assert bool((y[:, 0::2] >= y[:, 1::2]).all())
-    assert not torch.equal(x, y)
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels

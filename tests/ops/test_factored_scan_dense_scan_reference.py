@@ -171,31 +171,6 @@ def test_hand_written_backward_is_autograd(op: str, case: dict[str, Any]) -> Non
             assert grad.numel() == 0, name
 
 
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("lengths", [None, [1, 3]], ids=["full", "lengths"])
-def test_gradcheck_of_the_pair(op: str, activation: str, lengths: list[int] | None) -> None:
-    """Finite differences know nothing of either derivation."""
-    given = None if lengths is None else torch.tensor(lengths)
-
-    class Pair(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-            hs, _, pre = forward_of(op)(*inputs, activation=activation, lengths=given)
-            ctx.save_for_backward(hs, pre, *inputs)
-            return hs
-
-        @staticmethod
-        def backward(ctx: Any, grad_hs: Tensor) -> Any:
-            hs, pre, *inputs = ctx.saved_tensors
-            grads = backward_of(problem)(grad_hs, hs, pre, *inputs, activation=activation, lengths=given)
-            return tuple(grad if grad.numel() else None for grad in grads[:-1])
-
-    for kind in ("features", "tokens"):
-        problem = scan_problem(op, B=2, T=3, N=4, D=3, activation=activation, inputs=kind, gap=1e-3)
-        assert torch.autograd.gradcheck(Pair.apply, leaf_tensors(problem))
-
-
 @pytest.mark.parametrize(
     ("dtype", "message_clip"), [(torch.float16, 1e5), (torch.bfloat16, 1e39), (torch.float32, 1e39)]
 )

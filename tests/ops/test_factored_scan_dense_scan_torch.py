@@ -124,14 +124,6 @@ def test_each_input_on_its_own(op: str) -> None:
         torch.testing.assert_close(leaf.grad, gradient)
 
 
-def test_no_state_is_given_when_none_is_asked_for() -> None:
-    problem = scan_problem("factored_scan", B=2, T=3, N=4, inputs="features")
-    with torch.no_grad():
-        assert not call_functional(problem, leaf_tensors(problem)).requires_grad
-    zero = call_functional(problem, [*problem.inputs()[:4], torch.zeros(2, 4).double(), *problem.inputs()[5:]])
-    torch.testing.assert_close(call_functional(problem, [*problem.inputs()[:4], None, *problem.inputs()[5:]]), zero)
-
-
 def test_int32_tokens() -> None:
     problem = scan_problem("dense_scan", B=2, T=3, N=4, inputs="tokens")
     expected = call_functional(problem, list(problem.inputs()))

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from orthokern import functional
 from orthokern.errors import InputError
-from orthokern.nn import FactorizedRNN, LinearCrossEntropy
 from orthokern.ops.modal import choice
-from orthokern.ops.modal.basis import diagonalise
-from orthokern.optim import optimizer_for
 
 
 def rotation(angle: float, size: float = 1.0) -> Tensor:
@@ -124,36 +121,3 @@ def test_gaps(kind: str, N: int, dtype: torch.dtype) -> None:
         for one, other in zip(result, results(leaves, "sequential", torch.float64), strict=True):
             assert (one.double() - other).norm() <= bound * other.norm(), gap
     assert 0.3 in accepted and (kind == "pair" or min(accepted) >= 1e-4)
-
-
-@pytest.mark.parametrize("margin", [0.1, None])
-def test_after_a_thousand_training_steps(margin: float | None) -> None:
-    """The basis that training refined a thousand times is one of W as it is now, and its gradients are those of W."""
-    torch.manual_seed(0)
-    rnn = FactorizedRNN(6, 33, nonlinearity="identity", margin=margin)
-    readout = LinearCrossEntropy(33, 4)
-    optimizer = optimizer_for(torch.nn.ModuleList([rnn, readout]), lr=1e-3, geodesic_lr=1e-4)
-    ids = torch.randint(6, (50, 12, 3))
-    before = rnn.recurrent_matrix().detach().clone()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of such small sizes one is the quickest
-    try:
-        for step in range(1000):
-            optimizer.zero_grad()
-            loss, _ = rnn.loss(ids[step % 50], readout, ids[step % 50] % 4, algorithm="modal")
-            loss.backward()
-            optimizer.step()
-    finally:
-        torch.set_num_threads(threads)
-    assert (rnn.recurrent_matrix() - before).norm() > 0.1
-    required, arguments = problem(IDS, 33, 33, 200, 3)
-    matrix, _ = rnn._factors("l0")
-    arguments["matrix"] = tuple(part.detach().double().requires_grad_() for part in matrix)
-    required[:3] = arguments["matrix"]
-    arguments["readout"] = (0.01 * arguments["readout"]).detach().requires_grad_()
-    required[3] = arguments["readout"]
-    basis = rnn.state_dict()["modal_basis_l0"]
-    compare(required, arguments, 1e-8, algorithm="modal", basis=basis)
-    u, s, v = (part.detach() for part in arguments["matrix"])
-    refined = diagonalise((u * s) @ v.mT, basis)
-    assert refined.steps <= 3 and not torch.equal(refined.right, diagonalise((u * s) @ v.mT).right)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_modal_basis import randn
-from test_scan_cross_entropy import FEATURES, IDS, TERMS, big, problem
+from test_scan_cross_entropy import IDS, big, problem
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -16,7 +15,7 @@ from orthokern import functional
 from orthokern.diagnostics import profile_steps, tap
 from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.ops.modal import choice, op
+from orthokern.ops.modal import choice
 from orthokern.ops.modal import loss as scan_loss
 
 
@@ -186,28 +185,6 @@ def test_norms_through_time() -> None:
     with tap(sparse=True), torch.no_grad():
         assert functional.explain_scan_cross_entropy(**big())[0] == "modal"
         assert functional.explain_scan_cross_entropy(**big(), lengths=True)[0] == "sequential"
-
-
-@pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])
-@pytest.mark.parametrize("kind", [IDS, FEATURES, TERMS])
-@pytest.mark.parametrize("need_w", [False, True])
-def test_norms_of_modal_states(kind: str, lengths: bool, need_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every step, in spans too, and in each of two backwards of one graph."""
-    monkeypatch.setattr(op, "SPAN_STEPS", 5)
-    monkeypatch.setattr(op, "SPAN_ROWS", 4 * 5)
-    _, a = problem(kind, 8, 8, 17, 4, dense=True, lengths=lengths)
-    x = a["x"] if a["x"].is_floating_point() else a["x"].long()
-    options = {name: a.get(name) for name in ("weight", "bias", "lengths", "activation")}
-    w, cotangent, taps = a["matrix"][0].detach().requires_grad_(need_w), randn(17, 4, 8, seed=30), {}
-    for algorithm in ("modal", "sequential"):
-        with tap() as taps[algorithm]:
-            hs = functional.dense_scan(x, w, a["h0"], algorithm=algorithm, **options)
-            for factor in (1.0, -3.0):
-                torch.autograd.grad(hs, a["h0"], factor * cotangent, retain_graph=True)
-    for names in ("state_norms", "grad_norms"):
-        result, expected = getattr(taps["modal"], names), getattr(taps["sequential"], names)
-        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
-    assert taps["modal"].ops == 2 * taps["modal"].state_ops == ["modal_scan"] * 2
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["", "lengths"])

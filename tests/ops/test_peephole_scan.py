@@ -110,19 +110,6 @@ def test_registration() -> None:
             torch.library.opcheck(NAMESPACE.peephole_scan_bwd.default, arguments)
 
 
-@each("peephole_scan")
-def test_inputs_of_any_strides(op: str, backend: str) -> None:
-    inputs, grad_hs, grad_cs = problem(4, 3, 6)
-    results = []
-    for tensors in ([*inputs], [None if t is None else t.mT.contiguous().mT for t in inputs]):
-        leaves = [t.detach().requires_grad_() for t in tensors if t is not None]
-        hs, cs = peephole_scan(*leaves, backend=backend)
-        loss = (hs * grad_hs).sum() + (cs * grad_cs).sum()
-        results.append([hs, cs, *torch.autograd.grad(loss, leaves)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_threads_that_share_the_columns_change_no_bit(isa: str, dtype: torch.dtype) -> None:
     """Few sequences with weights of more than 256 KiB; and more threads than there are processors."""

@@ -184,34 +184,6 @@ def test_margins(N: int, K: int, T: int, margin: float | None) -> None:
     compare(required, arguments, 1e-7 if margin is None or N == 250 else 1e-8, algorithm="modal")
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Arguments with floating tensors of a dtype, as leaves."""
-    if isinstance(value, tuple):
-        return tuple(cast(part, dtype) for part in value)
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().to(dtype).requires_grad_() if floating else value
-
-
-@pytest.mark.parametrize("T", [300, 3000])
-@pytest.mark.parametrize("margin", [0.0, 0.001, 0.1])
-def test_float32_is_nearer_than_the_sequential_scan(T: int, margin: float) -> None:
-    """To the float64 of the same float32 numbers; and near enough by itself."""
-    _, arguments = problem(IDS, 48, 48, T, 4, margin=min(margin, 30 / T))
-    narrow = {name: cast(value, torch.float32) for name, value in arguments.items()}
-
-    def gradients(call: dict[str, Any], algorithm: str) -> list[Tensor]:
-        leaves = [*call["matrix"], *(call[name] for name in ("readout", "readout_bias", "h0", "weight", "bias"))]
-        loss = functional.scan_cross_entropy(**call, algorithm=algorithm).loss
-        return [grad.double() for grad in torch.autograd.grad(loss, leaves)]
-
-    exact = gradients({name: cast(value, torch.float64) for name, value in narrow.items()}, "sequential")
-    modal, sequential = (
-        max(float((a - b).norm() / b.norm()) for a, b in zip(gradients(narrow, name), exact, strict=True))
-        for name in ("modal", "sequential")
-    )
-    assert modal < 1e-6 and modal < sequential
-
-
 def test_the_answer_depends_on_the_arguments_alone() -> None:
     """A basis that is given changes bits at most; the same one gives the same bits, and one's own is a fixed point."""
     _, arguments = problem(IDS, 20, 20, 30, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, functional
-from orthokern.ops import skew_exp as op_module
 from orthokern.reference import skew_exp as reference
 
 DTYPES = [torch.float32, torch.float64]
@@ -41,38 +39,6 @@ def orthogonality_error(p: Tensor) -> float:
     return float((p.mT @ p - torch.eye(p.shape[-1], dtype=torch.float64)).abs().max())
 
 
-def test_the_polynomial_is_the_taylor_polynomial_of_degree_18() -> None:
-    def polynomial(row: int) -> list[Fraction]:
-        coefficients = [Fraction(0)] * 19
-        coefficients[0] = Fraction(reference.IDENTITY[row])
-        for power, value in zip((1, 2, 3, 6), reference.POWERS[row], strict=True):
-            coefficients[power] = Fraction(value)
-        return coefficients
-
-    def times(one: list[Fraction], other: list[Fraction]) -> list[Fraction]:
-        product = [Fraction(0)] * 19
-        for i, a in enumerate(one):
-            for j, b in enumerate(other):
-                if a and b:
-                    product[i + j] += a * b
-        return product
-
-    def plus(one: list[Fraction], other: list[Fraction]) -> list[Fraction]:
-        return [a + b for a, b in zip(one, other, strict=True)]
-
-    b1, b2, b3, b4, b5 = (polynomial(row) for row in range(5))
-    c = plus(times(b1, b5), b4)
-    for k, coefficient in enumerate(plus(b2, times(plus(b3, c), c))):
-        assert float(coefficient) * math.factorial(k) == pytest.approx(1.0, rel=1e-14)
-    for dtype, theta in reference.THETA.items():
-        assert theta**19 / math.factorial(19) < torch.finfo(dtype).eps / 2
-    numerics = " ".join((op_module.skew_exp.__doc__ or "").split())
-    assert (
-        "above {:.0f} (float64: {:.0f})".format(*(reference.LARGEST[d] for d in (torch.float32, torch.float64)))
-        in numerics
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [1e-30, 1e-3, 1.0, 3.2, 30.0, 200.0])
 def test_values_and_orthogonality(dtype: torch.dtype, norm: float) -> None:
@@ -94,24 +60,6 @@ def test_the_symmetric_part_plays_no_role() -> None:
     assert torch.equal(functional.skew_exp(x + torch.eye(5)), functional.skew_exp(x))
     assert torch.equal(functional.skew_exp(torch.zeros(4, 4)), torch.eye(4))
     assert torch.equal(functional.skew_exp(torch.full((1, 1), 3.0)), torch.ones(1, 1))
-
-
-def test_matrices_of_a_batch_do_not_act_on_one_another() -> None:
-    norms = (1e-8, 0.5, 4.0, 50.0)
-    a = torch.stack([skew(9, norm) for norm in norms])
-    g = torch.randn(4, 9, 9, generator=generator(), dtype=torch.float64)
-    together = a.clone().requires_grad_()
-    p = functional.skew_exp(together)
-    p.backward(g)
-    for k in range(4):
-        alone = a[k].clone().requires_grad_()
-        q = functional.skew_exp(alone)
-        q.backward(g[k])
-        # 1.1e-15 at the largest norm where the products of a batch are summed in another order than one product
-        assert torch.allclose(p[k], q, rtol=0, atol=4e-15)
-        assert together.grad is not None
-        assert alone.grad is not None
-        assert torch.allclose(together.grad[k], alone.grad, rtol=1e-13, atol=1e-14)
 
 
 def test_where_the_count_of_squarings_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,10 +155,17 @@ def test_no_compiler(built: Path) -> None:
     assert "no C++17 compiler found (tried no-such-compiler)" in line
 
 
-@pytest.mark.parametrize("name", ["CC", "CXX", "CXXFLAGS", "LDFLAGS"])
-def test_an_open_quotation(built: Path, name: str) -> None:
-    line = error_line(build(built, **{name: 'c++ "'}))
-    assert f"{name}='c++ \"': No closing quotation; accepted is text that a shell can split into words" in line
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *((name, 'c++ "', "No closing quotation; accepted is text that") for name in ("CXX", "CXXFLAGS", "LDFLAGS")),
+        ("ORTHOKERN_CUDA", "yes", "accepted are auto"),
+        ("MAX_JOBS", "0", "accepted is a whole number, 1 or more"),
+        ("MAX_JOBS", "two", "accepted is a whole number, 1 or more"),
+    ],
+)
+def test_bad_settings(built: Path, name: str, value: str, message: str) -> None:
+    assert f"{name}='{value}': {message}" in error_line(build(built, **{name: value}))
 
 
 def test_compiler_error(built: Path) -> None:
@@ -169,16 +176,6 @@ def test_compiler_error(built: Path) -> None:
         assert "the native build failed" in error_line(build(built))
     finally:
         header.write_text(text)
-
-
-@pytest.mark.parametrize("value", ["2", "yes", "on"])
-def test_bad_cuda_setting(built: Path, value: str) -> None:
-    assert f"ORTHOKERN_CUDA='{value}': accepted are auto" in error_line(build(built, ORTHOKERN_CUDA=value))
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "two"])
-def test_bad_job_count(built: Path, value: str) -> None:
-    assert f"MAX_JOBS='{value}': accepted is a whole number, 1 or more" in error_line(build(built, MAX_JOBS=value))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""The Triton kernels of activations, readout and Cayley step against the reference, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import interpreter  # first: it decides that kernels are interpreted
+
+# isort: split
+import pytest
+import torch
+import triton.language as tl
+from helpers import SHORT, assert_matches_reference
+from interpreted import DTYPES, leaf
+
+from orthokern._scan_contract import Readout
+from orthokern.ops.activations import NAMES, PARAMETER
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("activation", NAMES)
+def test_activation_parity(activation: str, dtype: torch.dtype) -> None:
+    ours, reference = leaf("activations", "triton"), leaf("activations", "reference")
+    for shape in ((2,), (1, 2), (7, 64), (3, 5, 34), (0, 4), (3, 300), (300, 6)):
+        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
+            x, grad_y = (3 * torch.randn(shape, dtype=dtype) for _ in range(2))
+            if x.numel() > 2:
+                x.view(-1)[0] = 0.0  # a kink, hit exactly
+            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
+            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
+            results = [
+                [f.activation_fwd(*args[1:], activation=activation), *f.activation_bwd(*args, activation=activation)]
+                for f, args in ((ours, (grad_y, x, param)), (reference, exact), (reference, (grad_y, x, param)))
+            ]
+            for name, *three in zip(("y", "grad_x", "grad_act_param"), *results, strict=True):
+                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=name != "y")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("R", "N", "C"), [(1, 1, 1), (70, 33, 10), (33, 40, 17), (5, 34, 128), (4, 7, 129), (3, 5, 300)]
+)
+def test_linear_cross_entropy_parity(R: int, N: int, C: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, reference = leaf("linear_cross_entropy", "triton"), leaf("linear_cross_entropy", "reference")
+    monkeypatch.setattr(ours, "CHUNK_ELEMENTS", 64 * C)  # two chunks of 70 rows
+    monkeypatch.setattr(ours, "ROW_BLOCK_C", 64)
+    for bias in (None, torch.randn(C)):
+        inputs = (5 * torch.randn(R, N), torch.randn(C, N), bias, torch.randint(0, C, (R,)))
+        exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+        results = [
+            f.linear_cross_entropy_fwd(args[0], Readout(*args[1:], reduction))
+            for f, args in ((ours, inputs), (reference, exact), (reference, inputs))
+        ]
+        for name, *three in zip(("loss", "grad_hidden", "grad_weight", "grad_bias"), *results, strict=True):
+            if bias is None and name == "grad_bias":
+                assert three == [None] * 3
+                continue
+            assert_matches_reference(*three, name=name, gradient=name != "loss")
+        readout = Readout(*inputs[1:], reduction)
+        loss, *others = ours.linear_cross_entropy_fwd(inputs[0], readout, need_grad=False)
+        assert torch.equal(loss, results[0][0]) and others == [None] * 3
+
+
+@pytest.mark.parametrize("C", [9, 200])
+def test_targets_out_of_range_and_large_logits(C: int) -> None:
+    """Nobody looks at targets on the host: such a row is NaN, and no other one is. Logits of 1e4 do not overflow."""
+    ours = leaf("linear_cross_entropy", "triton")
+    hidden, weight, target = 1e3 * torch.randn(6, 10), 10 * torch.randn(C, 10), torch.randint(0, C, (6,))
+    loss, grad_hidden, *_ = ours.linear_cross_entropy_fwd(hidden, Readout(weight, None, target))
+    exact = leaf("linear_cross_entropy", "reference").linear_cross_entropy_fwd(
+        hidden.double(), Readout(weight.double(), None, target)
+    )
+    torch.testing.assert_close(loss.double(), exact[0], rtol=1e-5, atol=0)
+    target[1], target[4] = C, -1
+    loss, wrong, *_ = ours.linear_cross_entropy_fwd(hidden, Readout(weight, None, target))
+    good = torch.tensor([0, 2, 3, 5])
+    assert bool(loss.isnan()) and bool(wrong[[1, 4]].isnan().all()) and torch.equal(wrong[good], grad_hidden[good])
+
+
+def test_many_rows_for_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that loop over several tiles of rows."""
+    ours, reference = leaf("activations", "triton"), leaf("activations", "reference")
+    monkeypatch.setattr(ours, "MAX_PARTIALS", 3)
+    monkeypatch.setattr(ours, "TILE", 16)
+    x, grad_y, param = torch.randn(61, 4).double(), torch.randn(61, 4).double(), torch.randn(4).double()
+    for one, other in zip(
+        ours.activation_bwd(grad_y, x, param, activation="prelu"),
+        reference.activation_bwd(grad_y, x, param, activation="prelu"),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_special_values(activation: str) -> None:
+    inf, nan = float("inf"), float("nan")
+    for dtype in DTYPES:
+        tiny = torch.finfo(dtype).tiny
+        values = [0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, -1e-6, nan, 1.0]
+        x = torch.tensor(values, dtype=dtype)
+        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
+        actual, expected = (
+            leaf("activations", b).activation_fwd(x, param, activation=activation) for b in ("triton", "")
+        )
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_tanh_is_accurate_everywhere() -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-30, 1, 2001), -torch.logspace(-30, 1, 2001)])
+    for dtype in DTYPES:
+        y = leaf("activations", "triton").activation_fwd(x.to(dtype), None, activation="tanh").double()
+        exact = torch.tanh(x.to(dtype).double())
+        error = ((y - exact) / exact.abs().clamp(min=1e-300)).abs()[exact != 0]
+        assert error.max() <= 4 * torch.finfo(dtype).eps, f"{dtype}: relative error {error.max():.3e}"
+
+
+SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (12, 11), (40, 7), (17, 1), (3, 9, 9), (2, 3, 12, 5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_cayley_parity(dtype: torch.dtype) -> None:
+    ours, reference = leaf("cayley", "triton").cayley, leaf("cayley", "reference").cayley
+    for shape in SHAPES:
+        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).contiguous()
+        g = torch.randn(*shape, dtype=dtype)
+        for lr in (-1.0, torch.rand(shape[:-2], dtype=dtype)):
+            actual = ours(m, g, lr)
+            assert_matches_reference(
+                actual, reference(m.double(), g.double(), lr), reference(m, g, lr), name=f"{shape}, lr={lr}"
+            )
+            gram = actual.double().mT @ actual.double() - torch.eye(shape[-1], dtype=torch.float64)
+            assert gram.abs().max() < 64 * torch.finfo(dtype).eps * max(1.0, shape[-2] ** 0.5)
+
+
+@pytest.mark.parametrize("words", [64, None])
+def test_cayley_in_panels(words: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if words is not None:
+        monkeypatch.setattr(leaf("cayley", "triton"), "PANEL_WORDS", words)
+    n = 21 if words else 70
+    m, g = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0].contiguous(), torch.randn(n, n).double()
+    actual, expected = (leaf("cayley", b).cayley(m, g, 0.1) for b in ("triton", "reference"))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_cayley_of_a_nan_stays_in_its_matrix() -> None:
+    m = torch.eye(5, dtype=torch.float64).repeat(2, 1, 1)
+    g = torch.randn(2, 5, 5, dtype=torch.float64)
+    good = leaf("cayley", "triton").cayley(m, g, 0.1)
+    g[1, 2, 3] = float("nan")
+    actual = leaf("cayley", "triton").cayley(m, g, 0.1)
+    assert torch.equal(actual[0], good[0])
+    assert actual[1].isnan().any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("N", "K"), [(17, 17), (30, 7)])
+def test_cayley_of_a_nan_takes_no_row_beyond_the_matrix(
+    N: int, K: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pivot: a panel has 32 rows for 17 and 16 for 14, and a compiled search may return one of those."""
+    monkeypatch.setattr(tl, "argmax", interpreter.argmax_as_compiled)
+    m = torch.linalg.qr(torch.randn(2, N, K, dtype=torch.float64))[0].contiguous()
+    g = torch.randn(2, N, K, dtype=torch.float64)
+    good, expected = (leaf("cayley", backend).cayley(m, g, 0.1) for backend in ("triton", "reference"))
+    torch.testing.assert_close(good, expected)
+    for tensor in (m, g):
+        finite = tensor[1, 2, 3].clone()
+        tensor[1, 2, 3] = bad
+        actual = leaf("cayley", "triton").cayley(m, g, 0.1)
+        assert torch.equal(actual[0], good[0]) and actual[1].isnan().any()
+        tensor[1, 2, 3] = finite
