@@ -51,14 +51,9 @@ class RunFolder:
     def create(
         cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Creates a new folder, locks it and writes config.json.
-
-        Args:
-            path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` in the working directory.
-            task: name of the task.
-            settings: all settings of the run, as JSON values.
-            facts: further values for config.json that plots use: `Task.facts`
-        """
+        """Creates a new folder (None: `runs/<task>-<time>/` in the working directory), locks it and writes config.json
+        with all settings of the run, as JSON values, and `facts`, which plots use (`Task.facts`). InputError if the
+        folder is in use, or cannot be created or written."""
         config = {
             "task": task,
             "settings": settings,
