@@ -23,13 +23,7 @@ def integer(name: str, value: int, minimum: int = 1, maximum: int | None = None)
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any], *names: str) -> None:
-    """Rejects the saved state of an iterator over other data, or with other options.
-
-    Args:
-        state: the saved state.
-        own: the state of the iterator that loads it.
-        names: entries that must be equal.
-    """
+    """Rejects the saved state of an iterator over other data or with other options: entries `names` must be equal."""
     if not isinstance(state, dict) or state.keys() != own.keys():
         raise InputError(f"the saved order of the data must have the entries {', '.join(own)}")
     for name in names:

@@ -65,18 +65,9 @@ class Standard:
 
 
 def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, Standard], owner: str) -> None:
-    """Rejects a damaged copy of a standard file, and a standard file with the name of another one.
-
-    If all quarters of the content match, it is the standard file; if some match, it is a damaged copy. If none matches,
-    it belongs to another data set of the same format, and is accepted.
-
-    Args:
-        path: path of the file, for the error message.
-        name: the expected file, a key of `files`.
-        content: content of the file, uncompressed.
-        files: the files of the data set, by name.
-        owner: name of the data set in the genitive, e.g. "MNIST's".
-    """
+    """Rejects a damaged copy of a standard file, and a standard file with the name of another one. If all quarters of
+    the content match, it is the standard file; if some match, it is a damaged copy. If none matches, it belongs to
+    another data set of the same format, and is accepted. `owner` is the name of the data set in the genitive."""
     for known, standard in files.items():
         matches = standard.matches(content)
         if all(matches) and known != name:

@@ -30,13 +30,8 @@ class Generator(ABC):
 
     @abstractmethod
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        """Writes a new batch into tensors from `buffers`, in place.
-
-        Args:
-            inputs, targets: from `buffers` of this task.
-            generator: a generator on the CPU, so that a seed gives the same data on every device; torch's default
-                generator if None.
-        """
+        """Writes a new batch into tensors from `buffers`, in place. The generator is one on the CPU, so that a seed
+        gives the same data on every device; torch's default generator if None."""
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a new batch on the CPU; generator as in `fill`. InputError for a batch below 1."""

@@ -66,20 +66,13 @@ class Mnist:
 
 
 def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
-    """Reads and checks the four MNIST files, which may be compressed by gzip.
+    """Reads and checks the four MNIST files, which may be compressed by gzip. They are on the CPU, 55 MB for the
+    standard files; `train` and `validation` share their memory.
 
     Args:
         folder: folder of the files.
         validation: number of images at the end of the training files that form the validation set; at least 0, and
             below the number of training images. Vorontsov et al. 2017 train on 50 000 and validate on 10 000.
-
-    Returns:
-        Mnist, on the CPU; 55 MB for the standard files. `train` and `validation` share their memory.
-
-    Example::
-
-        data = load_mnist("data/mnist")
-        data.train.images.shape, data.train.labels.shape  # [50000, 784], [50000]
     """
     integer("validation", validation, minimum=0)
     path = data_folder(folder)
@@ -100,14 +93,8 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
 
 
 def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
-    """A random order of the pixels, for the permuted task: images[:, pixel_permutation(seed)].
-
-    Args:
-        seed: seed of a generator on the CPU, so that it gives the same order on every machine.
-        pixels: number of pixels.
-
-    Returns:
-        [pixels] int64, a permutation of 0 ... pixels - 1.
+    """A random order of the pixels, [pixels] int64, for the permuted task: images[:, pixel_permutation(seed)]. A seed
+    gives the same order on every machine.
 
     Example::
 

@@ -97,13 +97,8 @@ class Rolls:
         return self.notes[self.offsets[index] : self.offsets[index + 1]]
 
     def window(self, pieces: Tensor, begin: Tensor, steps: int) -> RollWindow:
-        """A window of some pieces.
-
-        Args:
-            pieces: [B] int64, indices of the pieces.
-            begin: [B] int64, first input step in each piece; must be below its last step.
-            steps: T, number of steps.
-        """
+        """T = `steps` steps of some pieces, [B] int64 indices, from the steps `begin`, [B] int64, below their last
+        steps."""
         step = begin + torch.arange(steps).unsqueeze(1)  # [T, B]
         valid = step + 1 < self.lengths[pieces]
         place = (self.offsets[pieces] + step).clamp(max=len(self.notes) - 2)
@@ -111,16 +106,9 @@ class Rolls:
         return RollWindow(self.notes[place].float() * kept, self.notes[place + 1].float() * kept, valid, begin == 0)
 
     def whole(self, batch: int, steps: int) -> Iterator[tuple[int, RollWindow]]:
-        """All pieces once, for evaluation. The pieces are sorted by decreasing length, and divided into groups that are
-        cut into windows. A piece without further steps is left out of the following windows.
-
-        Args:
-            batch: pieces in a group, at least 1.
-            steps: steps in a window, at least 1.
-
-        Yields:
-            (rows, window): the window continues the first `rows` pieces of the previous window of the group.
-        """
+        """All pieces once, for evaluation: (rows, window), where the window continues the first `rows` pieces of the
+        previous window of the group. The pieces are sorted by decreasing length, and divided into groups of `batch`,
+        which are cut into windows of `steps`. A piece without further steps is left out of the following windows."""
         integer("batch", batch)
         integer("steps", steps)
         lengths = self.lengths - 1  # to predict
@@ -131,13 +119,8 @@ class Rolls:
                 yield len(alive), self.window(alive, torch.full_like(alive, begin), longest)
 
     def windows(self, batch: int, steps: int, generator: torch.Generator) -> RollWindows:
-        """An infinite iterator over windows for truncated back-propagation, see RollWindows.
-
-        Args:
-            batch: number of pieces in a window, B, at least 1.
-            steps: number of steps of a window, T, at least 1.
-            generator: a generator on the CPU that is used by this iterator only.
-        """
+        """An infinite iterator over windows of `steps` steps of `batch` pieces for truncated back-propagation, see
+        RollWindows. The generator, on the CPU, is used by this iterator only."""
         return RollWindows(self, batch, steps, generator)
 
 
@@ -146,13 +129,7 @@ class RollWindows:
 
     When a row reaches the end of its piece, the next window has the start of another piece in this row and sets `fresh`
     for it: its state must be set to zero. The pieces are in a new random order in every epoch. There is no gap between
-    epochs, so that every batch is full. The length of an epoch is the number of batches needed for the windows of all
-    pieces.
-
-    Args: as in Rolls.windows.
-
-    Attributes:
-        per_epoch: batches in an epoch.
+    epochs, so that every batch is full. `per_epoch` is the number of batches needed for the windows of all pieces.
     """
 
     def __init__(self, rolls: Rolls, batch: int, steps: int, generator: torch.Generator) -> None:
@@ -217,14 +194,7 @@ class Music:
 
 
 def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
-    """Reads and checks a collection in either file format.
-
-    Args:
-        folder: folder of the files.
-        collection: one of COLLECTIONS.
-
-    Returns:
-        Music, on the CPU; 23 MB for Nottingham.
+    """Reads and checks a collection, one of COLLECTIONS, in either file format; on the CPU, 23 MB for Nottingham.
 
     Example::
 

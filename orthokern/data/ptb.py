@@ -50,10 +50,8 @@ _OUTSIDE = re.compile(f"[^{re.escape(''.join(ALPHABET[1:]))}]")
 
 @dataclass(frozen=True)
 class SentenceBatch:
-    """A batch of sentences in the packed format of torch's PackedSequence, without padding.
-
-    The sentences are sorted by decreasing length. The tokens of step t of all sentences with at least t + 1 steps
-    follow those of step t - 1; P tokens in all.
+    """A batch of sentences in the packed format of torch's PackedSequence, without padding: sorted by decreasing
+    length, P tokens in all, those of step t of all sentences with at least t + 1 steps behind those of step t - 1.
 
     Attributes:
         inputs: [P] int64.
@@ -113,14 +111,7 @@ class Sentences:
         return decode(self.tokens[self.offsets[index] : self.offsets[index + 1]])
 
     def batch(self, indices: Tensor) -> SentenceBatch:
-        """A batch of some sentences.
-
-        Args:
-            indices: [B] int64, in any order; sentences of equal length keep their order.
-
-        Returns:
-            The batch, on the CPU.
-        """
+        """A batch on the CPU of the sentences `indices`, [B] int64. Sentences of equal length keep their order."""
         starts, ends = self.offsets[indices], self.offsets[indices + 1]
         lengths, order = (ends - starts - 1).sort(descending=True, stable=True)
         steps = torch.arange(int(lengths[0])).unsqueeze(1)  # [T, 1]
@@ -139,34 +130,26 @@ class Sentences:
         """An infinite iterator over batches for training, see SentenceBatches.
 
         Args:
-            batch: sentences per batch, B, at least 1; the last batch of an epoch has the remaining ones.
+            batch: sentences per batch, B; the last batch of an epoch has the remaining ones.
             generator: a generator on the CPU that is used by this iterator only.
             bucket: number of batches whose sentences are drawn together and sorted by length before they are divided
-                into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives batches with
-                sentences of similar length, which pad less.
+                into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives sentences of
+                similar length.
             part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
                 processes that share the batches.
         """
         return SentenceBatches(self, batch, generator, bucket, part)
 
     def ordered(self, batch: int) -> Iterator[SentenceBatch]:
-        """All sentences once, sorted by decreasing length, for evaluation.
-
-        Args:
-            batch: sentences per batch, B, at least 1; the last batch has the remaining ones.
-        """
+        """All sentences once, sorted by decreasing length, in batches of at most `batch`, for evaluation."""
         integer("batch", batch)
         order = self.lengths.argsort(descending=True, stable=True)
         return (self.batch(indices) for indices in order.split(batch))
 
 
 class SentenceBatches:
-    """An infinite iterator over batches. Every epoch has all sentences once, in a new random order.
-
-    All random numbers of an epoch are drawn at its start. The state therefore consists of the state of the generator at
-    the start of the epoch and the position in the epoch.
-
-    Args: as in Sentences.batches.
+    """An infinite iterator over batches. Every epoch has all sentences once, in a new random order, which is drawn at
+    its start. Args: as in Sentences.batches.
 
     Attributes:
         epoch: number of the epoch of the last batch, from 0; -1 before the first.
@@ -225,7 +208,8 @@ class SentenceBatches:
         self._order = [alike[i] for i in turn.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in types that a checkpoint may contain: the generator state as a uint8 tensor, and integers."""
+        """The state of the generator at the start of the epoch, and the position, in types that a checkpoint may
+        contain."""
         state = {"generator": self._drawn_from.clone(), "epoch": self.epoch, "position": self.position}
         return state | {"sentences": len(self.sentences), "batch": self.batch, "bucket": self.bucket}
 
@@ -255,9 +239,6 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
     Args:
         folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
         max_length, released_targets: as in `read_sentences`.
-
-    Returns:
-        Ptb, on the CPU.
 
     Example::
 
@@ -311,13 +292,7 @@ def decode(tokens: Tensor) -> str:
 
 
 def check_part(path: Path, part: str, lines: list[str]) -> None:
-    """Rejects a damaged copy of a standard file, and a standard file with the name of another one.
-
-    Args:
-        path: path of the file, for the error message.
-        part: "train", "valid" or "test".
-        lines: the text in the format of the word files.
-    """
+    """`check_standard` of the text of a part ("train", "valid" or "test") in the format of the word files."""
     check_standard(path, part, "".join(lines).encode(), _FILES, "the Penn Treebank's")
 
 

@@ -40,9 +40,6 @@ class PtbStream:
 def load_ptb_stream(folder: str | Path) -> PtbStream:
     """Reads and checks the train, valid and test files in either format, as `load_ptb` does.
 
-    Args:
-        folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
-
     Example::
 
         text = load_ptb_stream("data/ptb")
@@ -59,14 +56,8 @@ def _stream(sentences: Sentences) -> Tensor:
 
 
 def stream_rows(tokens: Tensor, rows: int) -> Tensor:
-    """Cuts a stream into rows of equal length, which are read in parallel. The remainder at the end is dropped.
-
-    Args:
-        tokens: [n], any dtype.
-        rows: B, at least 1.
-
-    Returns:
-        [n // B, B], contiguous: column b is tokens[b (n // B) : (b + 1) (n // B)].
+    """Cuts a stream [n] into B rows of equal length, which are read in parallel. The remainder at the end is dropped.
+    Column b of the result [n // B, B] is tokens[b (n // B) : (b + 1) (n // B)].
 
     Example::
 

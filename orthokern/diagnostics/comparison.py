@@ -53,12 +53,10 @@ def are_named(runs: Sequence[RunRecord]) -> bool:
 
 
 def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
-    """A short name for each run, as "T 200, margin 0.1".
-
-    Args:
-        runs: the runs.
-        names: settings to show; by default the task, if the runs have several, and `telling_settings`.
-    """
+    """A short name for each run, as "T 200, margin 0.1": the settings `names`, by default the task, if the runs have
+    several, and `telling_settings`. Runs with equal settings have the same label, followed by the name of the folder if
+    `names` is None; a single run is labelled with the name of its folder. If every run has a `RunRecord.label`, these
+    are returned, whatever `names` is."""
     if names is not None:
         check_settings("legend", runs, names)
     if are_named(runs):
@@ -127,11 +125,8 @@ def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
 
 def table(runs: Sequence[RunRecord]) -> str:
     """A Markdown table with one row per run: task, settings in which the runs differ, iterations, wall time, the best
-    held-out numbers, the numbers on the test data if the run is finished, and the last recorded spectrum, spectral
-    radius and orthogonality error.
-
-    Columns without any value are left out; "–" marks a missing value.
-    """
+    held-out numbers, the numbers on the test data, and the last recorded spectrum, spectral radius and orthogonality
+    error. Columns without any value are left out; "–" marks a missing value."""
     columns: dict[str, list[str]] = {"run": [str(run.path) for run in runs], "task": [run.task for run in runs]}
     for name in differing_settings(runs):
         if name not in _TECHNICAL or name == "seed":

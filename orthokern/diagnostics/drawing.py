@@ -64,9 +64,8 @@ def draw_run(
     recurrence: str | None = None,
     baseline: float | None = None,
 ) -> list[Path]:
-    """Draws the plots of a run for which its records have data.
-
-    Title, label of the loss, baseline and goal are those in config.json (`orthokern.training.Task.facts`).
+    """Draws the plots of a run for which its records have data; returns the files. Title, label of the loss, baseline
+    and goal are those in config.json (`orthokern.training.Task.facts`).
 
     Args:
         run: the run.
@@ -98,7 +97,7 @@ def draw_comparison(
     recurrence: str | None = None,
     **common: Any,
 ) -> list[Path]:
-    """Draws pictures of several runs for which their records have data.
+    """Draws pictures of several runs for which their records have data; returns the files.
 
     Args:
         runs: the runs.

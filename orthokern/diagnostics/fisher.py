@@ -42,8 +42,8 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     C = sum_k V^k E V^kT is the covariance of the states for noise of covariance E, the solution of C = V C V^T + E. It
     is computed by doubling, C <- C + V C V^T, V <- V^2, on the triangular factor L of C = L L^T (each step is a QR
     factorisation). The factor keeps small elements that rounding would remove from C: for a network with strong
-    transients the condition number of C is about 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT,
-    where S is computed in the same way. For a normal V and E = e I the total is |u|^2 / e.
+    transients the condition number of C is about 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT. For
+    a normal V and E = e I it is |u|^2 / e.
 
     Args:
         v: [N,N] float, applied to column vectors. It must be stable: all eigenvalues inside the unit circle.
@@ -52,18 +52,11 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
             definite.
         steps: T at least 1, length of the curve; None for 2 N.
 
-    Returns:
-        A `FisherMemory`.
-
-    Cost: a QR factorisation of [2N,N] and two [N,N] products per doubling; about ten doublings.
-
     Example::
 
         >>> memory = fisher_memory(0.5 * torch.eye(2), torch.tensor([1.0, 0.0]), 1.0, steps=3)
         >>> memory.curve  # 0.75 * 0.25 ** k
         tensor([0.7500, 0.1875, 0.0469], dtype=torch.float64)
-        >>> round(memory.total, 6)
-        1.0
     """
     v, u = _inputs(v, u)
     n = len(v)
@@ -87,17 +80,13 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
 
 
 def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor:
-    """|h_k| = |V^k u| for k = 0 ... T-1: the response to a single input over time (Figure 1 of the report).
-
-    For a stable normal V the norms decrease; for a non-normal V they may grow first. V need not be stable.
+    """|h_k| = |V^k u| for k = 0 ... T-1: the response to a single input over time (Figure 1 of the report), [T] float64
+    on the CPU. For a stable normal V the norms decrease; for a non-normal V they may grow first. V need not be stable.
 
     Args:
         v: [N,N] float, applied to column vectors.
-        u: [N] float, the input vector; or [N,M], M input vectors as columns.
+        u: [N] float, the input vector; or [N,M], M input vectors as columns, with a result [T,M].
         steps: T at least 1; None for 2 N.
-
-    Returns:
-        [T] float64 on the CPU; [T,M] for M inputs.
 
     Example::
 

@@ -19,14 +19,8 @@ __all__ = ["profile_steps", "tap", "thin_profile"]
 
 
 def thin_profile(norms: Tensor, points: int = 64) -> list[float]:
-    """A profile through time, reduced to at most `points` values for a record.
-
-    Args:
-        norms: [T] float, norms of the states or of the gradient, on any device.
-        points: the largest number of values, at least 2: the first and the last are among them.
-
-    Returns:
-        The values at `profile_steps(T, points)`, rounded to six significant digits.
+    """A profile through time, norms [T] on any device, reduced to at most `points` values for a record: those at
+    `profile_steps(T, points)`, with the first and the last, rounded to six significant digits.
 
     Example::
 

@@ -88,11 +88,8 @@ class RunRecord:
         return value if value is not None and value > 0 else None
 
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
-        """Iterations [P] float64 and values [P] float64 of the records that have a finite number under `quantity`.
-
-        Args:
-            quantity: a field of the records, or "field.part" for a part of one, e.g. "spectrum.mean".
-        """
+        """Iterations [P] and values [P], float64, of the records that have a finite number under `quantity`: a field of
+        the records, or "field.part", e.g. "spectrum.mean"."""
         return series(self.records, quantity)
 
     @property
@@ -120,16 +117,9 @@ class RunRecord:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Reads the configuration and records of a run.
-
-    A run that was killed and resumed may have two records of an iteration. The later record replaces the earlier one,
-    and all earlier records of that and of later iterations are dropped.
-
-    Args:
-        folder: the folder of the run.
-
-    Returns:
-        The run. Without metrics.jsonl, which is written after the first iteration, it has no records.
+    """Reads the configuration and records of a run. Without metrics.jsonl, which is written after the first iteration,
+    it has no records. A run that was killed and resumed may have two records of an iteration: the later one replaces
+    the earlier one, and all earlier records of later iterations are dropped.
 
     Example::
 

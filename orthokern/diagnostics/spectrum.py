@@ -35,14 +35,8 @@ class Recurrence(Protocol):
 
 
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
-    """Mean, standard deviation and extremes of singular values, as in Figure 3 of Vorontsov et al. 2017.
-
-    Args:
-        singular_values: [K] float, K at least 1. Absolute values are taken, because an unconstrained spectrum
-            parameter may be negative.
-
-    Returns:
-        "mean", "std" (population standard deviation, divided by K), "min", "max".
+    """Mean, population standard deviation and extremes of the absolute values of singular values [K], K at least 1, as
+    in Figure 3 of Vorontsov et al. 2017.
 
     Example::
 
@@ -54,13 +48,7 @@ def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
 
 
 def spectral_radius(w: Tensor) -> float:
-    """The largest magnitude of an eigenvalue: the asymptotic growth rate of W^t.
-
-    Args:
-        w: [N, N] float, N at least 1, on any device.
-
-    Returns:
-        A number without unit; NaN if w holds NaN or infinity.
+    """The largest magnitude of an eigenvalue of w [N, N], the asymptotic growth rate of W^t; NaN if w is not finite.
 
     Example::
 
@@ -71,14 +59,8 @@ def spectral_radius(w: Tensor) -> float:
 
 
 def eigenvalue_angles(w: Tensor) -> Tensor:
-    """The angles of the eigenvalues: the rotation per time step.
-
-    Args:
-        w: [N, N] float, N at least 1, on any device.
-
-    Returns:
-        [N] float64 on the CPU, radians in [-pi, pi], ascending; an eigenvalue of zero has the angle 0. [N] NaN if w
-        holds NaN or infinity.
+    """The angles of the eigenvalues of w [N, N], the rotation per time step: [N] float64 on the CPU, radians in [-pi,
+    pi], ascending; 0 for an eigenvalue of zero, NaN if w is not finite.
 
     Example::
 
@@ -89,16 +71,8 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
 
 
 def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[float]:
-    """A histogram of angles over `bins` equal intervals of [-pi, pi). Records hold angles in this form.
-
-    The intervals are half open. The angle pi is counted as -pi.
-
-    Args:
-        angles: [N] float, radians in [-pi, pi].
-        bins: number of intervals, at least 1.
-
-    Returns:
-        `bins` counts; `bins` NaN if an angle is not finite.
+    """A histogram of angles [N] in [-pi, pi] over `bins` equal half-open intervals of [-pi, pi), with pi counted as
+    -pi; NaN if an angle is not finite. Records hold angles in this form.
 
     Example::
 

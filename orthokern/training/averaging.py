@@ -15,14 +15,11 @@ __all__ = ["Average"]
 
 
 class Average:
-    """The exponential moving average of the parameters of a model (Polyak and Juditsky 1992).
+    """The exponential moving average of the parameters of a model (Polyak and Juditsky 1992), from their present values
+    on.
 
     Update k = 0, 1, ... computes average = d average + (1 - d) parameters with d = min(decay, (1 + k) / (10 + k)), so
     that the average spans at most a tenth of the iterations so far.
-
-    Args:
-        model: whose parameters are averaged, from their present values on.
-        decay: of an iteration, in [0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -53,11 +53,8 @@ def checkpoint_bytes(payload: dict[str, Any]) -> bytes:
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Writes a checkpoint atomically.
-
-    Args:
-        path: the file, conventionally `checkpoint.pt`.
-        payload: nested dicts, lists, tuples, numbers, strings, None and tensors only.
+    """Writes a checkpoint atomically: nested dicts, lists, tuples, numbers, strings, None and tensors only. OSError if
+    the disk is full, or the folder is missing or not writable; the old file is then unchanged.
 
     Example::
 
@@ -71,17 +68,8 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint onto the CPU.
-
-    Returns:
-        The payload passed to `save_checkpoint`, with "format" and "version" added.
-
-    Example::
-
-        >>> load_checkpoint(Path("no such file"))
-        Traceback (most recent call last):
-        orthokern.errors.CheckpointError: no checkpoint at no such file
-    """
+    """The payload of `save_checkpoint`, with "format" and "version" added, on the CPU. CheckpointError if the file is
+    missing, damaged, not a checkpoint of orthokern, or of another version."""
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}")
     try:

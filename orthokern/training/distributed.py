@@ -84,9 +84,8 @@ def prints_errors() -> bool:
 @contextlib.contextmanager
 def processes(timeout: float = 600.0) -> Iterator[Shard]:
     """Context manager: joins the processes started by torchrun in a process group. Without torchrun it does nothing.
-
-    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`).
-    """
+    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`). A rank waits `timeout` seconds for another,
+    which may be evaluating or writing."""
     shard = current_shard()
     if shard.world == 1 or dist.is_initialized():
         yield shard

@@ -33,14 +33,8 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
-        minutes: wall time, over all resumed parts, after which the iteration under way is the last; None for no limit.
-            For one process.
         cuda_graph: capture iterations as CUDA graphs where that is possible (`orthokern.training.graphs`).
-
-    Example::
-
-        >>> LoopSettings(iterations=1000, accumulate=4).checkpoint_every
-        50
+        minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
     """
 
     iterations: int

@@ -11,14 +11,8 @@ from orthokern.commandline import write
 
 
 class Progress:
-    """Shows the progress of a run.
-
-    Args:
-        total: number of iterations of the whole run.
-        stream: where to write; standard output by default.
-        every: seconds between plain lines if the stream is not a terminal.
-        shown: False for ranks that write nothing.
-    """
+    """The display of the progress of a run of `total` iterations: on a terminal a bar, else plain lines every `every`
+    seconds. `shown` is False for ranks that write nothing."""
 
     REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -51,14 +50,9 @@ class RunFolder:
     def create(
         cls, path: Path | None, task: str, settings: dict[str, Any], facts: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Creates a new folder, locks it and writes config.json.
-
-        Args:
-            path: the folder; must not exist, or be empty. None: `runs/<task>-<time>/` in the working directory.
-            task: name of the task.
-            settings: all settings of the run, as JSON values.
-            facts: further values for config.json that plots use: `Task.facts`
-        """
+        """Creates a new folder (None: `runs/<task>-<time>/` in the working directory), locks it and writes config.json
+        with all settings of the run, as JSON values, and `facts`, which plots use (`Task.facts`). InputError if the
+        folder is in use, or cannot be created or written."""
         config = {
             "task": task,
             "settings": settings,
@@ -72,10 +66,11 @@ class RunFolder:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
-            folder = _new_name(task) if path is None else path
-            created = [each for each in (folder, *folder.parents) if not each.exists()]
-            # without a name of the user, only one of two processes succeeds
-            folder.mkdir(parents=True, exist_ok=path is not None)
+            parent = Path("runs") if path is None else path
+            created = [each for each in (parent, *parent.parents) if not each.exists()]
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = parent if path is not None else _new_folder(parent, task)
+            created = created if path is not None else [folder, *created]
             run = cls(folder, config)
             run._created = created
             run.log = MetricsLog(run.metrics)
@@ -132,11 +127,16 @@ class RunFolder:
         return run
 
 
-def _new_name(task: str) -> Path:
-    """`runs/<task>-<time>`, with a number for a further run of the same second."""
-    name = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}"
-    paths = (Path("runs") / (name if copy == 1 else f"{name}-{copy}") for copy in itertools.count(1))
-    return next(path for path in paths if not path.exists())
+def _new_folder(parent: Path, task: str) -> Path:
+    """Creates `<task>-<time>` in a folder, with a number for a further run of the same second."""
+    name, copy = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
+    while True:
+        path = parent / (name if copy == 1 else f"{name}-{copy}")
+        try:
+            path.mkdir()  # without a check first, so that only one of two processes succeeds
+            return path
+        except FileExistsError:
+            copy += 1
 
 
 def _versions() -> dict[str, str]:

@@ -62,10 +62,7 @@ class Task(ABC):
     def module(self) -> nn.Module:
         """The module that `loss` must call for the forward pass: the model, or, with several processes, a wrapper that
         averages the gradients. Every parameter must get a gradient in every iteration. Parameters may also be used
-        outside the forward pass (in a penalty, or in a readout of its result).
-
-        In `evaluate` and `last_step_loss` it is the model itself.
-        """
+        outside the forward pass. In `evaluate` and `last_step_loss` it is the model itself."""
         return self.model if self._module is None else self._module
 
     @module.setter
@@ -90,9 +87,9 @@ class Task(ABC):
 
     def last_step_loss(self, batch: Any) -> Tensor | None:
         """The loss of the last time step only (0-dim, a mean as in `loss`), for the gradient through time in Figure 2
-        of Vorontsov et al. 2017. It is called in diagnosed iterations if the setting "last_step_gradient" is on. It
-        must not use the generators of the task; the global generators are restored. Default: None, for a task without
-        such a loss."""
+        of Vorontsov et al. 2017; called in diagnosed iterations with the setting "last_step_gradient". It must not use
+        the generators of the task; the global generators are restored. Default: None, for a task without such a loss.
+        """
         return None
 
     def last_step_norms(self, batch: Any) -> Tensor | None:
@@ -117,13 +114,9 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Evaluation on held-out data. The loop calls it with the model in eval mode and gradients disabled.
-
-        With several processes, only rank 0 evaluates. Decisions about the training belong in `goal_reached`, which all
-        ranks call with the same numbers.
-
-        Random numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else.
-        """
+        """Evaluation on held-out data, in eval mode and with gradients disabled; with several processes, on rank 0
+        only. Decisions about the training belong in `goal_reached`, which all ranks call with the same numbers. Random
+        numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else."""
 
     @abstractmethod
     def score(self, evaluation: dict[str, float]) -> float:

@@ -62,8 +62,8 @@ def new_panels(titles: Sequence[str], title: str, height: float = 3.8, **share: 
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure as PNG, under a temporary name that is then renamed. The folder is created if necessary. A
-    partial file is never visible under `path`."""
+    """Writes a figure as PNG, under a temporary name that is then renamed: a partial file is never visible under
+    `path`. The folder is created if necessary."""
     for axis in figure.axes:
         for line in axis.get_lines():
             if len(np.asarray(line.get_xdata())) == 1 and line.get_marker() in ("None", "none", "", " "):
@@ -98,12 +98,7 @@ def interval_starts(count: int, points: int) -> np.ndarray:
 
 
 def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """A curve of at most `points` points: means of `at` and `values` over intervals of equal length.
-
-    Args:
-        at, values: [P] float.
-        points: at least 1.
-    """
+    """A curve [P] of at most `points` points: means of `at` and `values` over intervals of equal length."""
     if len(at) <= points:
         return at, values
     begin = interval_starts(len(at), points)

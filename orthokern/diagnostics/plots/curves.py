@@ -52,15 +52,8 @@ def plot_learning(
     title: str = "",
     loss_label: str = "cross-entropy (nats per time step)",
 ) -> Path | None:
-    """Loss with its baseline, and accuracy if the records have it, over iterations.
-
-    Args:
-        records: with "iteration" and "loss"; "held_out_loss", "accuracy" and "held_out_accuracy" (fractions) where
-            known.
-        baseline: loss of the best guess without memory, in the loss's unit.
-        goal: accuracy to reach, a fraction.
-        loss_label: name and unit of the loss.
-    """
+    """Loss with its baseline, and accuracy (a fraction) with its goal if the records have it, over iterations. None if
+    no record has a loss."""
     rows = 2 if any(len(series(records, name)[0]) for name in ("accuracy", "held_out_accuracy")) else 1
     if not len(series(records, "loss")[0]):
         return None
@@ -91,13 +84,7 @@ def plot_learning(
 def plot_losses(
     records: Records, path: Path, *, label: str, baseline: float | None = None, title: str = ""
 ) -> Path | None:
-    """The mean loss of the training batches and that on held-out data, over iterations.
-
-    Args:
-        records: with "iteration" and "nll"; "held_out_loss" and "held_out_initial_loss" in the same unit where known.
-        label: the unit.
-        baseline: a loss to draw a line at.
-    """
+    """The mean loss "nll" of the training batches, and that on held-out data, over iterations; `label` is the unit."""
     if not len(series(records, "nll")[0]):
         return None
     figure, axes = new_figure(1, 1, (7.2, 3.8), title)
@@ -116,12 +103,8 @@ def plot_losses(
 
 
 def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
-    """Orthogonality error and gradient norm of each weight matrix of a feedforward network over iterations, one curve
-    per layer.
-
-    Args:
-        records: with "orthogonality_by_layer" and "grad_norm_by_layer", from the input layer to the readout.
-    """
+    """Orthogonality error ("orthogonality_by_layer") and gradient norm ("grad_norm_by_layer") of each weight matrix of
+    a feedforward network, from the input layer to the readout, over iterations, one curve per layer."""
     panels = (
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
@@ -315,13 +298,7 @@ def compare_dynamics(
     runs: Sequence[RunRecord], *, legend: Sequence[str] | None = None, legend_title: str = "", title: str = ""
 ) -> Figure | None:
     """Spectral radius, orthogonality error and gradient norm of plain recurrent matrices, and the accuracy, over the
-    number of training sequences: Figure 3b of Manchev and Spratling.
-
-    Args:
-        runs: only those with "spectral_radius", "orthogonality_error_of_w" and "recurrent_grad_norm" in their records
-            are drawn. Networks with a plain recurrent matrix have these fields.
-        legend_title: as in `compare_curves`.
-    """
+    number of training sequences: Figure 3b of Manchev and Spratling. Runs without these fields are left out."""
     drawn = [run for run in runs if all(len(run.series(key)[0]) for key, _, _ in _DYNAMICS[:3])]
     if not drawn:
         return None
@@ -346,12 +323,9 @@ def compare_dynamics(
 
 
 def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]], title: str = "") -> Figure | None:
-    """The number of iterations until a problem is solved, over the length of its sequences.
-
-    Args:
-        panels: problem -> network -> T -> iterations; one panel for each problem. A network has the same colour in all
-            panels.
-    """
+    """The number of iterations until a problem is solved, over the length of its sequences: problem -> network -> T ->
+    iterations, with one panel for each problem. A network has the same colour in all panels. None if nothing was
+    solved."""
     drawn = {problem: networks for problem, networks in panels.items() if any(networks.values())}
     if not drawn:
         return None

@@ -39,15 +39,9 @@ class Profiles:
 
 
 def profiles(records: Records, key: str, length: int | None, columns: int = HEAT_MAP_COLUMNS) -> Profiles | None:
-    """The lists that records hold under `key`, at most `columns` of them.
-
-    Args:
-        records: only records with a list of numbers under `key` are used.
-        key: for example "grad_norm_through_time"; a record has the values at `profile_steps(T)`.
-        length: number of time steps T. None if it is unknown, or not the same for all records: the values are then
-            interpolated to 64 fractions of the sequence.
-        columns: number of records to keep, evenly spaced, including the first and the last.
-    """
+    """The lists of numbers that records hold under `key`, at most `columns` of them, evenly spaced, with the first and
+    the last. A record has the values at `profile_steps(T)`. If the number of time steps T, `length`, is None, because
+    it is unknown or not the same for all records, the values are interpolated to 64 fractions of the sequence."""
     points = min(64, length) if length is not None else 0
     rows = _rows(records, key, lambda norms: not points or len(norms) == points, columns)
     if not rows:
