@@ -203,13 +203,6 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
 # ---- schedules and success -----------------------------------------------------------------------
 
 
-def test_a_window_longer_than_the_text(small: dict[str, list[str]]) -> None:
-    """The time per step in the records is that of the steps of the text."""
-    task = build("word_lm", [*small["word_lm"], "--window", str(2**53)])
-    inputs, *_ = task.next_batch()
-    assert task.time_steps == len(inputs) == len(task.streams) - 1 and task.iterations_per_epoch == 1
-
-
 def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
     task = build("word_lm", [*small["word_lm"], "--decay-after", "2", "--decay", "1.1"])
     per = task.iterations_per_epoch

@@ -11,9 +11,7 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run
 
-from orthokern.nn import GRU, RNN, FactorizedRNN, PeepholeLSTM
-from orthokern.tasks import epochs, recurrent
-from orthokern.training.distributed import Shard
+from orthokern.tasks import epochs
 
 TASKS = ("temporal_order", "random_permutation")
 SMALL = (
@@ -110,45 +108,7 @@ def test_resume_is_exact(task: str, tmp_path: Path) -> None:
     assert_resumes(task, SMALL, tmp_path, 10, 30)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_processes_share_a_batch(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(rank: int, world: int) -> torch.Tensor:
-        monkeypatch.setattr(recurrent, "current_shard", lambda: Shard(rank, world))
-        experiment = build(task, SMALL)
-        total: torch.Tensor = experiment.loss(experiment.next_batch())[0].detach()
-        return total
-
-    torch.testing.assert_close((loss(0, 2) + loss(1, 2)) / 2, loss(0, 1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ("rnn", RNN),
-        ("factorized", FactorizedRNN),
-        ("lstm", torch.nn.LSTM),
-        ("peephole-lstm", PeepholeLSTM),
-        ("gru", GRU),
-    ],
-)
-def test_the_network_is_the_one_that_was_asked_for(model: str, kind: type[torch.nn.Module]) -> None:
-    assert type(build("temporal_order", [*SMALL, "--model", model]).rnn) is kind
-
-
 @pytest.mark.parametrize("options", ["--model lstm", "--model rnn --init learned --start learned", "--start small"])
 def test_networks(options: str, tmp_path: Path) -> None:
     for task in TASKS:
         assert run(task, *SMALL, *options.split(), "--iterations", 2, "--out", tmp_path / task) == 0
-
-
-def test_normal_starts() -> None:
-    """--sigma draws every matrix, and --init and --start say which of them are then made orthogonal."""
-
-    for init, start in (("orthogonal", "torch"), ("learned", "learned"), ("learned", "glorot")):
-        options = ["--T", "10", "--model", "rnn", "--sigma", "0.01", "--init", init, "--start", start]
-        task = build("random_permutation", options)
-        for w, how in ((task.rnn.weight_hh_l0, init), (task.rnn.weight_ih_l0, start), (task.readout.weight, start)):
-            assert (distance(w) < 1e-6) == (how == "learned")
-            if how != "learned":
-                assert float(w.detach().std()) == pytest.approx(0.01, rel=0.05)
-        assert not any(p.any() for name, p in task.model.named_parameters() if "bias" in name)

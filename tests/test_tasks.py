@@ -16,7 +16,7 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run, settings_of
 
-from orthokern.tasks import adding, char_lm, network, optimization, pixel_mnist, recurrent
+from orthokern.tasks import adding, char_lm, network, optimization, recurrent
 from orthokern.training.distributed import Shard
 
 TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
@@ -94,21 +94,6 @@ def test_adding_counts_right_answers(tmp_path: Path) -> None:
     assert task.settled(494, 500) and not task.settled(495, 500)
     task = build("adding", [*options[2:], *more, "--goal", "0.1"])
     assert not task.settled(0, 500)
-
-
-def test_rotations_at_the_start(small: dict[str, list[str]]) -> None:
-    """Slow ones by default; the published ones on request, in the nnRNN report's settings, and where there are none."""
-
-    def largest_angle(*options: str, **preset: Any) -> float:
-        options = (*small["pixel_mnist"], "--hidden", "60", *options)
-        task = build("pixel_mnist", list(options), **preset)
-        return float(torch.linalg.eigvals(task.rnn.recurrent_matrix().detach()).angle().abs().max())
-
-    assert 0.4 < largest_angle() < 0.4701 and 0.4 < largest_angle("--model", "exprnn") < 0.4701
-    assert largest_angle("--max-angle", "0.1") < 0.1001
-    assert 1.2 < largest_angle("--max-angle", "none") < 1.571
-    assert 0.8 < largest_angle(**{**pixel_mnist.COMMAND.presets["report-exprnn"], "hidden": 60}) < 1.0001
-    assert largest_angle("--init", "orthogonal") > 2.5 and largest_angle("--model", "nnrnn") > 2.5
 
 
 def test_pixels_standardised(small: dict[str, list[str]]) -> None:

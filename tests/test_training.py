@@ -391,10 +391,8 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path, val
     payload = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
     assert payload["iteration"] == 12
     assert all(torch.isfinite(p).all() for p in payload["model"].values())
-    assert (
-        read_metrics(tmp_path / "run" / "metrics.jsonl")[-1] | {"loss": None}
-        == read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    )
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["iteration"] == 15 and last["loss"] is None
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -448,16 +446,6 @@ def test_foreign_checkpoint(whole: Path, kind: str) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("part", ["rng", "task_state"])
-def test_checkpoint_that_does_not_fit(whole: Path, part: str) -> None:
-    payload = load_checkpoint(whole / "checkpoint.pt")
-    payload[part] = {}
-    save_checkpoint(whole / "checkpoint.pt", payload)
-    with pytest.raises(CheckpointError) as error:
-        go(whole, Regression(), resume=True)
-    assert "does not fit this run" in one_line(error)
-
-
 def test_metrics_that_end_too_early(whole: Path) -> None:
     (whole / "metrics.jsonl").write_bytes(b"")
     with pytest.raises(CheckpointError, match="ends at iteration 0, but its checkpoint is of iteration 20"):
@@ -509,25 +497,3 @@ def test_the_default_folder_is_new_each_time(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     paths = {str(RunFolder.create(None, "regression", SETTINGS).path) for _ in range(3)}
     assert paths == {f"runs/regression-now{number}" for number in ("", "-2", "-3")}
-
-
-# ---- progress ------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    stream = Terminal()
-    progress = Progress(200, stream)
-    progress.update(100, "loss 0.5 and more text than a narrow terminal could ever hold")
-    progress.line("warning: a message")
-    progress.update(200, "loss 0.1", force=True)
-    progress.close()
-    text = stream.getvalue()
-    assert "\r100/200 |##########          | loss 0.5" in text
-    assert all(len(part) < 60 for line in text.split("\n") for part in line.split("\r"))
-    assert "warning: a message\n" in text and text.endswith("\n")

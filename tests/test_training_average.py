@@ -11,7 +11,7 @@ from runs import assert_resumes, records, run
 from torch import nn
 
 from orthokern.nn import FactorizedRNN
-from orthokern.tasks import deep_mnist, pixel_mnist
+from orthokern.tasks import pixel_mnist
 from orthokern.training.averaging import Average
 
 
@@ -93,21 +93,9 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
         assert json.loads((folder / "result.json").read_text())["test"] == task.test()
 
 
-def test_a_decay_of_zero_changes_nothing(tmp_path: Path, options: list[str]) -> None:
-    assert run("pixel_mnist", *options, "--model", "exprnn", "--out", tmp_path / "plain") == 0
-    assert run("pixel_mnist", *options, "--model", "exprnn", "--average", "0", "--out", tmp_path / "averaged") == 0
-    assert records(tmp_path / "plain") == records(tmp_path / "averaged")
-
-
 @pytest.mark.parametrize("model", ["factorized", "exprnn", "nnrnn", "lstm"])
 def test_resume_is_exact(model: str, tmp_path: Path, options: list[str]) -> None:
     assert_resumes("pixel_mnist", [*options, "--model", model, "--average", "0.9"], tmp_path, 17, 30)
-
-
-def test_feedforward_networks(tmp_path: Path, mnist: Path) -> None:
-    options = f"--data {mnist} --validation 60 --batch 20 --iterations 20 --hidden 16 --threads 1 --no-plots".split()
-    assert deep_mnist.main([*options, "--average", "0.9", "--out", str(tmp_path / "run")]) == 0
-    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["average"]["updates"] == 20
 
 
 def test_what_is_refused(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,6 +317,8 @@ def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypat
         ({"settings": {"hidden": 16}}, "was written with hidden=16, this run has hidden=12"),
         ({"model": None}, "does not fit this run: .* size mismatch"),
         ({"optimizer": None}, "does not fit this run"),
+        ({"rng": {}}, "does not fit this run"),
+        ({"task_state": {}}, "does not fit this run"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -340,3 +342,22 @@ def test_refused_checkpoints(
     error = capsys.readouterr().err
     assert re.fullmatch(f"error: checkpoint {re.escape(str(path))} {message}.*\n", error), error
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before  # nothing is lost
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    progress = Progress(200, stream)
+    progress.update(100, "loss 0.5 and more text than a narrow terminal could ever hold")
+    progress.line("warning: a message")
+    progress.update(200, "loss 0.1", force=True)
+    progress.close()
+    text = stream.getvalue()
+    assert "\r100/200 |##########          | loss 0.5" in text
+    assert all(len(part) < 60 for line in text.split("\n") for part in line.split("\r"))
+    assert "warning: a message\n" in text and text.endswith("\n")

@@ -253,18 +253,6 @@ def test_every_scan_fits_on_every_processor(scan: tuple[str, int, int, str, torc
         check_scan(scan, capability, ("prelu", "oplu", "modrelu", "tanh", "identity") if N == 128 else ("prelu",))
 
 
-def test_a_step_is_computed_once_and_in_the_layout_that_the_tables_are_made_for() -> None:
-    """Note [Computed once], and the exchanges between threads: 3 for each of the 4 rows that a thread adds up."""
-    from resources import resources
-
-    from orthokern.triton_kernels import _scan
-
-    arguments, plan = scan_arguments("dense_scan", "fwd", 128, 128, "ieee", F32, "tanh", tokens=False)
-    ptx = resources(_scan.scan_fwd_kernel, arguments, 90, plan.num_warps).ptx
-    assert len(re.findall(r"\bex2\.", ptx)) == 1
-    assert len(re.findall(r"\bshfl\.", ptx)) == 4 * 3
-
-
 def test_the_launches_of_chunks_fit_on_a_processor() -> None:
     """Launches that keep the last state of every row only, or what every row hands on."""
     from resources import resources

@@ -91,21 +91,3 @@ def test_links_are_those_of_the_site(site: ModuleType) -> None:
     assert link("![p](../bench/results/p.png)") == "![p](repository/bench/results/p.png)"
     assert link("[x](https://a.org/b.md) [y](#here)") == "[x](https://a.org/b.md) [y](#here)"
     assert link("`[x](../LICENSE)` [z](../LICENSE)") == "`[x](../LICENSE)` z"
-
-
-def test_a_notebook_becomes_a_page(site: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "n.ipynb"
-    outputs = [{"output_type": "stream", "text": ["3\n"]}, {"data": {"image/png": "aGk="}}]
-    path.write_text(
-        json.dumps(
-            {
-                "cells": [
-                    {"cell_type": "markdown", "source": ["# Title"]},
-                    {"cell_type": "code", "source": ["print(3)"], "outputs": outputs},
-                ]
-            }
-        )
-    )
-    text, images = site.notebook_page(path)
-    assert text == ("# Title\n\n```python\nprint(3)\n```\n\n```text\n3\n```\n\n![output of the code above](n-0.png)\n")
-    assert images == {"n-0.png": b"hi"}
