@@ -342,13 +342,14 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
     launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
   }
   if (plan.path == static_cast<int>(ScanPath::kLowRank)) {
-    with_low_rank_kernel(backward, a, [&](auto traits) {
-      using Traits = decltype(traits);
-      const unsigned threads = static_cast<unsigned>(32 * low_rank_warps<Traits>(a.N));
-      const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(threads), stream,
-                      static_cast<size_t>(plan.shared_bytes)};
-      launch(low_rank_scan_kernel<Traits>, at, a);
-    });
+    if constexpr (kFactored)
+      with_low_rank_kernel(backward, a, [&](auto traits) {
+        using Traits = decltype(traits);
+        const unsigned threads = static_cast<unsigned>(32 * low_rank_warps<Traits>(a.N));
+        const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(threads), stream,
+                        static_cast<size_t>(plan.shared_bytes)};
+        launch(low_rank_scan_kernel<Traits>, at, a);
+      });
   } else if (plan.path == static_cast<int>(ScanPath::kResident)) {
     with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
