@@ -294,7 +294,7 @@ def delayed_products(machine: Machine, N: int) -> Result:
 
 
 def against_triton(machine: Machine, op: str, N: int) -> Result:
-    """The time of the Triton kernels over that of the CUDA kernels, T = 400; 1 where Triton does not run."""
+    """The time of the Triton kernels over that of the CUDA kernels, T = 400; CUDA's twice in a dry run."""
     N, T, B = machine.units(N), machine.size(400, 3), machine.size(BATCH, 2)
     ms = {}
     for backend in ("cuda", "cuda" if machine.dry else "triton"):

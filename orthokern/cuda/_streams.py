@@ -12,9 +12,8 @@ class SideStream:
     """A second stream for work that runs concurrently with the scan: the current stream inside a ``with`` block.
 
     It first waits for all work of the current stream, and then ``delay`` clocks of the GPU. The current stream waits
-    for it in ``join`` only. References to tensors of
-    both streams must be kept until then, also after an exception. A CUDA graph captures both. Without a CUDA device, in
-    tests, there is one stream.
+    for it in ``join`` only. References to tensors of both streams must be kept until then, also after an exception. A
+    CUDA graph captures both. Without a CUDA device, in tests, there is one stream.
     """
 
     def __init__(self, device: torch.device, delay: int) -> None:

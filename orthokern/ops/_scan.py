@@ -225,14 +225,17 @@ class ScanOp:
         of_factors = total_v.to(v.dtype), of_s, total_u.to(u.dtype)
         if weight is None or x is None:
             return grads, of_factors
-        if args.lengths is not None:  # padding may hold anything, and the rows of delta are zero there
-            padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
-            x = x.masked_fill(padding if x.ndim == 2 else padding.unsqueeze(-1), 0)
         if x.is_floating_point():
+            if args.lengths is not None:  # padding may hold anything, and the rows of delta are zero there
+                padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
+                x = x.masked_fill(padding.unsqueeze(-1), 0)
             of_weight = sum_over_rows(delta, x.flatten(0, 1)).to(weight.dtype)
             of_x = product(delta, weight).view_as(x) if needs.x else None
-        else:
-            of_weight, of_x = torch.zeros_like(weight.mT).index_add(0, x.flatten(), delta).mT.contiguous(), None
+        else:  # wrong ids, which a GPU does not check, and those of padding are skipped
+            D = weight.shape[1]
+            ids = torch.where((x >= 0) & (x < D), x, D).flatten()
+            table = torch.ops.aten.embedding_dense_backward(delta, ids, D + 1, -1, False)
+            of_weight, of_x = table[:D].mT.contiguous(), None
         return grads._replace(x=of_x, weight=of_weight, bias=delta.sum(0)), of_factors
 
     def _differentiable(

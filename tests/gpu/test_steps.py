@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,15 @@ def test_in_a_graph_of_the_caller(kind: str) -> None:
     assert_same_bits(run(problem), captured)
 
 
+def in_two_threads(work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_on_two_streams(kind: str) -> None:
     """At the same time, from one thread and from two."""
@@ -119,12 +129,7 @@ def test_on_two_streams(kind: str) -> None:
     for _ in range(4):
         work(0)
         work(1)
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
+    in_two_threads(work)
     for plain, of_stream in zip(expected, results, strict=True):
         assert len(of_stream) == 5
         for result in of_stream:
@@ -139,12 +144,7 @@ def test_two_threads_on_one_stream() -> None:
     def work(number: int) -> None:
         results[number].extend(run(problems[number]) for _ in range(5))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
+    in_two_threads(work)
     for number, of_thread in results.items():
         assert len(of_thread) == 5
         for result in of_thread:
