@@ -20,7 +20,7 @@ enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 // from [B, N], backward [B, 3N]: (d_r, d_z, d_q), or (d_r, d_z, d_n) of kanai. Backward, steps are counted from the
 // last one, and the one after all of them, t = -1 of kCarry, gives grad_h0.
 template <GruStep kStep>
-__global__ void __launch_bounds__(kStepThreads)
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     gru_step_kernel(const Stored<GruScanArgs>* stored, const float* product, float* passed, const int step) {
   ORTHOKERN_SHARED(float, squares, [kStepThreads / 32]);
   const GruScanArgs a = stored->args;

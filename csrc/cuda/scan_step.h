@@ -9,6 +9,7 @@
 namespace orthokern::cuda {
 
 constexpr int kStepThreads = 256;
+constexpr int kStepBlocks = 4;  // at least, of a multiprocessor; without a bound ptxas spills a word for sm_100
 
 // Blocks for `count` elements with one thread each.
 inline int step_blocks(int64_t count) { return static_cast<int>((count + kStepThreads - 1) / kStepThreads); }
@@ -46,7 +47,7 @@ __device__ __forceinline__ float block_sum(float value, float (&of_warps)[kStepT
 
 // product [Q, N]: the map applied to the states that enter the step. state [Q, N]: those that the next step multiplies.
 template <bool kBackward>
-__global__ void __launch_bounds__(kStepThreads)
+__global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     scan_step_kernel(const Stored<ScanArgs>* stored, const float* product, float* state, const int step) {
   ORTHOKERN_SHARED(float, squares, [kStepThreads / 32]);
   const ScanArgs a = stored->args;
