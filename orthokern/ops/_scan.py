@@ -274,12 +274,12 @@ def check_values(args: ScanArgs, T: int) -> None:
 
 
 def without_m(args: ScanArgs, grad_hs: Tensor | None) -> bool:
-    """Whether the gradients of the factors take less time without M [N, N]: of few rows, or a low rank where N is not
-    small. Without checkpoints, since delta_t of all steps is stored."""
+    """Whether the gradients of the factors take less time without M [N, N]: where N is not small, of few rows or a low
+    rank. Without checkpoints, since delta_t of all steps is stored."""
     if args.first is None or args.checkpoint_every or grad_hs is None or torch.compiler.is_compiling():
         return False
     N, K = args.second.shape
-    return 4 * grad_hs.shape[0] * grad_hs.shape[1] <= N or (8 * K <= N and N >= 256)
+    return N >= 256 and min(4 * grad_hs.shape[0] * grad_hs.shape[1], 8 * K) <= N
 
 
 def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None, Tensor]:

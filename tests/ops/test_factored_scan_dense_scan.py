@@ -376,9 +376,7 @@ def test_half_a_million_sequences_on_one_thread() -> None:
 @pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 @pytest.mark.parametrize("activation", ["tanh", "prelu", "modrelu", "oplu"])
 @pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
-@pytest.mark.parametrize(
-    ("B", "T", "N", "K"), [(2, 3, 24, 3), (2, 3, 24, 24), (2, 40, 258, 1), (2, 40, 264, 33), (31, 5, 258, 3)]
-)
+@pytest.mark.parametrize(("B", "T", "N", "K"), [(2, 3, 258, 258), (2, 40, 258, 1), (2, 40, 264, 33), (31, 5, 258, 3)])
 def test_gradients_of_the_factors_without_m(B: int, T: int, N: int, K: int, inputs: str, activation: str) -> None:
     """At most N / 4 rows, or a rank of at most N / 8: without M = dL/dW. Padding holds NaN, or ids out of range."""
     plain = scan_problem("factored_scan", B=B, T=T, N=N, K=K, activation=activation, inputs=inputs, gap=1e-7)
