@@ -16,9 +16,9 @@ from orthokern.errors import InputError
 Sizes = Mapping[str, int]
 
 
-def _parameter(s: Sizes) -> int:
-    """Elements of act_param: 1 or N."""
-    return 1 if s["act_param_size"] == 1 else s["N"]
+def _parameter(s: Sizes, size: str = "act_param_size") -> int:
+    """Elements of a parameter of the units: 1 or N."""
+    return 1 if s[size] == 1 else s["N"]
 
 
 def _scan(s: Sizes) -> dict[str, int]:
@@ -36,6 +36,7 @@ def _scan(s: Sizes) -> dict[str, int]:
         "weight": N * D,
         "bias": N,
         "act_param": _parameter(s),
+        "leak": _parameter(s, "leak_size"),
         "reset_state": state,
         "lengths": B,
         "resets": rows,
@@ -52,6 +53,7 @@ def _scan(s: Sizes) -> dict[str, int]:
         "grad_weight": N * D,
         "grad_bias": N,
         "grad_act_param": _parameter(s),
+        "grad_leak": _parameter(s, "leak_size"),
         "grad_norm": T,
     }
 

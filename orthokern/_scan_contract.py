@@ -92,6 +92,7 @@ class ScanArgs(NamedTuple):
     message_clip: float = 0.0
     resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
     reset_state: Tensor | None = None  # [B, N]; None: zeros
+    leak: Tensor | None = None  # [1] or [N], the share of phi(a_t) in h_t; None: 1
 
     @property
     def op(self) -> str:
@@ -113,7 +114,7 @@ class ScanArgs(NamedTuple):
     @property
     def keeps_pre(self) -> bool:
         """Whether the forward saves the pre-activations for the backward."""
-        return ACTIVATIONS[self.activation].needs_input and not self.checkpoint_every
+        return (self.leak is not None or ACTIVATIONS[self.activation].needs_input) and not self.checkpoint_every
 
     def contiguous(self) -> ScanArgs:
         """The arguments with contiguous tensors."""
@@ -138,6 +139,7 @@ class ScanGradients(NamedTuple):
     bias: Tensor | None
     act_param: Tensor | None
     reset_state: Tensor | None  # [B, N]
+    leak: Tensor | None
     norm: Tensor | None  # [T], the Frobenius norm over [B, N] of dL/dh_t
 
     @property

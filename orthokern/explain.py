@@ -148,6 +148,7 @@ def _explain_loss(
             C,
             lengths="lengths" in features,
             resets="resets" in features,
+            leak="leak" in features,
             activation=activation,
             message_clip=clip,
             backend=backend,
@@ -207,7 +208,7 @@ def _parser() -> Parser:
     parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
     parser.add_argument("--activation", help=f"activation of {LOSS} (default identity)")
-    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,resets")
+    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,resets,leak")
     return parser
 
 

@@ -281,6 +281,7 @@ def scan_cross_entropy(
     basis: Tensor | None = None,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
+    leak: Tensor | None = None,
 ) -> ScanLoss:
     """Cross-entropy of a linear readout of a recurrence's states, in nats, without storing the states of all steps.
 
@@ -291,9 +292,10 @@ def scan_cross_entropy(
     Note [Chunks of states] in ``loss.py``.
 
     Args:
-        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state: as in
-            ``factored_scan``; token ids may also be uint8 or int16. With resets the sequential scan is used. On a GPU
-            a sequential call with lengths waits for the device, since the loss is that of the rows before padding.
+        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state, leak: as in
+            ``factored_scan``; token ids may also be uint8 or int16. With resets or leak the sequential scan is used. On
+            a GPU a sequential call with lengths waits for the device, since the loss is that of the rows before
+            padding.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
@@ -307,7 +309,8 @@ def scan_cross_entropy(
 
     Returns:
         A named tuple ScanLoss:
-            - loss, 0-dim, differentiable in x, matrix, readout, h0, weight, bias, readout_bias, act_param, reset_state;
+            - loss, 0-dim, differentiable in x, matrix, readout, h0, weight, bias, readout_bias, act_param, reset_state,
+              leak;
             - hits, int64 [T], the number of sequences whose largest logit at the step is that of the target;
             - basis, float64 [N, 2M], the eigenvectors for the next call; None if the modal form was not used;
             - refused, the reason why the modal form was not used; "" if it was.
@@ -354,6 +357,7 @@ def scan_cross_entropy(
         message_clip,
         resets,
         reset_state,
+        leak,
     )
     args = check.scan_args(args, name, small_ids=True)
     check.is_tensor("readout", readout)
@@ -391,6 +395,7 @@ def explain_scan_cross_entropy(
     algorithm: str = "auto",
     basis: Tensor | None = None,
     resets: bool = False,
+    leak: bool = False,
 ) -> tuple[str, str]:
     """Which algorithm ``scan_cross_entropy`` uses for a training step with this matrix, and why.
 
@@ -398,7 +403,7 @@ def explain_scan_cross_entropy(
         matrix, activation, message_clip, backend, algorithm, basis: as in ``scan_cross_entropy``.
         T, B, classes: sizes of the call, each at least 1.
         ids: whether the inputs are token ids.
-        lengths, resets: whether the call has these arguments.
+        lengths, resets, leak: whether the call has these arguments.
 
     Returns:
         ("modal", the condition of the eigenvectors), or (another algorithm, the reason why it is not modal).
@@ -414,8 +419,8 @@ def explain_scan_cross_entropy(
     """
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
-    check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None)
-    options = Options(activation, message_clip, backend, algorithm, lengths, resets)
+    check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None, leak or None)
+    options = Options(activation, message_clip, backend, algorithm, lengths, resets, leak)
     modes, why = choose_for(factors, T, B, classes, ids=ids, start=basis, options=options)
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"

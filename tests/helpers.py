@@ -116,7 +116,7 @@ class ScanProblem:
     def grad_names(self) -> tuple[str, ...]:
         """The names of what the backward returns."""
         matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
-        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "norm")
+        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "leak", "norm")
         return tuple(f"grad_{name}" for name in names)
 
     def map(self, change: object) -> ScanProblem:
@@ -280,7 +280,7 @@ def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, obj
 def scan_needs(need_x: bool = True, need_params: bool = True) -> Any:
     """The argument ``needs`` of a scan's backward."""
     params = need_params
-    needs: Any = (need_x, params, True, params, params, params, True, True)
+    needs: Any = (need_x, params, True, params, params, params, True, False, True)
     return ScanGradients(*needs)
 
 

@@ -34,6 +34,11 @@ def call_scans() -> None:
         problem = scan_problem(op, B=2, T=3, N=4, K=3, inputs=inputs, activation="prelu")
         for every in (0, 2):
             run_scan(with_resets(problem), "cpu", checkpoint_every=every, lengths=lengths)
+        scan = getattr(functional, op)
+        leaks = [torch.full((size,), 0.5, requires_grad=True) for size in (1, 4)]
+        for leak in leaks:
+            matrices = [t.float() for t in problem.matrices]
+            scan(torch.randn(3, 2, 4), *matrices, leak=leak).sum().backward()
     for variant in ("torch", "kanai"):
         GruProblem.random(variant, 3, 2, 4).with_resets().run("cpu", lengths=lengths)
     output, (_, cell) = PeepholeLSTM(2, 4)(torch.randn(3, 2, 2))

@@ -240,4 +240,4 @@ def scan_bwd(
     m, grad_weight, grad_bias = sums.results() if sums else (None, None, None)
     grad_state = None if cut_sum is None else transposed_product(args, cut_sum)
     norm = square.sum(1).sqrt() if needs.norm else None
-    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, norm)
+    return ScanGradients(grad_x, m, left, grad_weight, grad_bias, grad_act_param, grad_state, None, norm)

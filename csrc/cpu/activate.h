@@ -31,6 +31,12 @@ ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_
   else return A::template backward<VectorMath<T>>(saved, g, param);
 }
 
+// (1 - leak) h + leak phi, exactly phi where leak is 1.
+template <class T>
+ORTHOKERN_INLINE V<T> leaky(V<T> h, V<T> phi, V<T> leak) {
+  return (1 - leak) * h + leak * phi;
+}
+
 // The parameter of every unit, padded with zeros to whole vectors: [round_up(N, L)] from [1] or [N] (or zeros without a
 // parameter).
 template <class T>

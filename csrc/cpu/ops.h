@@ -48,6 +48,8 @@ struct ScanArgs {
   const void* bias;         // [N] or null
   const void* act_param;    // [act_param_size] or null
   int64_t act_param_size;   // 1 or N
+  const void* leak;         // [leak_size], a_t's share of h_t in (0, 1], or null: h_t is phi(a_t)
+  int64_t leak_size;        // 1 or N
 
   // forward results
   void* hs;    // [T, B, N]
@@ -66,10 +68,12 @@ struct ScanArgs {
   void* grad_weight;       // [N, D] or null
   void* grad_bias;         // [N] or null
   void* grad_act_param;    // [act_param_size] or null
+  void* grad_leak;         // [leak_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
   ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, dtype, activation, threads, bf16, checkpoint_every, lengths, resets, x,
-                      tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size);
+                      tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size, leak,
+                      leak_size);
   template <class Visit>
   void forward(Visit& visit) {
     common(visit);
@@ -79,7 +83,7 @@ struct ScanArgs {
   void backward(Visit& visit) {
     common(visit);
     ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
-                     grad_weight, grad_bias, grad_act_param, grad_norm);
+                     grad_weight, grad_bias, grad_act_param, grad_leak, grad_norm);
   }
 };
 

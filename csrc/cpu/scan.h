@@ -3,6 +3,11 @@
 //   forward    h_t = phi(a_t),  a_t = map(h_{t-1}) + e_t
 //   backward   ghat_t = g_t + map^T(delta_{t+1}),  delta_t = clip(phi'(a_t) * ghat_t)
 //
+// and with a leak l of each unit
+//
+//   forward    h_t = (1 - l) h_{t-1} + l phi(a_t)
+//   backward   ghat_t = g_t + map^T(delta_{t+1}) + (1 - l) ghat_{t+1},  delta_t = clip(phi'(a_t) * l ghat_t)
+//
 // Here: the entry functions. scan_plan.h has what threads share, scan_rows.h a group of rows and one step forward,
 // scan_backward.h the loop backward.
 //

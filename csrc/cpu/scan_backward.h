@@ -1,4 +1,4 @@
-// The backward pass of scan.h for a group of rows of the batch, and the sums over all threads at its end.
+// The backward pass of scan.h for a group of rows of the batch.
 //
 // delta_t and [h_{t-1}, x_t, 1] of the last few steps are kept in two rings of blocked rows. A ring holds about
 // kRingRows rows. Once it is full, one product (outer.h) adds it to this thread's sums, which gives the gradients of
@@ -6,30 +6,12 @@
 // alone, so the sums have the same bits when states are recomputed from checkpoints.
 #pragma once
 
-#include "cpu/outer.h"
 #include "cpu/scan_rows.h"
+#include "cpu/scan_sums.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kRingRows = 128;
-
-// A partial result of one thread. Those of all threads are added at the end, in the order of the threads.
-template <class T>
-struct ScanSums {
-  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h, then of x, then the one
-  Scratch<T> table_part;        // [D][round_up(N)] of the last few steps
-  Scratch<double> table_total;  // [D][round_up(N)]
-  Scratch<double> param;        // [round_up(N)]
-  Scratch<double> norm;         // [T]
-
-  bool allocate(const ScanPlan<T>& plan) {
-    const ScanArgs& args = *plan.args;
-    const size_t padded = plan.padded(), ldc = padded + round_up(plan.X, kLanes<T>);
-    return param.allocate(padded) && norm.allocate(args.T) &&
-           (!args.grad_map || gradients.allocate(padded * ldc, args.T * args.B)) &&
-           (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
-  }
-};
 
 // What one step reads and writes: rows N apart, or blocked rows of a ring.
 template <class T>
@@ -58,7 +40,7 @@ struct BackwardRows {
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
   const bool params;           // whether gradients of the parameters are wanted
-  const bool needs_input;      // the derivative of the activation reads a_t
+  const bool needs_input;      // the derivative of the activation or of the leak reads a_t
   T* const delta_out;          // grad_x where delta is that, or null
   const bool dx_out;           // grad_x is that of the features
   const int slots;             // steps of R rows that fit into a ring: two where nothing is summed over its rows
@@ -72,6 +54,7 @@ struct BackwardRows {
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
   // step t.
   Scratch<T> delta, inputs, dx, ending;
+  Scratch<T> ghat;                         // with a leak: ghat_{t+1} [N/L][R][L], zeros for rows that have not begun
   Scratch<T> paired_delta, paired_inputs;  // with plan.pairs: pairs of rows of the rings
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
 
@@ -89,7 +72,7 @@ struct BackwardRows {
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
         params(args.grad_map != nullptr),
-        needs_input(reads_of(args.activation) == act::kInput),
+        needs_input(reads_of(args.activation) == act::kInput || args.leak),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
         slots(params && kRingRows / R_ > 2 ? kRingRows / R_ : 2),
@@ -97,7 +80,10 @@ struct BackwardRows {
         ldc(static_cast<ptrdiff_t>(blocks + x_blocks) * L),
         token_steps(0),
         used(0) {
-    visit_activation(args.activation, [this](auto a) { finish = &BackwardRows::finish_blocks<decltype(a)>; });
+    visit_activation(args.activation, [this](auto a) {
+      using A = decltype(a);
+      finish = args.leak ? &BackwardRows::finish_blocks<A, true> : &BackwardRows::finish_blocks<A, false>;
+    });
     const int64_t ring_rows = static_cast<int64_t>(slots) * R;
     if (args.tokens && params) token_steps = slots * ((plan.D + ring_rows - 1) / ring_rows);
   }
@@ -105,6 +91,7 @@ struct BackwardRows {
   bool allocate() {
     if (!rows.allocate() || !rows.place_steps(slots * R)) return false;
     if (!ending.allocate(static_cast<size_t>(blocks) * L * R) ||
+        (args.leak && !ghat.allocate(static_cast<size_t>(blocks) * L * R)) ||
         !delta.allocate(static_cast<size_t>(blocks) * ring_block) ||
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
         !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
@@ -164,6 +151,7 @@ struct BackwardRows {
     if (delta_out && plan.stream) stream_delta(&during_last, 0);
     multiply_back(0, &during_first, &during_last, [](int, int) {});
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
+    if (args.leak) pass_leak_to_h0();
     rows.write_rows(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
     for (int64_t t = 0; t < args.T; t++) {
       if (delta_out) rows.clear_rest(t, rows.active[t], delta_out, plan.N);
@@ -249,12 +237,43 @@ struct BackwardRows {
       for (int b = first; b < last && b < blocks; b++) {
         T* from = message() + b * rows.block + r * L;
         const int count = rows.lanes(b);
+        V<T> of_state = load(from);
+        if (args.leak) {
+          const T* state = static_cast<const T*>(args.reset_state) + (row0 + r) * N + b * L;
+          V<T> leak_grad = V<T>{};
+          of_state += take_leak(b, r, args.reset_state ? load_part(state, count) : V<T>{}, &leak_grad);
+          add_units(sums->leak + b * L, leak_grad);
+        }
         if (args.grad_reset_state) {
           T* to = grad_reset_state() + r * N + b * L;
-          store_part(to, load_part(to, count) + load(from), count);
+          store_part(to, load_part(to, count) + of_state, count);
         }
         store(from, V<T>{});
       }
+    }
+  }
+
+  // The part of dL/dh of the state h before the leak, in block b and row r: (1 - l) ghat of the step after it. Takes
+  // ghat from there, and adds -ghat h to the gradient of the leak.
+  ORTHOKERN_INLINE V<T> take_leak(int b, int r, V<T> h, V<T>* leak_grad) const {
+    T* from = ghat + b * rows.block + r * L;
+    const V<T> g = load(from);
+    store(from, V<T>{});
+    *leak_grad -= g * h;
+    return (1 - load(plan.leak + b * L)) * g;
+  }
+  static void add_units(double* sum, V<T> part) {
+    for (int i = 0; i < L; i++) sum[i] += part[i];
+  }
+  void pass_leak_to_h0() const {
+    const T* h0 = static_cast<const T*>(args.h0) + row0 * N;
+    for (int b = 0; b < blocks; b++) {
+      V<T> leak_grad = V<T>{};
+      for (int r = 0; r < R; r++) {
+        T* to = message() + b * rows.block + r * L;
+        store(to, load(to) + take_leak(b, r, load_part(h0 + r * N + b * L, rows.lanes(b)), &leak_grad));
+      }
+      add_units(sums->leak + b * L, leak_grad);
     }
   }
 
@@ -264,19 +283,17 @@ struct BackwardRows {
   }
 
   // delta_t for blocks [first, last), of which the message is ready.
-  template <class A>
+  template <class A, bool LEAK>
   void finish_blocks(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square) {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
-      V<T> param_grad = V<T>{};
+      V<T> param_grad = V<T>{}, leak_grad = V<T>{};
       const int r = rows.lanes(b) == L ? finish_unmasked_rows<A>(step, b, square, &param_grad) : 0;
-      finish_masked_rows<A>(step, r, b, square, &param_grad);
+      finish_masked_rows<A, LEAK>(step, r, b, square, &param_grad, &leak_grad);
       if (step.delta_out) write_block(step, b);
       if (step.ids) add_to_table(step, b);
-      if (A::has_parameter) {
-        double* to = sums->param + b * L;
-        for (int i = 0; i < L; i++) to[i] += param_grad[i];
-      }
+      if (A::has_parameter) add_units(sums->param + b * L, param_grad);
+      if (LEAK) add_units(sums->leak + b * L, leak_grad);
     }
   }
   // Nearly all rows: no branch inside the loop. Returns how many.
@@ -302,9 +319,9 @@ struct BackwardRows {
     return count;
   }
   // Rows from `from` on, of which some may have ended before step t or end with it, or which read a_t.
-  template <class A>
+  template <class A, bool LEAK>
   ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, SquareSum<T>* square,
-                                           V<T>* param_grad) {
+                                           V<T>* param_grad, V<T>* leak_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
     const int count = rows.lanes(b);
     T* d_to = step.delta + b * ring_block;
@@ -319,9 +336,18 @@ struct BackwardRows {
       const bool ends = rows.length[r] == step.t + 1;
       V<T> g = load_part(g_at + r * N, count);
       if (!ends) g += load(q_at + r * L);
+      const bool reads_pre = A::needs_input || LEAK;
+      const V<T> h = load(ends ? ending + b * rows.block + r * L : h_at + r * L);
+      V<T> saved = reads_pre ? load_part(step.pre + r * N + b * L, count) : h;
+      if (LEAK) g += take_leak(b, r, h, leak_grad);
       square->add(g);
-      const V<T> saved = A::needs_input ? load_part(step.pre + r * N + b * L, count)
-                                        : load(ends ? ending + b * rows.block + r * L : h_at + r * L);
+      if (LEAK) {
+        store(ghat + b * rows.block + r * L, g);
+        const V<T> phi = activate<T, A>(saved, param);
+        *leak_grad += g * phi;
+        g *= load(plan.leak + b * L);
+        if (!A::needs_input) saved = phi;
+      }
       store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, param_grad), bound));
     }
   }
@@ -415,67 +441,6 @@ bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) 
   if (!rows.allocate()) return false;
   rows.run();
   return true;
-}
-
-// The results that are sums over all threads.
-
-template <class T>
-void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  const ScanArgs& args = *plan.args;
-  write_param_grad(static_cast<T*>(args.grad_act_param), args.act_param_size, args.N, [&](int64_t n) {
-    double total = 0;
-    for (int i = 0; i < plan.threads; i++) total += sums[i].param[n];
-    return total;
-  });
-}
-
-// M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
-template <class T>
-void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  const ScanArgs& args = *plan.args;
-  const int N = plan.N, D = plan.D, padded = plan.padded();
-  const ptrdiff_t ldc = padded + round_up(plan.X, kLanes<T>);
-  auto total = [&](ptrdiff_t at) {
-    double sum = sums[0].gradients.at(at);
-    for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients.at(at);
-    return static_cast<T>(sum);
-  };
-  T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight),
-    *bias = static_cast<T*>(args.grad_bias);
-  for (int n = 0; n < N; n++) {
-    for (int m = 0; m < N; m++) map[static_cast<ptrdiff_t>(n) * N + m] = total(n * ldc + m);
-    if (plan.X) {
-      for (int d = 0; d < D; d++) weight[static_cast<ptrdiff_t>(n) * D + d] = total(n * ldc + padded + d);
-      if (plan.bias_column) bias[n] = total(n * ldc + padded + D);
-    }
-  }
-}
-
-// The gradients of W_in and b for tokens.
-template <class T>
-void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  T *weight = static_cast<T*>(plan.args->grad_weight), *bias = static_cast<T*>(plan.args->grad_bias);
-  const int D = plan.D, padded = plan.padded();
-  for (int n = 0; n < plan.N; n++) {
-    double all = 0;
-    for (int d = 0; d < D; d++) {
-      double sum = 0;
-      for (int i = 0; i < plan.threads; i++) sum += sums[i].table_total[static_cast<ptrdiff_t>(d) * padded + n];
-      weight[static_cast<ptrdiff_t>(n) * D + d] = static_cast<T>(sum);
-      all += sum;
-    }
-    if (bias) bias[n] = static_cast<T>(all);
-  }
-}
-
-template <class T>
-void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  write_norms(
-      plan.threads, plan.args->T, [=](int i) { return sums[i].norm.get(); }, static_cast<T*>(plan.args->grad_norm));
-  if (plan.args->grad_act_param) collect_param(plan, sums);
-  if (!plan.args->grad_map) return;
-  collect_products(plan, sums);
-  if (plan.args->tokens) collect_table(plan, sums);
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -20,6 +20,10 @@ struct DirectScan {
   static int lanes(int b, int size) { return size - b * L < L ? size - b * L : L; }
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
 
+  // `count` values from unit n on of a parameter [1] or [N].
+  static V<T> unit_values(const void* from, int64_t size, int n, int count) {
+    return size == 1 ? splat<T>(at(from)[0]) : load_part(at(from) + n, count);
+  }
   // Block b of h_t.
   void state(int b) const {
     const int count = lanes(b, N), depth = K ? K : N, n = b * L;
@@ -38,10 +42,10 @@ struct DirectScan {
     } else {
       a += load_part(at(args.x) + row * N + n, count);
     }
-    V<T> param = V<T>{};
-    if (args.act_param)
-      param = args.act_param_size == 1 ? splat<T>(at(args.act_param)[0]) : load_part(at(args.act_param) + n, count);
-    store_part(static_cast<T*>(args.hs) + row * N + n, activate<T, A>(a, param), count);
+    const V<T> param = args.act_param ? unit_values(args.act_param, args.act_param_size, n, count) : V<T>{};
+    V<T> to = activate<T, A>(a, param);
+    if (args.leak) to = leaky<T>(load_part(h + n, count), to, unit_values(args.leak, args.leak_size, n, count));
+    store_part(static_cast<T*>(args.hs) + row * N + n, to, count);
     if (args.pre) store_part(static_cast<T*>(args.pre) + row * N + n, a, count);
   }
 

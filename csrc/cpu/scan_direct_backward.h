@@ -115,7 +115,7 @@ struct DirectBackward {
 
 // Whether a call of scan_bwd is one of a few steps that may read the weights in place.
 inline bool direct_backward_serves(const ScanArgs& args) {
-  return direct_serves(args) && !args.tokens && args.message_clip == 0;
+  return direct_serves(args) && !args.tokens && args.message_clip == 0 && !args.leak;
 }
 
 template <class T>

@@ -30,6 +30,7 @@ struct ScanPlan {
   Packed<T> input_t;   // backward with features whose gradient is wanted: [N, D] W_in
   Scratch<T> table;    // [D, round_up(N)]: W_in^T + b, for token ids
   Scratch<T> param;    // [round_up(N)]
+  Scratch<T> leak;     // [round_up(N)], zeros without one
 
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
@@ -154,7 +155,8 @@ bool prepare_scan(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   if (backward && !plan_backward_weights(plan, &jobs)) return false;
   // large weights are packed by all threads, also where the batch has fewer rows
   jobs.run(args.N >= 256 ? args.threads : plan->threads);
-  return expand_param(&plan->param, static_cast<const T*>(args.act_param), args.act_param_size, plan->N);
+  return expand_param(&plan->param, static_cast<const T*>(args.act_param), args.act_param_size, plan->N) &&
+         expand_param(&plan->leak, static_cast<const T*>(args.leak), args.leak_size, plan->N);
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

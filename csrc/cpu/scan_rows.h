@@ -23,7 +23,10 @@ struct ScanRows : RowSteps {
 
   ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
       : RowSteps(*plan_.args, row0_, R_), plan(plan_), args(*plan_.args), block(R_ * L) {
-    visit_activation(args.activation, [this](auto a) { epilogue = &ScanRows::activate_blocks<decltype(a)>; });
+    visit_activation(args.activation, [this](auto a) {
+      using A = decltype(a);
+      epilogue = args.leak ? &ScanRows::activate_blocks<A, true> : &ScanRows::activate_blocks<A, false>;
+    });
   }
 
   bool allocate() {
@@ -147,12 +150,12 @@ struct ScanRows : RowSteps {
     }
     if (h_out && !stream) during_last.prefetch(h_out, N, L, R_t, plan.blocks());
     Segment<T> segments[2];
-    T* out = next;
+    const bool in_place = plan.factored && !args.leak;  // the first product is the last to read the old state
+    T* out = in_place ? state : next;
     if (plan.factored) {
       const Segment<T> from = factor(state, block, R_t, N, paired);
       multiply<T>(&from, 1, plan.first, R_t, z, block, &during_first, [](int, int) {});
       segments[0] = factor(z, block, R_t, plan.K, paired);
-      out = state;  // the first product was the last to read the old state
     } else {
       segments[0] = factor(state, block, R_t, N, paired);
     }
@@ -171,7 +174,7 @@ struct ScanRows : RowSteps {
       if (!stream) clear_ended(t, h_out);
       if (pre_out) clear_ended(t, pre_out);
     }
-    if (!plan.factored) swap_states();
+    if (!in_place) swap_states();
   }
   // The input of step t: sets e_rows and returns true, or reads the features into x. Prefetches the next step's.
   bool read_input(int64_t t, Transfers<T>* transfers) {
@@ -192,7 +195,7 @@ struct ScanRows : RowSteps {
     return false;
   }
   // The epilogue of a step's last product, for blocks [first, last): a_t, or what it has without e_t, becomes h_t.
-  template <class A>
+  template <class A, bool LEAK>
   void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const {
     const T* const* e = has_e ? e_rows.get() : nullptr;
     for (int b = first; b < last && b < plan.blocks(); b++) {
@@ -200,7 +203,7 @@ struct ScanRows : RowSteps {
       const V<T> param = load(plan.param + b * L);
       T* at = out + b * block;
       T* h_to = stream ? nullptr : h_out + b * L;
-      if (count == L && !pre_out) {  // the common case: no branch inside the loops
+      if (count == L && !pre_out && !LEAK) {  // the common case: no branch inside the loops
         if (e && stream) activate_rows<A, true, false>(R_t, at, b, param, h_to);
         else if (e) activate_rows<A, true, true>(R_t, at, b, param, h_to);
         else if (stream) activate_rows<A, false, false>(R_t, at, b, param, h_to);
@@ -210,7 +213,8 @@ struct ScanRows : RowSteps {
       for (int r = 0; r < R_t; r++) {
         V<T> a = load(at + r * L);
         if (e) a += args.tokens || count == L ? load(e[r] + b * L) : load_part(e[r] + b * L, count);
-        const V<T> h = activate<T, A>(a, param);
+        V<T> h = activate<T, A>(a, param);
+        if (LEAK) h = leaky<T>(load(state + b * block + r * L), h, load(plan.leak + b * L));
         store(at + r * L, h);
         if (!stream) store_part(h_to + static_cast<ptrdiff_t>(r) * plan.N, h, count);
         if (pre_out) store_part(pre_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, a, count);

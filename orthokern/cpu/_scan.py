@@ -21,6 +21,7 @@ _GRADIENTS = (
     "grad_bias",
     "grad_act_param",
     "grad_reset_state",
+    "grad_leak",
     "grad_norm",
 )
 
@@ -36,7 +37,7 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
     x, tokens = args.x, None
     if x is not None and not x.is_floating_point():
         x, tokens = None, x
-    K, size = (0 if tensor is None else tensor.shape[-1] for tensor in (args.first, args.act_param))
+    K, size, leak_size = (0 if t is None else t.shape[-1] for t in (args.first, args.act_param, args.leak))
     D = N if args.weight is None else args.weight.shape[1]
     sizes = {
         "B": B,
@@ -46,6 +47,7 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
         "D": D,
         "activation": ACTIVATIONS[args.activation].number,
         "act_param_size": size,
+        "leak_size": leak_size,
         "checkpoint_every": args.checkpoint_every,
         "bf16": _bf16() if args.precision == "bf16" and steps * B > MOST_ROWS else 0,
     }
@@ -59,6 +61,7 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
         "weight": args.weight,
         "bias": args.bias,
         "act_param": args.act_param,
+        "leak": args.leak,
         "reset_state": args.reset_state,
         "lengths": args.lengths,
         "resets": args.resets,
@@ -106,6 +109,7 @@ def scan_bwd(
         bias=like(args.bias, needs.sums),
         act_param=like(args.act_param, needs.act_param),
         reset_state=like(args.reset_state, args.resets is not None),
+        leak=like(args.leak, needs.leak),
         norm=new(T, dtype=dtype),
     )
     sizes["message_clip"] = args.message_clip

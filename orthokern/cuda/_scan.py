@@ -438,5 +438,6 @@ def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None
         bias=grad_bias,
         act_param=grad_act_param,
         reset_state=grad_state,
+        leak=None,
         norm=norm,
     )

@@ -204,8 +204,23 @@ def _resets(
     return state
 
 
+def _leak(leak: object, N: int, like_name: str, like: Tensor) -> None:
+    """leak must be [1] or [N], or None. The op checks its values."""
+    if leak is None:
+        return
+    tensor = is_tensor("leak", leak)
+    if tensor.ndim != 1 or tensor.shape[0] not in (1, N):
+        raise InputError(f"leak has shape {list(tensor.shape)}: accepted is [1] or [N] = [{N}]")
+    same_kind("leak", tensor, like_name, like)
+
+
 def scan_choices(
-    precision: object, algorithm: object, activation: str, message_clip: float, resets: object = None
+    precision: object,
+    algorithm: object,
+    activation: str,
+    message_clip: float,
+    resets: object = None,
+    leak: object = None,
 ) -> None:
     """precision and algorithm must be known names; "chunked" needs a linear recurrence in forward and backward."""
     if precision not in PRECISIONS:
@@ -218,8 +233,9 @@ def scan_choices(
         raise InputError(
             f"algorithm is 'chunked' with activation {activation!r}: chunks of time can only be joined for 'identity'"
         )
-    reason = f"message_clip {message_clip}" if message_clip > 0 else "resets" if resets is not None else None
-    if reason is not None:
+    reason = f"message_clip {message_clip}" if message_clip > 0 else ""
+    reason = reason or ("resets" if resets is not None else "leak" if leak is not None else "")
+    if reason:
         raise InputError(
             f"algorithm is 'chunked' with {reason}: chunks of time can only be joined without (accepted is "
             "'sequential' or 'auto')"
@@ -232,7 +248,7 @@ def _options(args: ScanArgs) -> None:
     number = isinstance(clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(clip, bool)
     if not number or not 0 <= clip < float("inf"):
         raise InputError(f"message_clip is {describe(clip)}: accepted is a finite number, 0 (no clipping) or more")
-    scan_choices(args.precision, args.algorithm, args.activation, clip, args.resets)
+    scan_choices(args.precision, args.algorithm, args.activation, clip, args.resets, args.leak)
     if isinstance(every, bool) or not isinstance(every, (int, torch.SymInt)):
         raise InputError(f"checkpoint_every is {describe(every)}: accepted is an integer, 0 or more")
     if every < 0:
@@ -299,6 +315,7 @@ def scan_args(args: ScanArgs, like_name: str, *, small_ids: bool = False) -> Sca
     activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
     _lengths(args.lengths, x)
     reset_state = _resets(args.resets, args.reset_state, x, h0, N, like_name, like)
+    _leak(args.leak, N, like_name, like)
     _options(args)
     return args._replace(x=x, h0=like.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)
 

@@ -52,6 +52,15 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
         raise InputError(f"lengths holds {least if least < 1 else most}: lengths must be in [1, T] = [1, {T}]")
 
 
+def check_leak(leak: Tensor | None) -> None:
+    """Raise InputError unless every value of a scan's leak is in (0, 1]. Not checked on a GPU, as in check_lengths."""
+    if leak is None or leak.is_cuda:
+        return
+    low, high = values(leak).detach().aminmax()
+    if not (float(low) > 0 and float(high) <= 1):
+        raise InputError(f"leak holds values from {float(low):g} to {float(high):g}: accepted are values in (0, 1]")
+
+
 def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
     """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding is not checked.
 

@@ -21,29 +21,34 @@ from orthokern._scan_contract import (
 )
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_lengths, check_tokens, no_second_derivative
+from orthokern.ops._common import check_leak, check_lengths, check_tokens, no_second_derivative
 from orthokern.ops._register import custom_op
 
-FEATURES = ("lengths", "message_clip", "resets")  # optional arguments that a backend may lack, see Support.features
+FEATURES = (
+    "lengths",
+    "message_clip",
+    "resets",
+    "leak",
+)  # optional arguments that a backend may lack, see Support.features
 _GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES, **_GPU),
-    "cuda": Support(dtypes=(torch.float32,), features=FEATURES, **_GPU),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES[:3], **_GPU),
+    "cuda": Support(dtypes=(torch.float32,), features=FEATURES[:3], **_GPU),
 }
 _SCHEMA = (
     "Tensor? first, Tensor? scale, Tensor second, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
     'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
-    "Tensor? lengths=None, float message_clip=0.0, Tensor? resets=None, Tensor? reset_state=None"
+    "Tensor? lengths=None, float message_clip=0.0, Tensor? resets=None, Tensor? reset_state=None, Tensor? leak=None"
 )
 
 
 def features(args: ScanArgs) -> tuple[str, ...]:
     """The names of FEATURES that a call uses."""
-    if args.lengths is None and args.resets is None and not args.message_clip:
+    if args.lengths is None and args.resets is None and not args.message_clip and args.leak is None:
         return ()
-    used = (args.lengths is not None, args.message_clip > 0, args.resets is not None)
+    used = (args.lengths is not None, args.message_clip > 0, args.resets is not None, args.leak is not None)
     return tuple(name for name, is_used in zip(FEATURES, used, strict=True) if is_used)
 
 
@@ -157,6 +162,7 @@ class ScanOp:
             bias=like(args.bias),
             act_param=like(args.act_param),
             reset_state=like(args.reset_state, args.resets is not None),
+            leak=like(args.leak),
             norm=new(T, dtype=wide),
         )
         return only_needed(grads, needs)
@@ -180,7 +186,9 @@ class ScanOp:
         args: ScanArgs = join_tensors(ctx.options, tensors)
         of: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
         of_map, norm = of.first or of.scale or of.second, _taps.needed()
-        needs = ScanGradients._make((of.x, of_map, of.h0, of.weight, of.bias, of.act_param, of.reset_state, norm))
+        needs = ScanGradients._make(
+            (of.x, of_map, of.h0, of.weight, of.bias, of.act_param, of.reset_state, of.leak, norm)
+        )
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if of_map and not recorded and without_m(args, grad_hs):
@@ -195,7 +203,7 @@ class ScanOp:
                 of_factors = map_gradients(args, grads.m)
         of_reset_state = None if args.resets is None else grads.reset_state
         of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
-        of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state)  # type: ignore[arg-type]
+        of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state, leak=grads.leak)  # type: ignore
         return only_needed(of_args, of)
 
     @ieee_products()
@@ -266,11 +274,12 @@ class ScanOp:
 
 
 def check_values(args: ScanArgs, T: int) -> None:
-    """The checks of lengths and token ids, on a CPU."""
+    """The checks of lengths, token ids and leak, on a CPU."""
     if args.lengths is not None:
         check_lengths(args.lengths, T)
     if args.weight is not None:
         check_tokens(args.x, args.weight, args.lengths)
+    check_leak(args.leak)
 
 
 def without_m(args: ScanArgs, grad_hs: Tensor | None) -> bool:

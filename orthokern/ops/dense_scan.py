@@ -30,6 +30,7 @@ def dense_scan(
     message_clip: float = 0,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
+    leak: Tensor | None = None,
 ) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
@@ -40,14 +41,14 @@ def dense_scan(
     Args:
         w: [N, N], applied to column vectors as torch's weight_hh. All floating tensors have its dtype.
         x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
-            message_clip, resets, reset_state: as in ``factored_scan``.
+            message_clip, resets, reset_state, leak: as in ``factored_scan``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, w, h0, weight, bias, act_param, reset_state.
+        Differentiable in x, w, h0, weight, bias, act_param, reset_state, leak.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip, resets or leak.
         BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
@@ -88,6 +89,7 @@ def dense_scan(
         message_clip,
         resets,
         reset_state,
+        leak,
     )
     args = scan_args(args, "w")
     return modal_scan(args) if algorithm == "modal" else scan(args)

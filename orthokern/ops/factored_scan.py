@@ -31,6 +31,7 @@ def factored_scan(
     message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
+    leak: Tensor | None = None,
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
 
@@ -40,6 +41,7 @@ def factored_scan(
         e_t = x_t                        without weight
             = weight x_t + bias          for features; for token ids x_t is one-hot, and is not materialised
         a_t = U (s * (V^T h_{t-1})) + e_t,    h_t = phi(a_t),    t = 1 ... T.
+        With leak l, h_t = (1 - l) h_{t-1} + l phi(a_t).
         With lengths, a_t = h_t = 0 for t > lengths[b]. With resets, h_{t-1} is reset_state where resets_t is true.
         Backward: Note [Factored scan backward] in ``orthokern/reference/factored_scan.py``.
 
@@ -73,21 +75,23 @@ def factored_scan(
         reset_state: [B, N], the state that a reset sets; None: h0 if it is given, else zeros. Its gradient is the sum
             over the resets (added to that of h0, if it is h0). Pass zeros if h0 is carried over from an earlier part of
             the sequences.
+        leak: [1] or [N] with values in (0, 1], the share of phi(a_t) in h_t; None: 1. It is the step over the time
+            constant, dt / tau, of a leaky unit. A value out of (0, 1] is refused on a CPU.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
-        Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state.
+        Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state, leak.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip or resets.
+        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip, resets or leak.
         BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
-        x; pre [T, B, N], the a_t, for activations that need their input, without checkpoints; x if weight is given; all
-        parameters, h0, lengths, resets and reset_state. States are zero on padding, except a ckpt that enters a segment
-        directly after the end of a sequence. The backward op also computes the norms over [B, N] of dL/dh_t, see
-        ``_taps``.
+        x; pre [T, B, N], the a_t, for activations that need their input and with leak, without checkpoints; x if
+        weight is given; all parameters, h0, lengths, resets, reset_state and leak. States are zero on padding, except a
+        ckpt that enters a segment directly after the end of a sequence. The backward op also computes the norms over
+        [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
@@ -125,6 +129,7 @@ def factored_scan(
         message_clip,
         resets,
         reset_state,
+        leak,
     )
     args = scan_args(args, "u")
     return modal_scan(args) if algorithm == "modal" else scan(args)

@@ -19,6 +19,16 @@ Note [Resets]
 
     The sum of dL/dr is over all resets of the sequence. The term of M = dL/dW is delta_t r^T for such a step. A reset
     at t = 0 replaces h0, whose gradient is then zero. Resets on padding have no effect, since delta_t = 0 there.
+
+Note [Leak]
+    With leak l, one number or one for each unit, h_t = (1 - l) h_{t-1} + l phi(a_t). The backward has
+
+        ghat_t = g_t + W^T delta_{t+1} + (1 - l) ghat_{t+1},    delta_t = phi'(a_t) l ghat_t
+        dL/dl = sum_t ghat_t (phi(a_t) - h_{t-1}), summed over the batch, and over the units for one number
+
+    phi'(a_t) and phi(a_t) are computed from a_t, which is saved for every activation. With a reset, h_{t-1} is
+    reset_state in all of these terms, and dL/dr has the further term (1 - l) ghat_t. The message clip applies to
+    phi'(a_t) l ghat_t.
 """
 
 from __future__ import annotations
@@ -126,7 +136,8 @@ def run_steps(args: ScanArgs, alive: Tensor | None) -> ScanStates:
         a = without_padding(product(args, start) + e_t, here)
         if args.message_clip > 0:
             a = ClippedMessage.apply(a, args.message_clip)
-        h = without_padding(activation_fwd(a, args.act_param, activation=args.activation), here)
+        phi = activation_fwd(a, args.act_param, activation=args.activation)
+        h = without_padding(phi if args.leak is None else (1 - args.leak) * start + args.leak * phi, here)
         states.append(h)
         pre.append(a)
     return ScanStates(
@@ -161,46 +172,37 @@ def scan_bwd(
     It is differentiable, which double backward uses: then hs and pre are functions of the inputs, and a second backward
     sends a gradient to each, the one of pre as ``grad_pre`` [T, B, N] (without checkpoints).
     """
-    x, h0, weight, bias, act_param = args.x, args.h0, args.weight, args.bias, args.act_param
-    activation, checkpoint_every, resets, reset_state = (
-        args.activation,
-        args.checkpoint_every,
-        args.resets,
-        args.reset_state,
-    )
+    x, h0, weight, bias, act_param, leak = args.x, args.h0, args.weight, args.bias, args.act_param, args.leak
     T, B, N = grad_hs.shape
     alive = running(T, args.lengths)
     grad_hs = without_padding(grad_hs, alive)
     x = None if x is None else without_padding(x, alive)
+
+    def zeros(tensor: Tensor | None, required: bool) -> Tensor | None:
+        return torch.zeros_like(tensor) if tensor is not None and required else None
+
     m = grad_hs.new_zeros(N, N)
-    grad_weight = torch.zeros_like(weight) if weight is not None and needs.weight else None
-    grad_bias = torch.zeros_like(bias) if bias is not None and needs.bias else None
-    grad_act_param = torch.zeros_like(act_param) if act_param is not None and needs.act_param else None
+    grad_weight, grad_bias = zeros(weight, needs.weight), zeros(bias, needs.bias)
+    grad_act_param, grad_leak = zeros(act_param, needs.act_param), zeros(leak, needs.leak)
+    grad_reset_state = zeros(args.reset_state, args.resets is not None)
     grad_x_segments: list[Tensor] = []
     norms: list[Tensor] = []
-    carry = torch.zeros_like(h0)  # W^T delta_{t+1}
-    grad_reset_state = None if resets is None or reset_state is None else torch.zeros_like(reset_state)
+    carry = torch.zeros_like(h0)  # dL/dh_t without g_t
 
-    for start, stop in segments_backward(T, checkpoint_every):
-        cut = None if resets is None else resets[start:stop]
-        if checkpoint_every:
-            assert x is not None
-            entering = states[start // checkpoint_every]
-            segment = args._replace(x=x[start:stop], h0=entering, checkpoint_every=0, message_clip=0.0, resets=cut)
-            hs, _, pre_segment = run_steps(segment, None if alive is None else alive[start:stop])
-        else:
-            entering, hs, pre_segment = h0, states, pre
-        pre_rows = (None,) * (stop - start) if pre_segment is None else pre_segment.unbind(0)
-
-        deltas: list[Tensor] = []
-        cut_rows = (None,) * (stop - start) if cut is None else cut.unbind(0)
+    for start, stop in segments_backward(T, args.checkpoint_every):
+        hs, pre_rows, before, cut_rows = segment_states(args, x, states, pre, alive, start, stop)
         of_pre = (None,) * (stop - start) if grad_pre is None else without_padding(grad_pre, alive).unbind(0)
-        rows = zip(grad_hs[start:stop].unbind(0), hs.unbind(0), pre_rows, cut_rows, of_pre, strict=True)
-        for g_t, h_t, a_t, cut_t, of_pre_t in reversed(list(rows)):
+        rows = zip(grad_hs[start:stop], hs, pre_rows, before, cut_rows, of_pre, strict=True)
+        deltas: list[Tensor] = []
+        for g_t, h_t, a_t, before_t, cut_t, of_pre_t in reversed(list(rows)):
             ghat = g_t + carry
             if needs.norm:
                 norms.append(norm_over_batch(ghat))
-            delta, elementwise = chain(ghat, h_t, a_t, act_param, activation=activation)
+            phi, of_phi = h_t, ghat
+            if leak is not None:
+                phi, of_phi = activation_fwd(a_t, act_param, activation=args.activation), leak * ghat
+                grad_leak = None if grad_leak is None else grad_leak + sum_to_param(ghat * (phi - before_t), leak)
+            delta, elementwise = chain(of_phi, phi, a_t, act_param, activation=args.activation)
             if elementwise is not None and grad_act_param is not None:
                 assert act_param is not None
                 grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
@@ -209,17 +211,16 @@ def scan_bwd(
             if args.message_clip > 0:
                 delta = clip_message(delta, args.message_clip)
             carry = transposed_product(args, delta)
+            if leak is not None:
+                carry = carry + (1 - leak) * ghat
             if cut_t is not None:
-                kept = started(carry, cut_t, None)
                 if grad_reset_state is not None:
                     grad_reset_state = grad_reset_state + started(carry, ~cut_t, None)
-                carry = kept
+                carry = started(carry, cut_t, None)
             deltas.append(delta)
         delta_segment = torch.stack(deltas[::-1])
 
         if needs.sums:
-            before = started(torch.cat([entering.unsqueeze(0), hs[:-1]]), cut, reset_state)  # h_{t-1}
-            before = without_padding(before, None if alive is None else alive[start:stop])
             m = m + delta_segment.flatten(0, 1).mT @ before.flatten(0, 1)
             if weight is not None and grad_weight is not None:
                 assert x is not None
@@ -234,9 +235,28 @@ def scan_bwd(
 
     grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else None
     norm = torch.stack(norms[::-1]) if needs.norm else None
+    of_map = m if needs.m else None
     return ScanGradients(
-        grad_x, m if needs.m else None, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, norm
+        grad_x, of_map, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, grad_leak, norm
     )
+
+
+def segment_states(
+    args: ScanArgs, x: Tensor | None, states: Tensor, pre: Tensor | None, alive: Tensor | None, start: int, stop: int
+) -> tuple[Any, Any, Tensor, Any]:
+    """Of the steps [start, stop): rows of hs, rows of pre, the states h_{t-1} that they start from [steps, B, N], and
+    rows of resets; None in place of what there is not. Recomputes the states from a checkpoint."""
+    entering, absent = args.h0, (None,) * (stop - start)
+    alive = None if alive is None else alive[start:stop]
+    cut = None if args.resets is None else args.resets[start:stop]
+    if args.checkpoint_every:
+        assert x is not None
+        entering = states[start // args.checkpoint_every]
+        segment = args._replace(x=x[start:stop], h0=entering, checkpoint_every=0, message_clip=0.0, resets=cut)
+        states, _, pre = run_steps(segment, alive)
+    before = started(torch.cat([entering.unsqueeze(0), states[:-1]]), cut, args.reset_state)
+    pre_rows, cut_rows = (absent if rows is None else rows.unbind(0) for rows in (pre, cut))
+    return states.unbind(0), pre_rows, without_padding(before, alive), cut_rows
 
 
 def weight_gradient(delta: Tensor, x: Tensor, weight: Tensor) -> Tensor:

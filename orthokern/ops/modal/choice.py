@@ -69,6 +69,7 @@ class Options(NamedTuple):
     algorithm: str = "auto"
     lengths: bool = False  # the call has them
     resets: bool = False
+    leak: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +122,7 @@ def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Ca
         args.algorithm,
         args.lengths is not None,
         args.resets is not None,
+        args.leak is not None,
     )
     return Call(
         matrix_of(args),
@@ -147,6 +149,8 @@ def why_never(call: Call) -> str | None:
         return f"the activation is {options.activation!r}, and modes are for 'identity'"
     if options.message_clip > 0:
         return f"message_clip is {options.message_clip:g}, and clipping works on units, not on modes"
+    if options.leak:
+        return "leak changes the recurrence, and the modes are those of W"
     if options.resets:
         return "resets replace states between steps, so the recurrence runs step by step"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
