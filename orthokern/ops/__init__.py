@@ -6,6 +6,7 @@ and check their arguments; the functions of the other modules take inputs that `
 """
 
 from orthokern.ops import (
+    _flops,
     activations,
     cayley,
     dense_scan,
@@ -41,3 +42,5 @@ __all__ = [
     "peephole_scan",
     "skew_exp",
 ]
+
+_flops.register()

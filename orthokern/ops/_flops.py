@@ -1,0 +1,108 @@
+"""The operations of the ops, for ``torch.utils.flop_counter.FlopCounterMode``.
+
+As in torch, a multiply-add counts as two operations, and elementwise operations are not counted. The formulas are those
+of "Cost" in the docstrings of the ops. Padding counts, since shapes do not tell it from other steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, split_needs
+
+Shape = tuple[int, ...]
+
+
+def _map(args: ScanArgs) -> int:
+    """The operations of one product of W and a vector; args holds shapes in place of tensors."""
+    shape: Any = args.second
+    return (2 if args.first is None else 4) * prod(shape)
+
+
+def _projection(args: ScanArgs) -> int:
+    """The operations of one product of the input matrix and a vector of features; token ids have none."""
+    weight: Any = args.weight
+    x: Any = args.x
+    return 2 * prod(weight) if weight is not None and x is not None and len(x) == 3 else 0
+
+
+def _scan_fwd(*fields: Any, **options: Any) -> int:
+    args: Any = ScanArgs(*fields, **options)
+    return prod(args.x[:2]) * (_map(args) + _projection(args))
+
+
+def _scan_bwd(grad_hs: Shape, states: Shape, pre: Shape | None, *fields: Any, **options: Any) -> int:
+    needs, fields = split_needs(ScanGradients, fields)
+    args: Any = ScanArgs(*fields, **options)
+    T, B, N = grad_hs
+    passes = _map(args) * (2 if args.checkpoint_every else 1)
+    inputs = _projection(args) * (bool(needs.x) + bool(needs.weight) + bool(args.checkpoint_every))
+    return T * B * (passes + inputs + 2 * N * N * bool(needs.m))
+
+
+def _gru_fwd(x: Shape, w: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(x[:2]) * prod(w)
+
+
+def _gru_bwd(grad_hs: Shape, hs: Shape, gates: Shape, pre: Shape | None, *fields: Any, **options: Any) -> int:
+    needs, fields = split_needs(GruGradients, fields)
+    args: Any = GruArgs(*fields, **options)
+    return 2 * prod(grad_hs[:2]) * prod(args.w) * (1 + bool(needs.w))
+
+
+def _peephole_bwd(
+    grad_hs: Shape | None, grad_cs: Shape | None, hs: Shape, cs: Shape, gates: Shape, w: Shape, *_: Any, **__: Any
+) -> int:
+    return 4 * prod(hs[:2]) * prod(w)
+
+
+def _linear_cross_entropy(
+    hidden: Shape,
+    weight: Shape,
+    bias: Shape | None,
+    target: Shape,
+    reduction: str = "mean",
+    need_grad: bool = True,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return (6 if need_grad else 2) * hidden[0] * prod(weight)
+
+
+def _cayley(m: Shape, *_: Any, **__: Any) -> int:
+    *batch, N, K = m
+    return prod(batch) * (20 * N**3 // 3 if K == N else 16 * N * K**2 + 40 * K**3 // 3)
+
+
+def _skew_exp_fwd(x: Shape, *_: Any, **__: Any) -> int:  # squarings depend on the values of x
+    return 7 * 2 * prod(x) * x[-1]
+
+
+def _skew_exp_bwd(grad_p: Shape, *_: Any, **__: Any) -> int:
+    return 8 * 2 * prod(grad_p) * grad_p[-1]
+
+
+def register() -> None:
+    """Register the formulas of all ops, once they exist."""
+    ops = torch.ops.orthokern
+    formulas: dict[Any, Callable[..., int]] = {
+        ops.factored_scan_fwd: _scan_fwd,
+        ops.factored_scan_bwd: _scan_bwd,
+        ops.dense_scan_fwd: _scan_fwd,
+        ops.dense_scan_bwd: _scan_bwd,
+        ops.gru_scan_fwd: _gru_fwd,
+        ops.gru_scan_bwd: _gru_bwd,
+        ops.peephole_scan_fwd: _gru_fwd,
+        ops.peephole_scan_bwd: _peephole_bwd,
+        ops.linear_cross_entropy_fwd: _linear_cross_entropy,
+        ops.cayley: _cayley,
+        ops.skew_exp_fwd: _skew_exp_fwd,
+        ops.skew_exp_bwd: _skew_exp_bwd,
+    }
+    for op, formula in formulas.items():
+        register_flop_formula(op)(lambda *args, out_shape=None, _formula=formula, **options: _formula(*args, **options))
