@@ -1,6 +1,7 @@
 """The number of elements of every tensor that a kernel reads or writes, from the sizes of its call, and its check.
 
-One function for each struct of arguments in ``csrc/cpu/ops.h``, whose comments have the same shapes.
+One function for each struct of arguments in ``csrc/cpu/ops.h``, whose comments have the same shapes. A gradient
+``grad_x`` and a saved tensor ``saved_x`` have the size of ``x``, unless they have their own entry.
 """
 
 from __future__ import annotations
@@ -18,149 +19,88 @@ Sizes = Mapping[str, int]
 
 def _parameter(s: Sizes, size: str = "act_param_size") -> int:
     """Elements of a parameter of the units: 1 or N."""
-    return 1 if s[size] == 1 else s["N"]
+    return 1 if s.get(size) == 1 else s["N"]
 
 
 def _scan(s: Sizes) -> dict[str, int]:
     B, T, N, D, every = s["B"], s["T"], s["N"], s["D"], s["checkpoint_every"]
     columns, rows = s["K"] or N, T * B
-    state, states = B * N, rows * N
-    checkpoints = -(-T // every) * state if every else states
     return {
-        "first": N * columns,
+        **dict.fromkeys(("first", "second"), N * columns),
+        **dict.fromkeys(("h0", "reset_state"), B * N),
+        **dict.fromkeys(("hs", "pre"), rows * N),
+        **dict.fromkeys(("tokens", "resets"), rows),
+        **dict.fromkeys(("ckpt", "states"), (-(-T // every) * B if every else rows) * N),
         "scale": columns,
-        "second": N * columns,
         "x": rows * D,
-        "tokens": rows,
-        "h0": state,
         "weight": N * D,
         "bias": N,
         "act_param": _parameter(s),
         "leak": _parameter(s, "leak_size"),
-        "reset_state": state,
         "lengths": B,
-        "resets": rows,
-        "hs": states,
-        "ckpt": checkpoints,
-        "pre": states,
-        "grad_hs": states,
-        "states": checkpoints,
-        "saved_pre": states,
-        "grad_x": rows * D,
         "grad_map": N * N,
-        "grad_h0": state,
-        "grad_reset_state": state,
-        "grad_weight": N * D,
-        "grad_bias": N,
-        "grad_act_param": _parameter(s),
-        "grad_leak": _parameter(s, "leak_size"),
         "grad_norm": T,
     }
 
 
 def _gru(s: Sizes) -> dict[str, int]:
     B, T, N = s["B"], s["T"], s["N"]
-    state, states = B * N, T * B * N
     return {
+        **dict.fromkeys(("h0", "reset_state"), B * N),
+        **dict.fromkeys(("hs", "pre", "factor"), T * B * N),
+        **dict.fromkeys(("x", "gates"), 3 * T * B * N),
         "w": 3 * N * N,
-        "h0": state,
-        "x": 3 * states,
         "bias": 3 * N,
         "lengths": B,
         "resets": T * B,
-        "reset_state": state,
-        "hs": states,
-        "gates": 3 * states,
-        "pre": states,
-        "grad_hs": states,
-        "saved_hs": states,
-        "saved_gates": 3 * states,
-        "saved_pre": states,
-        "grad_x": 3 * states,
-        "factor": states,
-        "grad_h0": state,
-        "grad_reset_state": state,
         "grad_norm": T,
     }
 
 
 def _peephole(s: Sizes) -> dict[str, int]:
     B, T, N = s["B"], s["T"], s["N"]
-    state, states = B * N, T * B * N
     return {
+        **dict.fromkeys(("h0", "c0"), B * N),
+        **dict.fromkeys(("hs", "cs"), T * B * N),
+        **dict.fromkeys(("x", "gates"), 4 * T * B * N),
         "w": 4 * N * N,
         "peephole": 3 * N,
-        "h0": state,
-        "c0": state,
-        "x": 4 * states,
-        "hs": states,
-        "cs": states,
-        "gates": 4 * states,
-        "grad_hs": states,
-        "grad_cs": states,
-        "saved_cs": states,
-        "saved_gates": 4 * states,
-        "grad_x": 4 * states,
-        "grad_peephole": 3 * N,
-        "grad_h0": state,
-        "grad_c0": state,
     }
 
 
 def _activation(s: Sizes) -> dict[str, int]:
-    all_units = dict.fromkeys(("x", "y", "grad_y", "grad_x"), s["rows"] * s["N"])
-    return {**all_units, **dict.fromkeys(("act_param", "grad_act_param"), _parameter(s))}
+    return {**dict.fromkeys(("x", "y"), s["rows"] * s["N"]), "act_param": _parameter(s)}
 
 
 def _linear_cross_entropy(s: Sizes) -> dict[str, int]:
-    hidden, weight = s["rows"] * s["N"], s["C"] * s["N"]
-    return {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": s["C"],
-        "target": s["rows"],
-        "loss": 1,
-        "grad_hidden": hidden,
-        "grad_weight": weight,
-        "grad_bias": s["C"],
-    }
+    rows, N, C = s["rows"], s["N"], s["C"]
+    return {"hidden": rows * N, "weight": C * N, "bias": C, "target": rows, "loss": 1}
 
 
 def _modal(s: Sizes) -> dict[str, int]:
     T, M, rows, D, P = s["T"], s["M"], s["T"] * s["B"], s.get("D", 0), s.get("P", 0)
-    state, states, C, K = 2 * s["B"] * M, 2 * rows * M, s.get("C", 0), s.get("K", 0)
+    state, C, K = 2 * s["B"] * M, s.get("C", 0), s.get("K", 0)
     return {
-        "re": M,
-        "im": M,
+        **dict.fromkeys(("re", "im"), M),
+        **dict.fromkeys(("x", "z"), 2 * rows * M),
+        **dict.fromkeys(("step_states", "step_adjoints"), K * state),
         "lengths": s["B"],
-        "x": states,
         "ids": rows * s.get("id_bytes", 0),
         "table": D * 2 * M,
         "z0": state,
         "pairs": 2 * P,
+        "grad_pairs": 4 * P,
         "readout": C * 2 * M,
         "bias": C,
         "target_ids": rows * s.get("target_bytes", 0),
         "loss": 1,
         "hits": T,
-        "z": states,
-        "grad_x": states,
-        "grad_z0": state,
-        "grad_table": D * 2 * M,
-        "grad_readout": C * 2 * M,
-        "grad_bias": C,
-        "grad_re": M,
-        "grad_im": M,
-        "grad_pairs": 4 * P,
         "steps": K,
-        "step_states": K * state,
-        "step_adjoints": K * state,
     }
 
 
 def _cayley(s: Sizes) -> dict[str, int]:
-    matrices = s["batch"] * s["N"] * s["K"]
-    return {"m": matrices, "g": matrices, "lr": s["batch"], "out": matrices}
+    return {**dict.fromkeys(("m", "g", "out"), s["batch"] * s["N"] * s["K"]), "lr": s["batch"]}
 
 
 ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
@@ -179,9 +119,17 @@ def elements_of(kernel: str, sizes: Sizes) -> dict[str, int]:
     return _cached(kernel, tuple(sizes), tuple(sizes.values()))
 
 
+class _Elements(dict[str, int]):
+    def __missing__(self, name: str) -> int:
+        kind, _, base = name.partition("_")
+        if kind not in ("grad", "saved"):
+            raise KeyError(name)
+        return self[base]
+
+
 @functools.lru_cache(maxsize=64)
 def _cached(kernel: str, names: tuple[str, ...], values: tuple[int, ...]) -> dict[str, int]:
-    return ELEMENTS[kernel](dict(zip(names, values, strict=True)))
+    return _Elements(ELEMENTS[kernel](dict(zip(names, values, strict=True))))
 
 
 def check(kernel: str, name: str, tensor: Tensor, dtype: torch.dtype, device_type: str, elements: int) -> None:

@@ -55,7 +55,7 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     if isinstance(args, ScanArgs):
         sizes["K"] = 0 if args.first is None else args.second.shape[1]
         sizes["D"] = N if args.weight is None else args.weight.shape[1]
-        sizes["act_param_size"] = 0 if args.act_param is None else args.act_param.numel()
+        sizes |= {f"{name}_size": t.numel() for name in ("act_param", "leak") if (t := getattr(args, name)) is not None}
         sizes["checkpoint_every"] = args.checkpoint_every
     kernel = f"{args.op}_bwd"
     elements, copies, results = elements_of(kernel, sizes), {}, []
