@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import orthokern
 from orthokern import cpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,3 +112,24 @@ def test_threads_are_those_of_torch_where_its_openmp_is_hidden() -> None:
     print(hasattr(ctypes.CDLL(None), "GOMP_parallel"), cpu.build_info().get("thread_pool"))
     """
     assert run(code) == ["False openmp (shared with torch)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "before", "after"),
+    [
+        (["python", "-m", "orthokern.tasks.copy", "--T", "10"], None, "passive"),
+        (["python", "-X", "dev", "-m", "orthokern"], None, "passive"),
+        (["python", "-m", "orthokern.tasks.copy"], "active", "active"),
+        (["python", "-m", "orthokern_user.train"], None, None),
+        (["python", "train.py", "-m"], None, None),
+    ],
+)
+def test_commands_of_the_package_wait_passively(
+    arguments: list[str], before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", arguments)
+    monkeypatch.setenv("OMP_WAIT_POLICY", before or "")
+    if before is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    orthokern._wait_passively()
+    assert os.environ.get("OMP_WAIT_POLICY") == after
