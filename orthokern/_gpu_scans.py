@@ -1,11 +1,33 @@
-"""Functions in torch that the GPU leaves run before and after the kernels of a scan."""
+"""The scans of the GPU backends around their kernels: inputs, chunks of time, recomputed states, parameter gradients.
+
+A backend has a subclass of `Scan`, which launches its kernel. Forward and backward are one recurrence with different
+ends of a step:
+
+    forward   t = 0, 1, ...      a = map(state) + x_t,  state = h_t = phi(a)              map: W
+    backward  t = T - 1, ...     a = map(state) + g_t,  state = delta_t = phi'(.) * a     map: W^T
+"""
 
 from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import ScanArgs
+from orthokern._activations import ACTIVATIONS
+from orthokern._products import ieee_products, norms_of_steps
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+
+# Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
+# such windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
+WINDOW_ELEMENTS = 1 << 23
+# Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
+# chunks of time are not faster.
+_CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
+# The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
+_LONGEST_CHUNK = 128
 
 
 def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
@@ -13,17 +35,6 @@ def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Ten
     if resets is None:
         return h
     return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
-
-
-def before_resets(resets: Tensor) -> Tensor:
-    """resets [T, B] shifted to the previous step, bool [T, B]."""
-    return torch.cat([resets[1:], torch.zeros_like(resets[:1])])
-
-
-def token_table(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The input term for each id, [D, N], from weight [N, D] and bias [N]."""
-    table = weight.mT if bias is None else weight.mT + bias.unsqueeze(-2)
-    return table.contiguous()
 
 
 def composed(args: ScanArgs) -> Tensor:
@@ -34,20 +45,384 @@ def composed(args: ScanArgs) -> Tensor:
     return (second.double() * scale.unsqueeze(-2)) @ first.double().mT
 
 
-def transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
+def _transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
     """W^T applied to rows [B, N]."""
     first, scale, second = args.first, args.scale, args.second
     return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
 
-def power(w: Tensor, exponent: int) -> Tensor:
-    """w^exponent [..., N, N] in float64, by repeated squaring; exponent > 0."""
-    square, found = w.double(), None
-    while exponent:
-        if exponent & 1:
-            found = square if found is None else found @ square
-        exponent >>= 1
-        if exponent:
-            square = square @ square
-    assert found is not None
-    return found
+class Scan:
+    """Launches of the kernel of one scan, forward or backward, over the B rows of a batch or over chunks of time.
+
+    With ``chunk``, the T steps of a launch are cut into chunks of so many steps, which run in parallel from states of
+    their own: sequence c B + b is chunk c of row b, and in the backward chunk 0 is the last one in time. ``sequences``
+    is their number. Without chunks it is B.
+    """
+
+    def __init__(
+        self, args: ScanArgs, *, backward: bool, chunk: int | None = None, sequences: int | None = None
+    ) -> None:
+        self.args, self.backward, self.chunk = args, backward, chunk
+        self.sequences = len(args.h0) if sequences is None else sequences
+        self.clip = args.message_clip if backward and args.message_clip > 0 else math.inf
+        self.restart = None if backward else args.reset_state
+        # bool [T, B]: the steps after which the state, or backward the adjoint, becomes ``restart``, or zeros for None.
+        # Forward this is the step before a reset; backward the reset itself, which the adjoint does not pass.
+        self.cut = args.resets
+        if args.resets is not None and not backward:
+            self.cut = torch.cat([args.resets[1:], torch.zeros_like(args.resets[:1])])
+
+    def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
+        """Launch ``steps`` steps on the current stream, of which the first one in time is step ``time`` of the op.
+
+        tensors, of these steps:
+            x: [T, B, N], the input term or the gradient of hs; or tokens [T, B] with table [D, N].
+            gate: [T, B, N], backward: hs or pre, from which phi' is computed; None for the identity.
+            start: [sequences, N], the states before the first step; None for zeros.
+            out: [T, B, N], receives the states, zeros on padding.
+            pre: [T, B, N], forward: receives a.
+            end: [sequences, N], receives the states after ``chunk`` steps, zeros for a sequence that ends before.
+            sums: backward: of `sums`, updated.
+            norms: backward: of `norms`.
+        """
+        raise NotImplementedError
+
+    def sums(self) -> Tensor:
+        """[2, rows, N]: running sums for act_param's gradient over all launches, and their rounding errors."""
+        return self.args.second.new_zeros(2, self.sequences, self.args.second.shape[0])
+
+    def norms(self, steps: int) -> Tensor:
+        """[T, columns]: partial sums of squares of dL/dh_t, zeros on padding."""
+        return self.args.second.new_zeros(steps, self.sequences)
+
+    def side_stream(self, window: int) -> Any:
+        """A context manager for products that run concurrently with the scan of the next ``window`` steps, or None."""
+        return None
+
+    def carry(self, power: Tensor, ends: Tensor, starts: Tensor) -> None:
+        """starts[c + 1] = starts[c] power + ends[c], from starts[0]: power [N, N] float64, ends [count, B, N], starts
+        [count + 1, B, N]. In float64: a power that is rounded to float32 would cost eps |W^chunk| at every chunk, more
+        than its steps do."""
+        state = starts[0].double()
+        for index, end in enumerate(ends):
+            state = torch.addmm(end.double(), state, power)
+            starts[index + 1].copy_(state)
+
+
+def _input_of(args: ScanArgs, x: Tensor) -> dict[str, Any]:
+    """The inputs of a forward launch for the steps of x, see `Scan.run`."""
+    weight, bias = args.weight, args.bias
+    if weight is None:
+        return {"x": x}
+    if not x.is_floating_point():
+        table = weight.mT if bias is None else weight.mT + bias
+        return {"tokens": x, "table": table.contiguous()}
+    with ieee_products():
+        rows = x.flatten(0, 1)
+        e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
+    return {"x": e.view(*x.shape[:2], weight.shape[0])}
+
+
+def chunk_length(args: ScanArgs, steps: int) -> int:
+    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clipping and resets require.
+
+    The cost is two scans of C steps over all chunks, and one over the T / C carries: it is lowest for C near sqrt(T).
+    C is limited so that there are many chunks.
+    """
+    if args.activation != "identity" or args.message_clip > 0 or args.algorithm == "sequential" or steps < 2:
+        return 0
+    if args.resets is not None:
+        return 0
+    B, N = args.h0.shape
+    if args.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):
+        return 0
+    return max(1, min(_LONGEST_CHUNK, math.isqrt(steps)))
+
+
+def _chunked(
+    kind: type[Scan],
+    args: ScanArgs,
+    inputs: dict[str, Any],
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    backward: bool,
+) -> None:
+    """The recurrence without activation, in parallel over chunks of time; out [T, B, N].
+
+    (a) Every chunk but the last runs from a zero state, and only its end is kept. (b) The states between chunks are
+    computed in sequence: each is W^chunk times the previous one, plus that end. (c) Every chunk runs again from its
+    initial state. W is composed: for (b) in float64, and for (a) and (c) in the dtype of the call if that takes fewer
+    products than the factors. Backward is the same with W^T, from the last step to the first. Chunks after the end of a
+    sequence give zeros for any initial state.
+    """
+    steps, B, N = out.shape
+    chunk = chunk_length(args, steps)
+    count = -(-steps // chunk)
+    w = composed(args)
+    if args.first is not None and 2 * args.first.shape[1] > N:
+        args = args._replace(first=None, scale=None, second=w.to(out.dtype))
+    starts = out.new_empty(count, B, N)
+    starts[0].copy_(start) if start is not None else starts[0].zero_()
+    if count > 1:
+        ends = out.new_empty(count - 1, B, N)
+        scan = kind(args, backward=backward, chunk=chunk, sequences=(count - 1) * B)
+        scan.run(steps, **inputs, end=ends)
+        scan.carry(torch.linalg.matrix_power(w if backward else w.mT, chunk).contiguous(), ends, starts)
+    kind(args, backward=backward, chunk=chunk, sequences=count * B).run(steps, **inputs, start=starts, out=out)
+
+
+def scan_fwd(kind: type[Scan], args: ScanArgs) -> ScanStates:
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
+    x, h0, resets, every = args.x, args.h0, args.resets, args.checkpoint_every
+    assert x is not None
+    steps = args.time_steps
+    hs = h0.new_empty(steps, *h0.shape)
+    pre = torch.empty_like(hs) if args.keeps_pre else None
+    inputs = _input_of(args, x)
+    if chunk_length(args, steps):
+        _chunked(kind, args, inputs, h0, hs, backward=False)
+    else:
+        start = h0 if resets is None else started(h0, resets[0], args.reset_state)
+        kind(args, backward=False).run(steps, **inputs, start=start, out=hs, pre=pre)
+    ckpt = torch.cat([h0.unsqueeze(0), hs[every - 1 : steps - 1 : every]]) if every else None
+    return ScanStates(hs, ckpt, pre)
+
+
+class _States:
+    """h_{t-1} and the factor of phi' for windows of steps, the last one first: saved by the forward, or recomputed from
+    the checkpoint at or before the window."""
+
+    def __init__(self, kind: type[Scan], args: ScanArgs, states: Tensor, pre: Tensor | None) -> None:
+        self.args, self.saved, self.pre = args, states, pre
+        self.scan = kind(args, backward=False) if args.checkpoint_every else None
+        self.low: int | None = None  # with checkpoints: the first step that is recomputed
+        self.entered: Tensor | None = None  # and h_{t-1} of the steps from it on
+
+    def _recompute(self, low: int, high: int) -> None:
+        args, resets = self.args, self.args.resets
+        assert self.scan is not None and args.x is not None
+        segment = low // args.checkpoint_every
+        self.low = low = segment * args.checkpoint_every
+        self.entered = self.pre = None  # frees their memory
+        entered = self.entered = self.saved.new_empty(high - low + 1, *args.h0.shape)
+        entered[0] = self.saved[segment]
+        if ACTIVATIONS[args.activation].needs_input:
+            self.pre = torch.empty_like(entered[1:])
+        start = entered[0] if resets is None else started(entered[0], resets[low], args.reset_state)
+        inputs = _input_of(args, args.x[low:high])
+        self.scan.run(high - low, time=low, **inputs, start=start, out=entered[1:], pre=self.pre)
+
+    def _from(self, low: int, high: int) -> int:
+        """The step of the first row of what is saved, or recomputed so that it includes these steps."""
+        if self.scan is None:
+            return 0
+        if self.low is None or low < self.low:
+            self._recompute(low, high)
+        assert self.low is not None
+        return self.low
+
+    def gate(self, low: int, high: int) -> Tensor | None:
+        """hs or pre of the steps [low, high), whichever phi' reads."""
+        if self.args.activation == "identity":
+            return None
+        first = self._from(low, high)
+        if self.pre is not None:
+            return self.pre[low - first : high - first]
+        return self.saved[low:high] if self.entered is None else self.entered[low - first + 1 : high - first + 1]
+
+    def before(self, low: int, high: int) -> Tensor:
+        """h_{t-1} of the steps [low, high)."""
+        first = self._from(low, high)
+        if self.entered is not None:
+            return self.entered[low - first : high - first]
+        if low > 0:
+            return self.saved[low - 1 : high - 1]
+        # a copy of at most a window: one product takes less time than two
+        return torch.cat([self.args.h0.unsqueeze(0), self.saved[: high - 1]])
+
+
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total [N, D] + left [R, N]^T right [R, D], in place; None: zeros."""
+    return left.mT @ right if total is None else total.addmm_(left.mT, right)
+
+
+class _Sums:
+    """The gradients that are products with delta_t or sums of them, computed window by window, the last one first. The
+    other factor of a product is set to 0 on padding, since 0 times an infinity or a NaN is NaN."""
+
+    def __init__(self, args: ScanArgs, steps: int, needs: Any) -> None:
+        x, lengths = args.x, args.lengths
+        self.args, self.needs = args, needs
+        # bool [T, B, 1], False on padding
+        self.alive = None
+        if lengths is not None:
+            self.alive = (torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths).unsqueeze(-1)
+        self.m: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        features = args.weight is not None and x is not None and x.is_floating_point()
+        self.x = torch.empty_like(x) if features and needs.x and x is not None else None
+        # [B, N], the sum of delta_t over the resets
+        state = args.reset_state
+        self.at_resets = torch.zeros_like(state) if state is not None and needs.reset_state else None
+        self.required = needs.sums or self.x is not None or self.at_resets is not None
+
+    def add(self, low: int, delta: Tensor, states: _States) -> None:
+        """Add the steps from ``low`` on, delta [steps, B, N]."""
+        args, needs, high = self.args, self.needs, low + len(delta)
+        here = slice(low, high)
+        alive = None if self.alive is None else self.alive[here]
+        if self.at_resets is not None and args.resets is not None:
+            self.at_resets += started(delta, ~args.resets[here], None).sum(0)
+        if self.x is not None and args.weight is not None:
+            torch.mm(delta.flatten(0, 1), args.weight, out=self.x[here].flatten(0, 1))
+        # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
+        shifted = bool(low and delta[0].numel() % 4)
+        rows = (delta.clone() if shifted else delta).flatten(0, 1)
+        if needs.m:
+            before = states.before(low, high)
+            before = before.clone() if shifted else before
+            if args.resets is not None:
+                before = started(before, args.resets[here], args.reset_state)
+            if alive is not None:
+                before = torch.where(alive, before, 0.0)
+            self.m = add_product(self.m, rows, before.flatten(0, 1))
+        if needs.bias and args.bias is not None:
+            of_steps = rows.sum(0, dtype=torch.float64)
+            self.bias = of_steps if self.bias is None else self.bias.add_(of_steps)
+        if needs.weight and args.weight is not None and args.x is not None:
+            x = args.x[here]
+            if x.is_floating_point():
+                x = torch.where(alive, x, 0.0) if alive is not None else x.clone() if shifted else x
+                self.weight = add_product(self.weight, rows, x.flatten(0, 1))
+            else:
+                self._add_tokens(rows, x if alive is None else torch.where(alive.squeeze(-1), x, -1))
+
+    def _add_tokens(self, rows: Tensor, ids: Tensor) -> None:
+        """Ids out of range are skipped; all sums have a fixed order."""
+        assert self.args.weight is not None
+        ids, D = ids.flatten(), self.args.weight.shape[1]
+        if D <= 64:
+            one_hot = ids.unsqueeze(1) == torch.arange(D, device=ids.device)
+            self.weight = add_product(self.weight, rows, one_hot.to(rows.dtype))
+            return
+        ids = torch.where((ids >= 0) & (ids < D), ids, D)
+        table = torch.ops.aten.embedding_dense_backward(rows, ids, D + 1, -1, False)
+        of_ids = table[:D].mT
+        self.weight = of_ids.contiguous() if self.weight is None else self.weight.add_(of_ids)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(M, grad_weight, grad_bias), zeros if no step was added; None for what does not apply or is not needed."""
+        args, needs, new = self.args, self.needs, self.args.h0.new_zeros
+        N = args.h0.shape[1]
+        m = new(N, N) if needs.m and self.m is None else self.m
+        weight = torch.zeros_like(args.weight) if needs.weight and args.weight is not None else None
+        bias = new(N) if needs.bias and args.bias is not None else None
+        of_bias = None if self.bias is None else self.bias.to(args.h0.dtype)
+        return m, weight if self.weight is None else self.weight, bias if of_bias is None else of_bias
+
+
+def window_steps(B: int, N: int) -> int:
+    """Steps of a window of the gradients' products, which depend on sizes only."""
+    window = max(1, WINDOW_ELEMENTS // max(B * N, 1))
+    return window - (window % 16 if window > 16 else 0)
+
+
+class _Adjoints:
+    """The adjoint recurrence and its results: delta_t, and partial sums of the norms and of act_param's gradient."""
+
+    def __init__(self, kind: type[Scan], args: ScanArgs, grad_hs: Tensor, states: _States, needs: Any) -> None:
+        self.kind, self.args, self.grad_hs, self.states = kind, args, grad_hs, states
+        self.scan = kind(args, backward=True)
+        self.steps, B, N = grad_hs.shape
+        # all of delta is kept where it is grad_x (x is the input term), or if there are no checkpoints; else a window
+        self.keep = not args.checkpoint_every or (needs.x and args.weight is None)
+        rows = self.steps if self.keep else min(window_steps(B, N), self.steps)
+        self.delta = args.h0.new_empty(rows, B, N)
+        self.carry: Tensor | None = None  # delta of the first step so far
+        self.chunked = chunk_length(args, self.steps) > 0
+        needs_sums = args.act_param is not None and needs.act_param
+        self.running = self.scan.sums() if needs_sums else None
+        self.norms = self.scan.norms(self.steps) if needs.norm and not self.chunked else None
+
+    def part(self, low: int, high: int) -> Tensor:
+        """delta of the steps [low, high)."""
+        return self.delta[low:high] if self.keep else self.delta[: high - low]
+
+    def run(self, low: int, high: int) -> None:
+        """The steps [low, high), which end where the steps before them in the backward began."""
+        out, g, args = self.part(low, high), self.grad_hs[low:high], self.args
+        if self.chunked:
+            _chunked(self.kind, args, {"x": g}, None, out, backward=True)
+        else:
+            norms = None if self.norms is None else self.norms[low:high]
+            gate = self.states.gate(low, high)
+            self.scan.run(
+                high - low, time=low, x=g, gate=gate, start=self.carry, out=out, norms=norms, sums=self.running
+            )
+        # without all of delta, the kernel of the next window overwrites this row
+        self.carry = out[0] if self.keep else out[0].clone()
+        if args.resets is not None:
+            self.carry = started(self.carry, args.resets[low], None)
+
+    def norm(self) -> Tensor:
+        """[T], of dL/dh_t; in chunks, phi' is 1, and it is that of delta_t."""
+        if self.norms is None:
+            return norms_of_steps(self.delta).to(self.delta.dtype)
+        return self.norms.sum(1).sqrt()
+
+    def grad_act_param(self) -> Tensor | None:
+        """From the running sums of the kernels and their rounding errors."""
+        act_param = self.args.act_param
+        if self.running is None or act_param is None:
+            return None
+        exact = (self.running[0].double() - self.running[1]).sum(0)
+        return (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
+
+
+@ieee_products()
+def scan_bwd(
+    kind: type[Scan], args: ScanArgs, grad_hs: Tensor, saved: Tensor, pre: Tensor | None, needs: Any
+) -> ScanGradients:
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
+    steps, B, N = grad_hs.shape
+    if args.checkpoint_every and chunk_length(args, steps):
+        # chunks and segments have different borders: recompute all states as in the forward
+        args = args._replace(checkpoint_every=0)
+        saved = scan_fwd(kind, args).hs
+    states, window = _States(kind, args, saved, pre), window_steps(B, N)
+    adjoints, sums = _Adjoints(kind, args, grad_hs, states, needs), _Sums(args, steps, needs)
+    side = None
+    if not args.checkpoint_every and not adjoints.chunked and sums.required and window < steps:
+        side = adjoints.scan.side_stream(window)
+    by_window = side is not None or args.checkpoint_every > 0
+    beside: AbstractContextManager[Any] = nullcontext() if side is None else side
+    if steps and not by_window:
+        adjoints.run(0, steps)
+    try:
+        for low in reversed(range(0, steps, window)) if by_window or sums.required else ():
+            high = min(low + window, steps)
+            if by_window:
+                adjoints.run(low, high)
+            with beside:
+                sums.add(low, adjoints.part(low, high), states)
+    finally:
+        if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
+            side.join()
+    grad_h0 = None
+    if needs.h0:
+        carry = adjoints.carry
+        grad_h0 = torch.zeros_like(args.h0) if carry is None else _transposed_product(args, carry)
+    m, grad_weight, grad_bias = sums.results()
+    return ScanGradients(
+        x=adjoints.delta if needs.x and args.weight is None else sums.x,
+        m=m,
+        h0=grad_h0,
+        weight=grad_weight,
+        bias=grad_bias,
+        act_param=adjoints.grad_act_param(),
+        reset_state=None if sums.at_resets is None else _transposed_product(args, sums.at_resets),
+        leak=None,
+        norm=adjoints.norm() if needs.norm else None,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -66,7 +67,7 @@ def test_results_under_the_interpreter(name: str, part: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert passed and int(passed[1]) > 15, done.stdout[-2000:]
+    assert passed and int(passed[1]) > 5, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -102,224 +103,121 @@ def test_every_launch_asks_for_fused_sums() -> None:
 # -------------------------------------------------------------------------------------------------- ahead of time
 
 F32, F64 = torch.float32, torch.float64
-# op, N, K, precision, dtype: every way to multiply at the largest size of every entry of its table
-SCANS: list[tuple[str, int, int, str, torch.dtype]] = [
-    *[("dense_scan", N, N, "ieee", F32) for N in (32, 64, 128)],
-    *[("factored_scan", N, K, "ieee", F32) for N, K in ((32, 32), (64, 64), (128, 32), (128, 128))],
-    *[("dense_scan", N, N, "ieee", F64) for N in (32, 64, 128)],
-    *[("factored_scan", N, N, "ieee", F64) for N in (32, 64, 128)],
-    *[("dense_scan", N, N, precision, F32) for precision in ("tf32", "tf32x3", "bf16") for N in (64, 128)],
-    *[("factored_scan", N, N, precision, F32) for precision in ("tf32", "bf16") for N in (32, 128)],
-    ("factored_scan", 128, 64, "tf32x3", F32),
+# op, N, K, dtype: matrices in registers and read in every step, at the largest size of every number of warps
+SCANS: list[tuple[str, int, int, torch.dtype]] = [
+    *[("dense_scan", N, N, dtype) for N in (32, 64, 128) for dtype in (F32, F64)],
+    *[("factored_scan", N, K, F32) for N, K in ((32, 32), (64, 64), (128, 32), (128, 128))],
+    *[("factored_scan", N, N, F64) for N in (32, 64, 128)],
 ]
 # the ones that the plain `pytest` compiles
-USUAL = [("dense_scan", 128, 128, "ieee", F32), ("factored_scan", 128, 128, "ieee", F32)]
-USUAL += [("dense_scan", 128, 128, "ieee", F64), ("factored_scan", 128, 128, "tf32", F32)]
+USUAL = [("dense_scan", 128, 128, F32), ("factored_scan", 128, 128, F32), ("dense_scan", 128, 128, F64)]
 # Bytes that the compiler may move out of registers, stores and loads together. None where matrices stay in registers.
-# Where they are read in panels, the assembler may hold a kernel to 64 (80) registers, so that more programs share a
-# processor, and move up to 36 bytes that it reads once a step or after the last. On tensor cores a few addresses. The
-# elimination: addresses of what it stores at the end. Older compilers than 3.6 spill more, 3.2 up to 4 KiB on tensor
-# cores; with them, compiling is all that is asked.
+# Where they are read in every step, the assembler may hold a kernel to 64 (80) registers, so that more programs share a
+# processor, and move up to 36 bytes that it reads once a step or after the last. The elimination: addresses of what it
+# stores at the end. Older compilers than 3.6 spill more; with them, compiling is all that is asked.
 BOUNDED = VERSION >= (3, 6)
-SPILLS_ROWS = 0
-SPILLS_PANELS = 40
-SPILLS_DOT = 16
+SPILLS_READ = 40
 SPILLS_CAYLEY = 32
 
 
 def scan_arguments(
-    op: str,
-    direction: str,
-    N: int,
-    K: int,
-    precision: str,
-    dtype: torch.dtype,
-    activation: str,
-    tokens: bool,
-    ragged: bool = False,
-    cuts: bool = False,
-) -> tuple[dict[str, Any], Any]:
-    """Arguments of a kernel as ``_launch.launch_forward`` and ``launch_backward`` give them, and the plan.
+    op: str, N: int, K: int, dtype: torch.dtype, *, backward: bool, activation: str, tokens: bool
+) -> tuple[dict[str, Any], int]:
+    """Arguments of the kernel as ``Scan.run`` gives them, with lengths, resets and a message clip, and the warps."""
+    from orthokern.triton_kernels import _matrix
 
-    ragged: with lengths and, backward, a message clip. cuts: with resets.
-    """
-    from orthokern.triton_kernels import _launch
-
-    factored = op == "factored_scan"
-    plan = _launch.plan(N, K, 50, factored=factored, dtype=dtype, precision=precision)
-    row = ACTIVATIONS[activation]
-    has_param, from_hs, from_pre = row.parameter is not None, row.reads == "output", row.reads == "input"
-    arguments: dict[str, Any] = {
-        "p_second": dtype,
-        "p_first": dtype if factored else None,
-        "p_scale": dtype if factored else None,
-        "FACTORED": factored,
-        "p_param": dtype if has_param else None,
-        "T": "i32",
-        "B": "i32",
-        "R": "i32",
-        "CHUNK": "i32",
-        "FIRST": "i32",
-        "D": "i32",
-        "N": N,
-        "K": K,
-        "ACTIVATION": activation,
-        "PARAM": "N" if has_param else "none",
-        "WAY": plan.way,
-        "PRECISION": precision,
-        "BLOCK_B": plan.block_b,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_K": plan.block_k,
-        "p_lengths": torch.int64 if ragged else None,
-        "LENGTHS": ragged,
-        "p_cut": torch.uint8 if cuts else None,
-        "p_restart": dtype if cuts else None,
-        "CUTS": cuts,
+    factored, row = op == "factored_scan", ACTIVATIONS[activation]
+    held, block_n, block_k, num_warps = _matrix.plan(N, K, 1 + factored, dtype)
+    has_param, reads_input = row.parameter is not None, row.reads == "input"
+    pointers: dict[str, Any] = {
+        "p_x": torch.int64 if tokens else dtype,
+        "p_table": tokens,
+        "p_gate": backward and activation != "identity",
+        "p_pre": reads_input and not backward,
+        "p_end": False,
+        "p_sums": backward and has_param,
+        "p_norms": backward,
+        "p_first": factored,
+        "p_scale": factored,
+        "p_param": has_param,
+        "p_lengths": torch.int64,
+        "p_cut": torch.uint8,
+        "p_restart": not backward,
+        "p_clip": backward,
+        **dict.fromkeys(("p_start", "p_out", "p_second"), True),
     }
-    if direction == "fwd":
-        arguments |= {
-            "p_x": torch.int64 if tokens else dtype,
-            "p_table": dtype if tokens else None,
-            "p_h0": dtype,
-            "p_hs": dtype,
-            "p_pre": dtype if from_pre else None,
-            "p_last": None,
-            "TOKENS": tokens,
-            "STORE_HS": True,
-            "STORE_PRE": from_pre,
-            "STORE_LAST": False,
-        }
-    else:
-        arguments |= {
-            "p_grad": dtype,
-            "p_hs": dtype if from_hs else None,
-            "p_pre": dtype if from_pre else None,
-            "p_carry": dtype,
-            "p_delta": dtype,
-            "p_left": dtype,
-            "p_square": dtype,
-            "p_sum": dtype if has_param else None,
-            "STORE_DELTA": True,
-            "STORE_SUM": has_param,
-            "FROM_HS": from_hs,
-            "FROM_PRE": from_pre,
-            "p_clip": dtype if ragged else None,
-            "CLIP": ragged,
-        }
-    return arguments, plan
+    pointers = {name: dtype if exists is True else exists or None for name, exists in pointers.items()}
+    constants = {"N": N, "K": K, "BACKWARD": backward, "ACTIVATION": activation, "PARAM": "N" if has_param else "none"}
+    constants |= {"HELD": held, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    return {**pointers, **dict.fromkeys(("T", "B", "CHUNK", "TIME", "D"), "i32"), **constants}, num_warps
 
 
-def check_scan(
-    scan: tuple[str, int, int, str, torch.dtype], capability: int, activations: tuple[str, ...], ragged: bool = False
-) -> None:
+def check(kernel: Any, arguments: dict[str, Any], capability: int, warps: int, spills: int) -> None:
+    """A kernel fits on a processor and spills no more than so many bytes."""
     from resources import SHARED_KIB, resources
 
+    used = resources(kernel, arguments, capability, warps)
+    what = f"{kernel.__name__} {arguments}: {used}"
+    assert used.shared <= SHARED_KIB[capability] * 1024, what
+    assert used.spills <= spills or not BOUNDED, what
+    assert used.registers * 32 * warps <= 65536, what
+
+
+def check_scan(scan: tuple[str, int, int, torch.dtype], capability: int, activations: tuple[str, ...]) -> None:
     from orthokern.triton_kernels import _scan
 
-    op, N, K, precision, dtype = scan
-    for direction in ("fwd", "bwd"):
-        for index, activation in enumerate(activations):
-            arguments, plan = scan_arguments(
-                op, direction, N, K, precision, dtype, activation, tokens=index % 2 == 0, ragged=ragged
-            )
-            kernel = getattr(_scan, f"scan_{direction}_kernel")
-            used = resources(kernel, arguments, capability, plan.num_warps)
-            what = f"{op} {direction} {activation} {plan}: {used}"
-            assert used.shared <= SHARED_KIB[capability] * 1024, what
-            allowed = {"rows": SPILLS_ROWS, "panels": SPILLS_PANELS, "dot": SPILLS_DOT}[plan.way]
-            assert used.spills <= allowed or not BOUNDED, what
-            assert used.registers * 32 * plan.num_warps <= 65536, what
+    for backward, (index, activation) in itertools.product((False, True), enumerate(activations)):
+        tokens = index % 2 == 0 and not backward
+        arguments, warps = scan_arguments(*scan, backward=backward, activation=activation, tokens=tokens)
+        check(_scan.scan_kernel, arguments, capability, warps, 0 if arguments["HELD"] else SPILLS_READ)
 
 
-def label(scan: tuple[str, int, int, str, torch.dtype]) -> str:
-    op, N, K, precision, dtype = scan
-    return f"{op}-N{N}K{K}-{precision}-{str(dtype).removeprefix('torch.')}"
+def label(scan: tuple[str, int, int, torch.dtype]) -> str:
+    op, N, K, dtype = scan
+    return f"{op}-N{N}K{K}-{str(dtype).removeprefix('torch.')}"
 
 
 @pytest.mark.parametrize("scan", USUAL, ids=label)
-def test_scans_fit_on_a_processor(scan: tuple[str, int, int, str, torch.dtype]) -> None:
-    check_scan(scan, 90, ("prelu",), ragged=True)
+def test_scans_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype]) -> None:
+    check_scan(scan, 90, ("prelu",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("scan", SCANS, ids=label)
-def test_every_scan_fits_on_every_processor(scan: tuple[str, int, int, str, torch.dtype], capability: int) -> None:
-    # Processors differ in their memory and in how ptxas spends registers: the heaviest activation with both arguments
-    # shows it. Activations differ at N = 128, where registers are scarcest, and on one processor.
-    check_scan(scan, capability, ("prelu",), ragged=True)
-    if capability == 90:
-        N = scan[1]
-        check_scan(scan, capability, ("prelu", "oplu", "modrelu", "tanh", "identity") if N == 128 else ("prelu",))
+def test_every_scan_fits_on_every_processor(scan: tuple[str, int, int, torch.dtype], capability: int) -> None:
+    # Processors differ in their memory and in how ptxas spends registers: the heaviest activation shows it. Activations
+    # differ at N = 128, where registers are scarcest, and on one processor.
+    many = capability == 90 and scan[1] == 128
+    check_scan(scan, capability, ("prelu", "oplu", "modrelu", "tanh", "identity") if many else ("prelu",))
 
 
-def test_the_launches_of_chunks_fit_on_a_processor() -> None:
-    """Launches that keep the last state of every row only, or what every row hands on."""
+def test_a_step_computes_everything_once() -> None:
+    """One exponential in a step of a forward with tanh, and 12 shuffles for each product of 128 columns."""
     from resources import resources
 
     from orthokern.triton_kernels import _scan
 
-    for tokens in (True, False):
-        forward, plan = scan_arguments("dense_scan", "fwd", 128, 128, "ieee", F32, "identity", tokens)
-        forward |= {"p_hs": None, "p_last": F32, "STORE_HS": False, "STORE_LAST": True}
-        assert resources(_scan.scan_fwd_kernel, forward, 90, plan.num_warps).spills == 0
-    backward, plan = scan_arguments("dense_scan", "bwd", 128, 128, "ieee", F32, "identity", False)
-    backward |= {"p_delta": None, "p_square": None, "STORE_DELTA": False}
-    assert resources(_scan.scan_bwd_kernel, backward, 90, plan.num_warps).spills == 0
-
-
-def test_the_tables_are_covered() -> None:
-    """SCANS has an entry for every row of every launch table."""
-    from orthokern.triton_kernels import _launch
-
-    tables = {"rows": {w for _, w in _launch.ROWS_WARPS}, "panels": {w for _, w in _launch.PANEL_WARPS if w > 4}}
-    tables |= {precision: {w for _, w in table} for precision, table in _launch.DOT_WARPS.items()}
-    seen: dict[str, set[int]] = {name: set() for name in tables}
-    for op, N, K, precision, dtype in SCANS:
-        plan = _launch.plan(N, K, 50, factored=op == "factored_scan", dtype=dtype, precision=precision)
-        seen[precision if plan.way == "dot" else plan.way].add(plan.num_warps)
-    for name, warps in tables.items():
-        assert seen[name] >= warps, f"{name}: {warps - seen[name]} warps are in no case"
-
-
-_GRU_GRADIENTS = ("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0", "p_grad_state")
+    for op, shuffles in (("dense_scan", 12), ("factored_scan", 24)):
+        arguments, warps = scan_arguments(op, 128, 128, F32, backward=False, activation="tanh", tokens=True)
+        ptx = resources(_scan.scan_kernel, arguments, 90, warps).ptx
+        assert ptx.count("ex2.approx") == 1 and (ptx.count("shfl.sync") <= shuffles or not BOUNDED), op
 
 
 def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, ...] = ("kanai", "torch")) -> None:
-    from resources import SHARED_KIB, resources
+    from orthokern.triton_kernels import _matrix, gru_scan
 
-    from orthokern.triton_kernels import gru_scan
-
-    plan = gru_scan.plan(N, dtype)
+    held, block_n, _, warps = _matrix.plan(N, N, 3, dtype)
     for variant in variants:
         kanai = variant == "kanai"
-        common: dict[str, Any] = {
-            "p_pre": None if kanai else dtype,
-            "p_h0": dtype,
-            "p_hs": dtype,
-            "p_gates": dtype,
-            "T": "i32",
-            "B": "i32",
-            "p_lengths": torch.int64,
-            "LENGTHS": True,
-            "p_resets": torch.uint8,
-            "RESETS": True,
-            "STATE": True,
-            "p_state": dtype,
-            "N": N,
-            "KANAI": kanai,
-            "WAY": plan.way,
-            "BLOCK_N": plan.block_n,
-        }
-        forward = {**common, "p_x": dtype, "p_w": dtype, "p_bias": dtype, "BIAS": True}
-        backward = {**common, **dict.fromkeys(_GRU_GRADIENTS, dtype)}
-        backward |= {"p_square": dtype, "FACTOR": True}
+        common: dict[str, Any] = {"p_pre": None if kanai else dtype, "p_lengths": torch.int64, "p_resets": torch.uint8}
+        common |= {**dict.fromkeys(("p_h0", "p_hs", "p_gates", "p_state"), dtype), "T": "i32", "B": "i32"}
+        common |= {"N": N, "KANAI": kanai, "HELD": held, "BLOCK_N": block_n}
+        forward = {**common, **dict.fromkeys(("p_x", "p_w", "p_bias"), dtype)}
+        gradients = ("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0", "p_grad_state", "p_square")
+        backward = {**common, **dict.fromkeys(gradients, dtype)}
         for kernel, arguments in ((gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)):
-            used = resources(kernel, arguments, capability, plan.num_warps)
-            what = f"{kernel.__name__} {variant} {plan}: {used}"
-            assert used.shared <= SHARED_KIB[capability] * 1024, what
-            assert used.spills <= (SPILLS_ROWS if plan.way == "rows" else SPILLS_PANELS) or not BOUNDED, what
-            assert used.registers * 32 * plan.num_warps <= 65536, what
+            check(kernel, arguments, capability, warps, 0 if held else SPILLS_READ)
 
 
 def test_the_gru_fits_on_a_processor() -> None:
@@ -328,7 +226,7 @@ def test_the_gru_fits_on_a_processor() -> None:
 
 @pytest.mark.slow
 def test_every_gru_fits_on_every_processor() -> None:
-    """Every way to multiply, at the sizes where registers are scarcest."""
+    """At the sizes where registers are scarcest."""
     for N in (64, 128):
         check_gru(N, F32, 90)
     check_gru(128, F64, 90, ("kanai",))
@@ -341,7 +239,7 @@ def test_every_gru_fits_on_every_processor() -> None:
 
 def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """(kernel, arguments, warps, bytes that may spill) of all kernels but the scans'."""
-    from orthokern.triton_kernels import _inputs, activations, cayley, linear_cross_entropy
+    from orthokern.triton_kernels import activations, cayley, linear_cross_entropy
 
     found: list[tuple[Any, dict[str, Any], int, int]] = []
     for S in (16, 64, 128, 512, 1024, 2048):
@@ -349,27 +247,6 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
         arguments: dict[str, Any] = {"p_matrix": dtype, "p_panel": dtype, "p_order": torch.int64}
         arguments |= {"ROWS": "i32", "COLUMNS": "i32", "WIDTH": "i32", "BLOCK_R": block_r, "BLOCK_C": block_c}
         found.append((cayley.cayley_panel_kernel, arguments, warps, SPILLS_CAYLEY))
-    features = [(precision, True) for precision in ("ieee", "tf32", "tf32x3", "bf16")]
-    if dtype == F64:
-        features = [("ieee", dot) for dot in {_inputs.DOT_F64, False}]
-    for precision, dot in features:
-        arguments = {
-            "p_x": dtype,
-            "p_weight": dtype,
-            "p_bias": dtype,
-            "p_e": dtype,
-            "R": "i32",
-            "B": "i32",
-            "D": 50,
-            "N": 128,
-        }
-        arguments |= {"BIAS": True, "DOT": dot, "PRECISION": precision, "BLOCK_R": _inputs.FEATURES_BLOCK_R}
-        arguments |= {"BLOCK_N": _inputs.FEATURES_BLOCK_N, "BLOCK_D": _inputs.FEATURES_BLOCK_D}
-        found.append((_inputs.features_kernel, arguments, _inputs.FEATURES_WARPS, 0))
-    for N in (32, 128):
-        arguments = {"p_delta": dtype, "p_order": torch.int64, "p_bounds": torch.int64, "p_partial": dtype, "N": N}
-        arguments |= {"D": "i32", "SPLITS": "i32", "BLOCK_R": _inputs.TOKENS_TILE // N, "BLOCK_N": N}
-        found.append((_inputs.token_gradient_kernel, arguments, _inputs.TOKENS_WARPS, 0))
     for activation in ("tanh", "prelu", "modrelu", "oplu"):
         block_r, block_n = activations.blocks(1000, 128)
         param = activation in ("prelu", "modrelu")
@@ -405,12 +282,8 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
 
 
 def check_others(dtype: torch.dtype, capability: int) -> None:
-    from resources import SHARED_KIB, resources
-
     for kernel, arguments, warps, spills in others(dtype):
-        used = resources(kernel, arguments, capability, warps)
-        assert used.shared <= SHARED_KIB[capability] * 1024, f"{kernel.__name__} {arguments}: {used}"
-        assert used.spills <= spills or not BOUNDED, f"{kernel.__name__} {arguments}: {used}"
+        check(kernel, arguments, capability, warps, spills)
 
 
 def test_the_other_kernels_fit_on_a_processor() -> None:

@@ -5,8 +5,8 @@ A file has the stem of its op, as every other implementation of it has (``orthok
 top-level package named ``triton_kernels``.
 
 Each file exports ``<op>_fwd`` and ``<op>_bwd`` with the signatures of the reference, and names a kernel
-``<op>_fwd_kernel`` (both scans: ``scan_fwd_kernel`` in ``_scan.py``). Names inside a kernel say what kind of thing they
-hold:
+``<op>_fwd_kernel`` (both scans, in both directions: ``scan_kernel`` in ``_scan.py``). Names inside a kernel say what
+kind of thing they hold:
 
 =============  ====================================================================  =======================
 prefix         holds                                                                 example
@@ -16,7 +16,7 @@ prefix         holds                                                            
 ``p_``         a pointer, or a block of pointers                                     ``p_h``
 ``b_``         a tile of values, held in registers                                   ``b_h``, ``b_delta``
 ``m_``         a mask                                                                ``m_n``
-``BLOCK_``     the extent of a tile along a letter, ``tl.constexpr``                 ``BLOCK_B``, ``BLOCK_N``
+``BLOCK_``     the extent of a tile along a letter, ``tl.constexpr``                 ``BLOCK_R``, ``BLOCK_N``
 =============  ====================================================================  =======================
 
 The letters are the project's: B batch, T time, N hidden, K rank of U and V, D input.

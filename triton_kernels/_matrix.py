@@ -1,8 +1,8 @@
-"""Matrices of the scan kernels: how a tile is loaded, and the product of the state with it.
+"""What the scans share: products of a row with a matrix, steps and rows of a sequence, and the sizes of tiles.
 
-Registers cannot be indexed, so a tile's shape decides how a product runs. A matrix in registers is
-[BLOCK_IN / WIDE, BLOCK_OUT, WIDE]: every thread multiplies the columns that it holds, and the sums over threads come
-last. A matrix for tensor cores is [BLOCK_IN, BLOCK_OUT].
+Registers cannot be indexed, so a tile's shape decides how a product runs. A matrix tile is [BLOCK_IN / WIDE, BLOCK_OUT,
+WIDE]: every thread multiplies the columns that it holds, and the sums over threads come last. A program owns one
+sequence, and its vectors are rows [1, BLOCK].
 """
 
 # Triton compiles the functions below; their arguments have no Python types.
@@ -10,6 +10,9 @@ last. A matrix for tensor cores is [BLOCK_IN, BLOCK_OUT].
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -24,35 +27,19 @@ OUT_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3
 
 
 @triton.jit
-def load_matrix(p, i_out, i_in, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Rows [i_out, ...) and columns [i_in, ...) of a matrix [OUT, IN], as [BLOCK_IN / WIDE, BLOCK_OUT, WIDE].
-
-    A panel of fewer columns than WIDE is [1, BLOCK_OUT, BLOCK_IN].
-    """
-    SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
+def load_matrix(p, i_in, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """Columns [i_in, i_in + BLOCK_IN) of a matrix [OUT, IN], as [BLOCK_IN / WIDE, BLOCK_OUT, WIDE]."""
     if OUT_FIRST:
-        o_out = i_out + tl.arange(0, BLOCK_OUT)[:, None, None]
-        o_wide = tl.arange(0, BLOCK_IN // SIDE)[None, :, None] * SIDE
+        o_out = tl.arange(0, BLOCK_OUT)[:, None, None]
+        o_wide = tl.arange(0, BLOCK_IN // WIDE)[None, :, None] * WIDE
     else:
-        o_out = i_out + tl.arange(0, BLOCK_OUT)[None, :, None]
-        o_wide = tl.arange(0, BLOCK_IN // SIDE)[:, None, None] * SIDE
-    o_in = i_in + o_wide + tl.arange(0, SIDE)[None, None, :]
+        o_out = tl.arange(0, BLOCK_OUT)[None, :, None]
+        o_wide = tl.arange(0, BLOCK_IN // WIDE)[:, None, None] * WIDE
+    o_in = i_in + o_wide + tl.arange(0, WIDE)[None, None, :]
     b_matrix = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
     if OUT_FIRST:
         b_matrix = tl.permute(b_matrix, (1, 0, 2))
     return b_matrix
-
-
-@triton.jit
-def load_fragments(
-    p, OUT: tl.constexpr, IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BF16: tl.constexpr
-):
-    """The transpose of a matrix [OUT, IN], as [BLOCK_IN, BLOCK_OUT], for a product on tensor cores."""
-    o_in, o_out = tl.arange(0, BLOCK_IN)[:, None], tl.arange(0, BLOCK_OUT)[None, :]
-    b = tl.load(p + o_out * IN + o_in, mask=(o_out < OUT) & (o_in < IN), other=0.0)
-    if BF16:
-        b = b.to(tl.bfloat16)
-    return b
 
 
 # Note [Computed once]
@@ -85,90 +72,102 @@ def elements(b_x, i_in, BLOCK_IN: tl.constexpr):
 @triton.jit
 def multiply_row(b_x, b_matrix, BLOCK_IN: tl.constexpr):
     """b_x, of BLOCK_IN elements, times the transpose of a tile of ``load_matrix``, [1, BLOCK_OUT]."""
-    SIDE: tl.constexpr = WIDE if BLOCK_IN >= WIDE else BLOCK_IN
-    b_wide = tl.reshape(b_x, [BLOCK_IN // SIDE, 1, SIDE])
+    b_wide = tl.reshape(b_x, [BLOCK_IN // WIDE, 1, WIDE])
     return tl.sum(tl.sum(b_wide * b_matrix, axis=0), axis=1)[None, :]
 
 
 @triton.jit
-def multiply_rows(b_x, b_fragments, PRECISION: tl.constexpr):
-    """b_x [BLOCK_B, BLOCK_IN] times a tile of ``load_fragments``, [BLOCK_B, BLOCK_OUT], on tensor cores."""
-    if PRECISION == "bf16":
-        b_y = tl.dot(b_x.to(tl.bfloat16), b_fragments)
-    else:
-        b_y = tl.dot(b_x, b_fragments, input_precision=PRECISION)
-    return b_y
-
-
-@triton.jit
-def resident(
-    p_first,
-    p_scale,
-    p_second,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    FACTORED: tl.constexpr,
-    WAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """(first, scale, second) as ``product`` reads them from registers; 0.0 for what it does not read."""
-    b_first = 0.0
-    b_scale = 0.0
-    b_second = 0.0
-    o_k = tl.arange(0, BLOCK_K)
-    if WAY == "rows":
-        b_second = load_matrix(p_second, 0, 0, N, K, BLOCK_N, BLOCK_K)
-    elif WAY == "dot":
-        b_second = load_fragments(p_second, N, K, BLOCK_N, BLOCK_K, PRECISION == "bf16")
-    if FACTORED:
-        if WAY == "rows":
-            b_first = load_matrix(p_first, 0, 0, K, N, BLOCK_K, BLOCK_N)
-            b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-        elif WAY == "dot":
-            b_first = load_fragments(p_first, K, N, BLOCK_K, BLOCK_N, PRECISION == "bf16")
-            b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-    return b_first, b_scale, b_second
+def held(p, OUT: tl.constexpr, IN: tl.constexpr, HELD: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """The matrix [OUT, IN] in registers, or 0.0 where it is read in every step."""
+    b_matrix = 0.0
+    if HELD:
+        b_matrix = load_matrix(p, 0, OUT, IN, BLOCK_OUT, BLOCK_IN)
+    return b_matrix
 
 
 @triton.jit
 def product(
     b_x,
-    b_first,
-    b_scale,
-    b_second,
-    p_first,
-    p_scale,
-    p_second,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    FACTORED: tl.constexpr,
-    WAY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    b_matrix,
+    p_matrix,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
 ):
-    """second (scale * (first x)), or second x, for the rows b_x [BLOCK_B, BLOCK_N]. The result has the same shape."""
-    if WAY == "rows":
-        if FACTORED:
-            b_y = multiply_row(multiply_row(once(b_x), b_first, BLOCK_N) * b_scale, b_second, BLOCK_K)
-        else:
-            b_y = multiply_row(once(b_x), b_second, BLOCK_K)
-    elif WAY == "dot":
-        if FACTORED:
-            b_y = multiply_rows(multiply_rows(b_x, b_first, PRECISION) * b_scale, b_second, PRECISION)
-        else:
-            b_y = multiply_rows(b_x, b_second, PRECISION)
+    """The row b_x [1, BLOCK_IN] times the transpose of a matrix [OUT, IN], of which b_matrix is ``held``."""
+    b_row = once(b_x)
+    if HELD:
+        b_y = multiply_row(b_row, b_matrix, BLOCK_IN)
     else:
-        b_row = once(b_x)
-        b_y = tl.zeros([1, BLOCK_N], dtype=b_x.dtype)
-        for i_k in range(0, K, WIDE):
-            if FACTORED:
-                o_k = i_k + tl.arange(0, WIDE)
-                b_z = multiply_row(b_row, load_matrix(p_first, i_k, 0, K, N, WIDE, BLOCK_N), BLOCK_N)
-                b_z *= tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-            else:
-                b_z = elements(b_row, i_k, BLOCK_N)
-            b_y += multiply_row(b_z, load_matrix(p_second, 0, i_k, N, K, BLOCK_N, WIDE), WIDE)
+        b_y = tl.zeros([1, BLOCK_OUT], dtype=b_x.dtype)
+        for i_in in range(0, IN, WIDE):
+            b_panel = load_matrix(p_matrix, i_in, OUT, IN, BLOCK_OUT, WIDE)
+            b_y += multiply_row(elements(b_row, i_in, BLOCK_IN), b_panel, WIDE)
     return b_y
+
+
+@triton.jit
+def steps_of(p_lengths, i_b, TIME, T):
+    """Steps from step TIME on that sequence i_b has, clamped to [0, T]: checking lengths on the host would need a
+    device synchronization. int32; p_lengths: int64 [B], or None."""
+    steps = T
+    if p_lengths is not None:
+        # at least 0 before TIME is subtracted: the smallest int64 would become a large length
+        left = tl.maximum(tl.load(p_lengths + i_b), 0) - TIME
+        steps = tl.minimum(tl.maximum(left, 0), T).to(tl.int32)
+    return steps
+
+
+@triton.jit
+def flag_at(p_flags, row, exists):
+    """Whether the flag of a step, uint8 [T * B], is set: a scalar, False unless the step exists."""
+    return tl.load(p_flags + row, mask=exists, other=0) != 0
+
+
+@triton.jit
+def columns(o_n, exists, N: tl.constexpr):
+    """The mask [1, BLOCK_N] of a row, all False unless the row exists.
+
+    Not m_n & exists: where exists is a scalar, the interpreter of Triton 3.9 does not accept the result as a mask.
+    """
+    return o_n < tl.where(exists, N, 0)
+
+
+@triton.jit
+def row_or_zeros(p, i_row, p_like, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row i_row of a matrix [., N], [1, BLOCK_N]; zeros of the dtype of p_like where p is None."""
+    o_n = tl.arange(0, BLOCK_N)[None, :]
+    b_row = tl.zeros([1, BLOCK_N], dtype=p_like.dtype.element_ty)
+    if p is not None:
+        b_row = tl.load(p + i_row.to(tl.int64) * N + o_n, mask=o_n < N, other=0.0)
+    return b_row
+
+
+class Plan(NamedTuple):
+    """How a launch multiplies: whether the matrices stay in registers, and its tiles."""
+
+    held: bool
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+# 32-bit words of the matrices that may stay in registers: half of the 65536 of an SM. With 8-byte elements every
+# intermediate needs twice the words as well, so the limit is half of that.
+HELD_WORDS = {torch.float32: 32768, torch.float64: 16384}
+
+
+def plan(N: int, K: int, matrices: int, dtype: torch.dtype) -> Plan:
+    """For so many matrices of N by K, from sizes alone.
+
+    With fewer warps for matrices in registers, the compiler prefers a layout in which a warp spans 32 columns, and the
+    sum over threads costs 5 shuffles per row instead of 3.
+    """
+    block_n, block_k = (max(32, triton.next_power_of_2(size)) for size in (N, K))
+    words = dtype.itemsize // 4
+    widest = max(block_n, block_k) * words
+    if widest <= 128 and matrices * block_n * block_k * words <= HELD_WORDS[dtype]:
+        return Plan(True, block_n, block_k, widest // 16)
+    return Plan(False, block_n, block_k, 4 if block_n <= 64 else 8)

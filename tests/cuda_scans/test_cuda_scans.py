@@ -30,7 +30,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern import cpu, dispatch
+from orthokern import _gpu_scans, cpu, dispatch
 from orthokern.cuda import _call, _scan, _streams, gru_scan
 from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
@@ -77,8 +77,8 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
 
 def test_resets_are_for_sequential_scans() -> None:
     identity = with_resets(scan_problem("dense_scan", B=3, T=300, N=8, activation="identity"))
-    assert _scan.chunk_length(identity.args(resets=None), 300) > 0
-    assert _scan.chunk_length(identity.args(), 300) == 0
+    assert _gpu_scans.chunk_length(identity.args(resets=None), 300) > 0
+    assert _gpu_scans.chunk_length(identity.args(), 300) == 0
     check(identity)
 
 
@@ -168,7 +168,7 @@ def test_products_beside_the_scan_change_no_bit(
 ) -> None:
     """The scan stops after each window, whose products then have a stream of their own while it goes on."""
     override(path)
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
     joined, true_join = [], _streams.SideStream.join
     monkeypatch.setattr(_streams.SideStream, "join", lambda self: (joined.append(self), true_join(self))[1])
     problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
@@ -184,10 +184,10 @@ def test_products_beside_the_scan_change_no_bit(
 
 def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that the second stream still uses is freed to the main stream, which has to wait for it."""
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 3 * 20 * 6)
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)
     monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
     log: list[str] = []
-    true_add, true_join = _scan._Products.add, _streams.SideStream.join
+    true_add, true_join = _gpu_scans._Sums.add, _streams.SideStream.join
 
     def add(self: Any, *args: Any) -> None:
         log.append("products")
@@ -195,7 +195,7 @@ def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("planted")
         true_add(self, *args)
 
-    monkeypatch.setattr(_scan._Products, "add", add)
+    monkeypatch.setattr(_gpu_scans._Sums, "add", add)
     monkeypatch.setattr(_streams.SideStream, "join", lambda self: (log.append("join"), true_join(self))[1])
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(scan_problem("dense_scan", B=3, T=20, N=20).to(torch.float32))
@@ -208,7 +208,7 @@ def test_maps_are_packed_once_for_a_call(override: Any, harness: Any, monkeypatc
     harness.kernels_run()
     run(problem)
     once = harness.kernels_run()
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 2 * 20 * 5)  # four windows
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 2 * 20 * 5)  # four windows
     monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 5)
     run(problem)
     assert harness.kernels_run() == once + 3  # three more scans
@@ -287,7 +287,7 @@ def test_parity_of_factored_maps_above_128_units(activation: str, override: Any)
 
 def test_bits_of_factored_maps_above_128_units(override: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bit depends on how many sequences a block has, on the order of its threads, or on checkpoints."""
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 4 * 140 * 3)  # windows of 3 steps
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 4 * 140 * 3)  # windows of 3 steps
     problem = scan_problem("factored_scan", B=4, T=7, N=140, activation="prelu", inputs="tokens").to(torch.float32)
     results = []
     for (order, schedule), group, every in zip(build.ORDERS.items(), (1, 3, 3), (0, 0, 2), strict=True):
@@ -304,7 +304,7 @@ def test_bits_of_factored_maps_above_128_units(override: Any, harness: Any, monk
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("inputs", KINDS)
 def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
     for op in OPS:
         problem = scan_problem(
             op, B=5, T=23, N=18 if activation == "oplu" else 17, activation=activation, inputs=inputs
@@ -343,7 +343,7 @@ def test_auto_takes_chunks_of_a_long_sequence() -> None:
 def test_chunk_length_comes_from_sizes_alone() -> None:
     def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
         problem = scan_problem("dense_scan", B=B, T=1, N=N, activation=activation)
-        return _scan.chunk_length(problem.args(algorithm=algorithm, message_clip=clip), T)
+        return _gpu_scans.chunk_length(problem.args(algorithm=algorithm, message_clip=clip), T)
 
     assert length(10_000, 50, 128) == 100
     assert length(1_000_000, 50, 128) == 128
@@ -393,7 +393,7 @@ def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, ove
 def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its contents, not the checkpoints: the same bits, and zeros there."""
     override(path)
-    monkeypatch.setattr(_scan, "_WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 5 * 18 * 6)  # windows of 6 steps
     B, T, inputs = 5, 11, KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
     activation = {"dense": "tanh", "features": "prelu", "tokens": "oplu"}[inputs]
     problem = scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs, D=70, gap=-1.0).to(torch.float32)
