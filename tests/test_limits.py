@@ -31,9 +31,7 @@ LONG_FUNCTIONS = {
 }
 
 # file of tests -> the one subject in it, whose tests share problems and comparisons
-LONG_TESTS = {
-    "tests/gpu/test_device.py": "the kernels on a GPU",
-}
+LONG_TESTS: dict[str, str] = {}
 
 # What a native function is found without: comments, strings, characters and preprocessor lines.
 NO_CODE = re.compile(

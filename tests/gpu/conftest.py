@@ -38,6 +38,11 @@ def limited_time(request: pytest.FixtureRequest) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def broken_context() -> str:
     """The error that every call of this process on the device now gives; empty if there is none."""
     try:

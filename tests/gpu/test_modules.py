@@ -1,0 +1,143 @@
+"""Modules on a device: the compiler, autocast, graphs, and a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_cases import need
+from helpers import assert_same_bits
+
+from orthokern import functional, nn, optim
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+
+def test_a_compiled_module() -> None:
+    """Forward and backward through the compiler, whose contractions round other singular values."""
+    module = nn.FactorizedRNN(9, 33).cuda()
+    with torch.no_grad():
+        module.spectrum_l0.normal_()
+    ids, cotangent = torch.randint(0, 9, (20, 5), device="cuda"), torch.randn(20, 5, 33, device="cuda")
+    parameters = list(module.parameters())
+    expected = module(ids)[0]
+    grads = torch.autograd.grad(expected, parameters, cotangent)
+    actual = torch.compile(module, fullgraph=True)(ids)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(actual, parameters, cotangent), grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def with_gradients(
+    call: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
+) -> list[torch.Tensor]:
+    """What a call gives, and the gradients of its inputs."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    out = call(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit_of_the_ops(dtype: torch.dtype, backend: str) -> None:
+    """A recurrence in 16 bits is none: float32 tensors stay float32 in the ops, backward inside autocast too."""
+    need("factored_scan", backend, N=32, K=32)
+    T, B, N, D = 6, 5, 32, 7
+    u = torch.linalg.qr(torch.randn(N, N, device="cuda"))[0]
+    features, weight, bias, h0, s, x3, w3 = (
+        torch.randn(*shape, device="cuda")
+        for shape in ((T, B, D), (N, D), (N,), (B, N), (N,), (T, B, 3 * N), (3 * N, N))
+    )
+    cotangent = torch.randn(T, B, N, device="cuda")
+    f = functional
+    cases: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
+        "factored_scan": (
+            lambda x, u, s, v, h, w, b: f.factored_scan(x, u, s, v, h, weight=w, bias=b, backend=backend),
+            [features, u, s, u.mT.contiguous(), h0, weight, bias],
+        ),
+        "dense_scan": (
+            lambda x, w, h, i, b: f.dense_scan(x, w, h, weight=i, bias=b, activation="relu", backend=backend),
+            [features, u, h0, weight, bias],
+        ),
+        "gru_scan": (lambda x, w, h: f.gru_scan(x, w, h, backend=backend), [x3, w3 / N**0.5, h0]),
+        "activation": (lambda x, p: f.activation(x, "modrelu", p, backend=backend), [cotangent, bias]),
+    }
+    for name, (call, inputs) in cases.items():
+        expected = with_gradients(call, inputs, cotangent)
+        with torch.autocast("cuda", dtype):
+            actual = with_gradients(call, inputs, cotangent)
+        for one, other in zip(actual, expected, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other), name
+    g = torch.randn(N, N, device="cuda")
+    expected_step = f.cayley(u, g, 0.1, backend=backend)
+    with torch.autocast("cuda", dtype):
+        assert torch.equal(f.cayley(u, g, 0.1, backend=backend), expected_step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> None:
+    x, cotangent = torch.randn(6, 5, 7, device="cuda"), torch.randn(6, 5, 32, device="cuda")
+    for module in (nn.FactorizedRNN(7, 32), nn.RNN(7, 32), nn.GRU(7, 32), nn.ExpRNN(7, 32)):
+        module = module.cuda()
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                out = module(x)[0]
+                grads = torch.autograd.grad(out, parameters, cotangent.to(out), allow_unused=True)
+            results.append([out, *grads])
+        assert torch.equal(results[0][0], results[1][0]), type(module)
+        for one, other in zip(*results, strict=True):
+            assert (one is None) == (other is None), type(module)
+            if one is not None:  # torch's own products around the scan are in 16 bits in a backward inside autocast
+                assert one.dtype == other.dtype == torch.float32
+                assert (one - other).norm() <= 2e-2 * one.norm(), type(module)
+
+
+@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU])
+def test_graphed_module(kind: Any) -> None:
+    """Outputs and gradients of ``make_graphed_callables`` are the eager ones, also after steps of an optimizer."""
+    eager, graphed = kind(7, 128).cuda(), kind(7, 128).cuda()
+    graphed.load_state_dict(eager.state_dict())
+    shape = (28, 5, 7)
+    graphed = torch.cuda.make_graphed_callables(graphed, (torch.randn(shape, device="cuda", requires_grad=True),))
+    optimizers = [optim.optimizer_for(module, lr=1e-2, geodesic_lr=1e-3) for module in (eager, graphed)]
+    for _ in range(3):
+        x, results = torch.randn(shape, device="cuda"), []
+        for module, optimizer in zip((eager, graphed), optimizers, strict=True):
+            optimizer.zero_grad()
+            inputs = x.clone().requires_grad_()
+            output, last = module(inputs)
+            (output.square().sum() + last.sum()).backward()
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            results.append({"output": output.detach().clone(), "x": inputs.grad, **grads})
+        assert set(results[0]) == set(results[1])
+        assert_same_bits(*results)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_training_learns_on_the_device() -> None:
+    """A module, the geodesic optimizer and the loss, all on the device: bases stay orthonormal, the loss falls."""
+    torch.manual_seed(0)
+    module, readout = nn.FactorizedRNN(4, 32, nonlinearity="identity").cuda(), torch.nn.Linear(32, 4).cuda()
+    optimizer = optim.optimizer_for(torch.nn.ModuleList([module, readout]), lr=1e-2, geodesic_lr=1e-3)
+    ids = torch.randint(0, 4, (12, 64), device="cuda")
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(readout(module(ids)[0][-1]), ids[0])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert module.orthogonality_error() < 1e-5
+
+
+def test_functional_on_the_device_matches_the_cpu() -> None:
+    x, u = torch.randn(5, 3, 16), torch.linalg.qr(torch.randn(16, 16))[0]
+    here = functional.factored_scan(x, u, torch.ones(16), u)
+    there = functional.factored_scan(x.cuda(), u.cuda(), torch.ones(16).cuda(), u.cuda())
+    torch.testing.assert_close(there.cpu(), here, atol=1e-5, rtol=1e-5)
