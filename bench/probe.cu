@@ -47,19 +47,16 @@ void report(const char* name, const char* size, double value, const char* unit) 
 // One exchange of the cluster scan, over and over: every block sends its part of a vector of `bytes` to every block,
 // and waits for all parts. Two vectors in turn, as with a dense map. Threads that send nothing take no part: they could
 // be overtaken by two phases.
-template <bool kBulk>
-__global__ void __launch_bounds__(kThreads) exchange_kernel(int bytes, int repeats, int64_t* clocks) {
+__global__ void __launch_bounds__(kThreads) exchange_kernel(int bytes, int size, int repeats, int64_t* clocks) {
   unsigned char* const vectors = dynamic_shared<unsigned char>();  // [2][bytes]
   ORTHOKERN_SHARED(Mbarrier, ready, [2]);
-  const int thread = threadIdx.x, size = cluster_size(), rank = cluster_rank();
-  const int part = bytes / size, pieces = kBulk ? 1 : part / 16;
+  const int thread = threadIdx.x, rank = cluster_rank(), part = bytes / size, pieces = part / 16;
   if (thread == 0) {
     for (int slot = 0; slot < 2; slot++) mbarrier_init(&ready[slot], 1);
     mbarrier_init_fence();
     for (int slot = 0; slot < 2; slot++) mbarrier_arrive_expect(&ready[slot], bytes);
   }
   for (int i = thread; i < 2 * bytes; i += kThreads) vectors[i] = 0;
-  async_proxy_fence();
   __syncthreads();
   cluster_sync();
   const int64_t start = clocks_now();
@@ -69,9 +66,8 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(int bytes, int repea
       unsigned char* const own = vectors + slot * bytes + rank * part;
       for (int p = thread; p < pieces * size; p += kThreads) {
         const int peer = p / pieces, piece = p % pieces;
-        const ClusterAddress to = cluster_address(own + 16 * piece, peer), done = cluster_address(&ready[slot], peer);
-        if constexpr (kBulk) bulk_send(to, vectors + (1 - slot) * bytes + rank * part, part, done);
-        else st_async(to, make_float4(0, 0, 0, 0), done);
+        const ClusterAddress to = cluster_address(own + 16 * piece, peer);
+        st_async(to, make_float4(0, 0, 0, 0), cluster_address(&ready[slot], peer));
       }
       mbarrier_wait(&ready[slot], i >> 1 & 1);
       if (thread == 0) mbarrier_arrive_expect(&ready[slot], bytes);
@@ -82,30 +78,26 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(int bytes, int repea
   cluster_sync();
 }
 
-// Reading L2: one thread of a block keeps `stages` copies of `stage_bytes` under way, over a region of its own.
-constexpr int kMostStages = 16;
-__global__ void __launch_bounds__(32)
-    stream_kernel(const unsigned char* from, int64_t region, int stages, int stage_bytes, int copies, int64_t* clocks) {
+// Reading L2: each thread of a block keeps kStages copies of 16 bytes under way, over a region of the block's own.
+template <int kStages>
+__global__ void __launch_bounds__(kThreads)
+    stream_kernel(const unsigned char* from, int64_t region, int copies, int64_t* clocks) {
   unsigned char* const ring = dynamic_shared<unsigned char>();
-  ORTHOKERN_SHARED(Mbarrier, ready, [kMostStages]);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; s++) mbarrier_init(&ready[s], 1);
-    mbarrier_init_fence();
-    async_proxy_fence();
-    const unsigned char* const own = from + blockIdx.x * region;
-    auto fetch = [&](int i) {
-      const int s = i % stages;
-      mbarrier_arrive_expect(&ready[s], stage_bytes);
-      bulk_load(ring + s * stage_bytes, own + static_cast<int64_t>(i) * stage_bytes % region, stage_bytes, &ready[s]);
-    };
-    const int64_t start = clocks_now();
-    for (int i = 0; i < stages && i < copies; i++) fetch(i);
-    for (int i = 0; i < copies; i++) {
-      mbarrier_wait(&ready[i % stages], i / stages & 1);
-      if (i + stages < copies) fetch(i + stages);
-    }
-    if (blockIdx.x == 0) *clocks = clocks_now() - start;
+  const unsigned char* const own = from + blockIdx.x * region;
+  auto fetch = [&](int i) {
+    if (i < copies)
+      cp_async<16>(ring + (i % kStages * kThreads + threadIdx.x) * 16,
+                   own + (static_cast<int64_t>(i) * kThreads + threadIdx.x) * 16 % region);
+    cp_async_commit();
+  };
+  const int64_t start = clocks_now();
+  for (int i = 0; i < kStages; i++) fetch(i);
+  for (int i = 0; i < copies; i++) {
+    cp_async_wait<kStages - 1>();
+    fetch(i + kStages);
   }
+  cp_async_wait<0>();
+  if (threadIdx.x == 0 && blockIdx.x == 0) *clocks = clocks_now() - start;
 }
 
 __global__ void __launch_bounds__(kThreads) block_barrier_kernel(int repeats, int64_t* clocks) {
@@ -136,37 +128,35 @@ void probe_clusters(const DeviceLimits& limits, int64_t* clocks) {
   char size[96];
   for (int blocks : {8, 16}) {
     const Launch whole{dim3(blocks), dim3(kThreads), nullptr, limits.shared_per_block - 1024, blocks};
-    const int resident = max_active_clusters(exchange_kernel<false>, whole);
+    const int resident = max_active_clusters(exchange_kernel, whole);
     snprintf(size, sizeof(size), "%d blocks, %zu bytes of shared memory", blocks, whole.shared_bytes);
     report("resident clusters", size, resident, "clusters");
     if (!resident) continue;
-    for (int kib : {2, 8, 16, 32})
-      for (bool bulk : {false, true}) {
-        const int bytes = kib << 10;
-        const Launch at{dim3(blocks), dim3(kThreads), nullptr, static_cast<size_t>(2 * bytes), blocks};
-        if (bulk) launch(exchange_kernel<true>, at, bytes, kRepeats, clocks);
-        else launch(exchange_kernel<false>, at, bytes, kRepeats, clocks);
-        snprintf(size, sizeof(size), "%d blocks, %d KiB, %s", blocks, kib, bulk ? "bulk copy" : "st.async");
-        report("exchange", size, static_cast<double>(read_back(clocks)) / kRepeats, "clocks");
-      }
+    for (int kib : {2, 8, 16, 32}) {
+      const int bytes = kib << 10;
+      launch(exchange_kernel, {dim3(blocks), dim3(kThreads), nullptr, static_cast<size_t>(2 * bytes), blocks}, bytes,
+             blocks, kRepeats, clocks);
+      snprintf(size, sizeof(size), "%d blocks, %d KiB", blocks, kib);
+      report("exchange", size, static_cast<double>(read_back(clocks)) / kRepeats, "clocks");
+    }
   }
 }
 
+template <int kStages>
 void probe_stream(const DeviceLimits& limits, int64_t* clocks) {
-  const int blocks = kGridBlocks ? kGridBlocks : limits.multiprocessors, stage_bytes = 16 << 10;
+  const int blocks = kGridBlocks ? kGridBlocks : limits.multiprocessors, stage_bytes = 16 * kThreads;
   const int64_t region = 352 << 10;  // of a block at N = 1000: 45 MB in all
-  void* const from = device_memory(static_cast<size_t>(region * blocks));
-  for (int stages : {2, 6}) {
-    const int copies = 22 * (kRepeats > 100 ? 50 : 1);
-    const Launch at{dim3(static_cast<unsigned>(blocks)), dim3(32), nullptr, static_cast<size_t>(stages * stage_bytes)};
-    for (int turn = 0; turn < 2; turn++)  // the first one brings the data into L2
-      launch(stream_kernel, at, static_cast<const unsigned char*>(from), region, stages, stage_bytes, copies, clocks);
-    char size[96];
-    snprintf(size, sizeof(size), "%d blocks, %d KiB in flight", blocks, stages * stage_bytes >> 10);
-    const double took = static_cast<double>(read_back(clocks));
-    report("L2 stream", size, took > 0 ? copies * static_cast<double>(stage_bytes) / took : 0,
-           "bytes per clock and block");
-  }
+  const void* const from = device_memory(static_cast<size_t>(region * blocks));
+  const int copies = 88 * (kRepeats > 100 ? 50 : 1);
+  const Launch at{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), nullptr,
+                  static_cast<size_t>(kStages * stage_bytes)};
+  for (int turn = 0; turn < 2; turn++)  // the first one brings the data into L2
+    launch(stream_kernel<kStages>, at, static_cast<const unsigned char*>(from), region, copies, clocks);
+  char size[96];
+  snprintf(size, sizeof(size), "%d blocks, %d KiB in flight", blocks, kStages * stage_bytes >> 10);
+  const double clocks_of_all = static_cast<double>(read_back(clocks));
+  report("L2 stream", size, clocks_of_all > 0 ? copies * static_cast<double>(stage_bytes) / clocks_of_all : 0,
+         "bytes per clock and block");
 }
 
 void probe_barriers(const DeviceLimits& limits, int64_t* clocks) {
@@ -191,7 +181,8 @@ int main() {
     probe_barriers(limits, clocks);
     if (limits.major >= 9) {
       probe_clusters(limits, clocks);
-      probe_stream(limits, clocks);
+      probe_stream<7>(limits, clocks);
+      probe_stream<24>(limits, clocks);
     }
   } catch (const std::exception& error) {
     fprintf(stderr, "probe: %s\n", error.what());

@@ -6,9 +6,7 @@ reference, in several orders of their threads.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from orthokern import functional
 from orthokern.cuda import _call, cayley
-from orthokern.ops.activations import NAMES, PARAMETER
 
 DTYPES = (torch.float32, torch.float64)
 NAN = float("nan")
@@ -130,7 +127,7 @@ def test_a_write_outside_is_caught(module: Any, order: str, name: str, kind: str
 def test_threads_that_wait_forever_are_reported(module: Any, order: str, name: str, variant: int, message: str) -> None:
     size = 32 if name == "warp" else 100
     with pytest.raises(RuntimeError, match=message):
-        selftest(module, name, torch.randn(size), (9 * size,), order, variant)
+        selftest(module, name, torch.randn(size), (size,), order, variant)
     # and the harness is usable afterwards
     x = torch.randn(100)
     assert torch.equal(selftest(module, "reverse", x, (100,), order), x.flip(0))
@@ -169,23 +166,16 @@ def test_a_copy_that_nobody_waited_for_is_caught(module: Any) -> None:
     assert wrong_in(module, "pipeline", x, 2 * x, NO_WAIT) == list(build.ORDERS)
 
 
-WAYS = ("st_async", "bulk_send", "bulk_load")
-
-
 @orders
-@pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
-def test_clusters_share_memory(module: Any, order: str, way: int) -> None:
+def test_clusters_share_memory(module: Any, order: str) -> None:
     x = torch.randn(2, 4, 32)
-    assert torch.equal(selftest(module, "ring", x, (2, 4, 32), order, 10 * way), x.roll(1, dims=1))
+    assert torch.equal(selftest(module, "ring", x, (2, 4, 32), order), x.roll(1, dims=1))
 
 
-@pytest.mark.parametrize(
-    ("way", "bug"),
-    [(0, EXIT), *((way, bug) for way in range(len(WAYS)) for bug in (NO_WAIT, TOO_EARLY))],
-)
-def test_bugs_between_blocks_are_caught(module: Any, way: int, bug: int) -> None:
+@pytest.mark.parametrize("bug", [EXIT, NO_WAIT, TOO_EARLY])
+def test_bugs_between_blocks_are_caught(module: Any, bug: int) -> None:
     x = torch.randn(2, 4, 32)
-    assert wrong_in(module, "ring", x, x.roll(1, dims=1), 10 * way + bug) == list(build.ORDERS)
+    assert wrong_in(module, "ring", x, x.roll(1, dims=1), bug) == list(build.ORDERS)
 
 
 @orders
@@ -216,56 +206,6 @@ def test_a_limit_on_shared_memory_is_never_lowered(module: Any) -> None:
     failed, limits_set = module.race_for_shared_memory(8, 2000)
     assert failed == 0
     assert 4 <= limits_set <= 4 * 50  # two kernels on two devices, at most once for each of the sizes 1 to 50
-
-
-# ---------------------------------------------------------------------------------------------------------- activations
-
-
-@orders
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-@pytest.mark.parametrize("activation", NAMES)
-def test_activation_parity(cuda: Any, order: str, dtype: torch.dtype, activation: str) -> None:
-    cuda.set_schedule(*build.ORDERS[order])
-    cuda.set_chip(multiprocessors=1)  # so that few rows already give every thread several
-    fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
-    for shape in ((2,), (7, 64), (1025, 6), (3, 1034), (0, 4)):
-        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
-            x, grad_y = (3 * torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
-            if x.numel():
-                x.view(-1)[0] = 0.0  # a kink, hit exactly
-            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
-            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
-            y, plain = fwd(x, param, activation, "cuda"), fwd(x, param, activation, "reference")
-            assert_matches_reference(y, fwd(*exact[1:], activation, "reference"), plain, name=f"y of {shape}")
-            actual = bwd(grad_y, x, param, activation, "cuda")
-            expected, plain = bwd(*exact, activation, "reference"), bwd(grad_y, x, param, activation, "reference")
-            for name, *three in zip(("grad_x", "grad_act_param"), actual, expected, plain, strict=True):
-                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=True)
-            again = bwd(strided(grad_y), strided(x), param, activation, "cuda")
-            assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-
-
-def test_activation_of_memory_that_is_not_aligned(cuda: Any) -> None:
-    """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
-    x, grad_y = torch.randn(1 + 50 * 1200)[1:].view(50, 1200), torch.randn(1 + 50 * 1200)[1:].view(50, 1200)
-    for activation, size in (("tanh", 0), ("oplu", 0), ("prelu", 1), ("modrelu", 1200)):
-        param = torch.full((size,), 0.3) if size else None
-        y = torch.ops.orthokern.activation_fwd(x, param, activation, "cuda")
-        torch.testing.assert_close(y, torch.ops.orthokern.activation_fwd(x, param, activation, "reference"))
-        actual = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "cuda")
-        expected = torch.ops.orthokern.activation_bwd(grad_y, x, param, activation, "reference")
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("activation", NAMES)
-def test_special_values(cuda: Any, activation: str) -> None:
-    inf, fwd = float("inf"), torch.ops.orthokern.activation_fwd
-    for dtype in DTYPES:
-        tiny = torch.finfo(dtype).tiny
-        x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, NAN, 1.0, NAN], dtype=dtype)
-        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
-        expected = fwd(x, param, activation, "reference")
-        torch.testing.assert_close(fwd(x, param, activation, "cuda"), expected, equal_nan=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- cayley
@@ -449,22 +389,3 @@ def test_cayley_of_nan_is_nan(cuda: Any) -> None:
             g[0, 3, 2] = bad
             stepped = cayley.cayley(m, g, 1e-5)
             assert stepped[0].isnan().any() and not stepped[1].isnan().any(), shape
-
-
-def test_a_debug_build_does_not_wait_for_ever(tmp_path: Path) -> None:
-    """With a limit on polls a wait ends in a trap. Without one, the code has none, and empties no cache."""
-    nvcc = build.nvcc()
-    if nvcc is None:
-        pytest.skip("nvcc not found")
-    source = tmp_path / "wait.cu"
-    source.write_text(
-        '#include "cuda/ptx.h"\nusing namespace orthokern::cuda;\n'
-        "__global__ void wait_kernel() { mbarrier_wait(dynamic_shared<Mbarrier>(), 0); }\n"
-    )
-    code = []
-    for flags in ([], ["-DORTHOKERN_CUDA_POLL_LIMIT=268435456"]):
-        command = [nvcc, "-std=c++17", "-O3", "-arch=sm_90", f"-I{build.CSRC}", "-ptx", str(source), "-o", "-"]
-        code.append(subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout)
-    plain, limited = code
-    assert "mbarrier.try_wait" in plain and "trap" not in plain and "acquire.cluster" not in plain
-    assert "trap;" in limited

@@ -43,7 +43,7 @@ def test_a_dry_run_goes_through_every_case(request: pytest.FixtureRequest, scrip
     assert {path.name for path in bundle.iterdir()} == {"report.md", "results.json", "logs.txt.gz"}
     text = (bundle / "report.md").read_text()
     assert ", 0 failed, 0 cut off" in text and "A dry run on the CPU" in text
-    assert "| exchange | 16 blocks, 32 KiB, bulk copy |" in text
+    assert "| exchange | 16 blocks, 32 KiB |" in text
 
 
 CHILD = """

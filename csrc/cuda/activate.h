@@ -11,7 +11,6 @@ namespace orthokern::cuda {
 // The scalar operations that the formulas of common/activations.h need.
 struct ScalarMath {
   static ORTHOKERN_HD float tanh(float a) { return ::tanhf(a); }
-  static ORTHOKERN_HD double tanh(double a) { return ::tanh(a); }
   // One Newton step after the approximate hardware division gives the same bits as an IEEE division for nearly all
   // numbers, without its branch and function call. The hardware division gives 0 for b > 2^126; the result is then 1
   // with the sign of a. a may be infinite or NaN.
@@ -24,7 +23,6 @@ struct ScalarMath {
     return a / b;
 #endif
   }
-  static ORTHOKERN_HD double divide(double a, double b) { return a / b; }
 };
 
 // phi(a). `other` is the input of the other unit of the pair, read if A works on pairs; `second`: whether this is the

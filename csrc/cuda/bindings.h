@@ -94,15 +94,6 @@ inline void bind(pybind11::module_& m) {
   bind(m, "gru_step", run_gru_step, &StepArgs::fields<Arguments>);
   bind(m, "scan_carry", run_scan_carry, &ScanCarryArgs::fields<Arguments>);
   bind(m, "modal_scan", modal_scan, &ModalArgs::fields<Arguments>);
-  bind(m, "activation_fwd", activation_fwd, &ActivationArgs::forward<Arguments>);
-  bind(m, "activation_bwd", activation_bwd, &ActivationArgs::backward<Arguments>);
-  m.def(
-      "activation_workspace",
-      [](Dict given) {
-        return activation_workspace(
-            read_arguments("activation_workspace", given, &ActivationArgs::backward<Arguments>));
-      },
-      "Bytes.");
   bind(m, "cayley", cayley, &CayleyArgs::fields<Arguments>);
   m.def(
       "cayley_workspace",

@@ -23,16 +23,7 @@ void run_scan_carry(const ScanCarryArgs& a) {
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
   const dim3 blocks(static_cast<unsigned>(a.B));
   const int count = static_cast<int>(a.count), B = static_cast<int>(a.B), N = static_cast<int>(a.N);
-  if (N <= kCarryUnits) {
-    launch(scan_carry_kernel, {blocks, dim3(kCarryThreads), stream}, a.power, a.ends, a.starts, count, B, N);
-    return;
-  }
-  const size_t bytes = 2 * static_cast<size_t>(a.N) * sizeof(double);
-  if (bytes > device_limits().shared_per_block)
-    throw Error("algorithm='chunked' serves N up to " + std::to_string(device_limits().shared_per_block / 16) +
-                " here, and N is " + std::to_string(a.N) + ": use algorithm='sequential'");
-  launch(scan_carry_streamed_kernel, {blocks, dim3(kCarryStreamedThreads), stream, bytes}, a.power, a.ends, a.starts,
-         count, B, N);
+  launch(scan_carry_kernel, {blocks, dim3(kCarryThreads), stream}, a.power, a.ends, a.starts, count, B, N);
 }
 
 }  // namespace orthokern::cuda

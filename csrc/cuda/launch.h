@@ -172,10 +172,6 @@ int max_active_clusters(void (*kernel)(Parameters...), const Launch& at) {
   return clusters;
 }
 
-inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
-  check(cudaMemsetAsync(memory, 0, bytes, stream), "clearing memory");
-}
-
 #else
 
 #define ORTHOKERN_SHARED(type, name, extents) \
@@ -215,11 +211,6 @@ void launch(void (*kernel)(Parameters...), const Launch& at, Arguments&&... argu
 template <class... Parameters>
 int max_active_clusters(void (*)(Parameters...), const Launch& at) {
   return cuda_host::max_active_clusters({at.grid, at.block, at.shared_bytes, at.cluster});
-}
-
-inline void fill_zero(void* memory, size_t bytes, cudaStream_t stream) {
-  cuda_host::put(stream,
-                 {{dim3(1), dim3(1), 0, 1}, [=] { __builtin_memset(memory, 0, bytes); }, cuda_host::device, false});
 }
 
 #endif

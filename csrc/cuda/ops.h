@@ -9,33 +9,11 @@
 
 #include <vector>
 
-#include "common/activations.h"
 #include "common/fields.h"
 
 namespace orthokern::cuda {
 
 enum Dtype { kFloat32 = 0, kFloat64 = 1 };
-
-struct ActivationArgs {
-  int64_t rows, N;
-  int dtype, activation, device;
-  void* stream;
-  const void* x;           // [rows, N]
-  const void* act_param;   // [act_param_size] or null
-  int64_t act_param_size;  // 1 or N
-  void* y;                 // [rows, N]           (forward)
-  const void* grad_y;      // [rows, N]           (backward)
-  void* grad_x;            // [rows, N]
-  void* grad_act_param;    // [act_param_size] or null
-  void* workspace;         // activation_workspace() bytes, or null without grad_act_param
-
-  ORTHOKERN_FIELDS_OF(forward, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, y);
-  ORTHOKERN_FIELDS_OF(backward, rows, N, dtype, activation, device, stream, x, act_param, act_param_size, grad_y,
-                      grad_x, grad_act_param, workspace);
-};
-void activation_fwd(const ActivationArgs& args);
-void activation_bwd(const ActivationArgs& args);
-int64_t activation_workspace(const ActivationArgs& args);  // bytes that the backward needs for grad_act_param
 
 struct CayleyMatrices {  // of one shape
   int64_t batch, N, K;

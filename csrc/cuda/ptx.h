@@ -5,8 +5,7 @@
 //                      threads also need a barrier
 //   mbarrier_*         a barrier object in shared memory that counts arrivals and, from sm_90 on, bytes
 //   cluster_*          blocks of a cluster; a ClusterAddress is an address in the shared memory of one of them
-//   st_async, bulk_*   asynchronous stores and copies; they subtract their bytes from an mbarrier of the target block
-//                      (bulk_*, cluster_size and async_proxy_fence are for bench/probe.cu)
+//   st_async           an asynchronous store, which subtracts its bytes from an mbarrier of the target block
 //   mma_*              tensor core products of a warp
 #pragma once
 
@@ -59,24 +58,20 @@ ORTHOKERN_DEVICE float maximum(float a, float b) {
   return result;
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it stays in a loop.
-
 ORTHOKERN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
 // ----------------------------------------------------------------------------------------- asynchronous copies, sm_80
 
-// `bytes` is 4, 8 or 16, and both addresses are aligned to it. The first `valid` bytes are copied, the others are zero.
+// `bytes` is 4, 8 or 16, and both addresses are aligned to it.
 template <int bytes>
-ORTHOKERN_DEVICE void cp_async(void* shared, const void* global, int valid = bytes) {
+ORTHOKERN_DEVICE void cp_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async moves 4, 8 or 16 bytes");
   if constexpr (bytes == 16)  // bypasses L1, which only .cg can do
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(valid)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes),
-                 "r"(valid)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(bytes)
                  : "memory");
 }
 // The same with a predicate instead of a branch, because the compiler waits for pending loads at a branch.
@@ -95,8 +90,7 @@ ORTHOKERN_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// -------------------------------------------------------------------------------------------------------------
-// mbarriers
+// ----------------------------------------------------------------------------------------------------------- mbarriers
 
 ORTHOKERN_DEVICE void mbarrier_init(Mbarrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -114,50 +108,26 @@ ORTHOKERN_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, int bytes) {
 }
 // Wait for the end of the phase with this parity: 0, 1, 0, ... from the initialisation on. It acquires what arrived in
 // shared memory of this block; at the scope of the cluster it would also empty the first-level cache.
-//
-// In a build with ORTHOKERN_CUDA_POLL_LIMIT the launch traps after this number of polls instead of waiting forever.
 ORTHOKERN_DEVICE void mbarrier_wait(Mbarrier* barrier, int parity) {
-#ifdef ORTHOKERN_CUDA_POLL_LIMIT
-  uint32_t done = 0;
-  for (uint32_t polls = 0; !done; polls++) {
-    ORTHOKERN_SM90(
-        asm volatile("{\n.reg .pred done;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(shared_address(barrier)),
-                     "r"(parity) : "memory"));
-    if (polls >= ORTHOKERN_CUDA_POLL_LIMIT) __trap();
-  }
-#else
   ORTHOKERN_SM90(
       asm volatile("{\n.reg .pred done;\n"
                    "wait_%=:\n"
                    "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                    "@!done bra wait_%=;\n}" ::"r"(shared_address(barrier)),
                    "r"(parity) : "memory"));
-#endif
 }
 
-// -------------------------------------------------------------------------------------------------------- clusters,
-// sm_90
+// ----------------------------------------------------------------------------------------------------- clusters, sm_90
 
 ORTHOKERN_DEVICE int cluster_rank() {
   uint32_t rank = 0;
   ORTHOKERN_SM90(asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
   return static_cast<int>(rank);
 }
-ORTHOKERN_DEVICE int cluster_size() {
-  uint32_t size = 1;
-  ORTHOKERN_SM90(asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size)));
-  return static_cast<int>(size);
-}
 // All threads of all blocks arrive (release) and wait (acquire).
-ORTHOKERN_DEVICE void cluster_arrive() {
-  ORTHOKERN_SM90(asm volatile("barrier.cluster.arrive.release;" :: : "memory"));
-}
-ORTHOKERN_DEVICE void cluster_wait() { ORTHOKERN_SM90(asm volatile("barrier.cluster.wait.acquire;" :: : "memory")); }
 ORTHOKERN_DEVICE void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
+  ORTHOKERN_SM90(asm volatile("barrier.cluster.arrive.release;" :: : "memory"));
+  ORTHOKERN_SM90(asm volatile("barrier.cluster.wait.acquire;" :: : "memory"));
 }
 // The address that corresponds to `own` in the shared memory of the block with this rank.
 ORTHOKERN_DEVICE ClusterAddress cluster_address(const void* own, int rank) {
@@ -172,28 +142,7 @@ ORTHOKERN_DEVICE void st_async(ClusterAddress to, float4 value, ClusterAddress b
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier) : "memory"));
 }
-// Copy global memory to shared memory of this block; 16-byte aligned, a multiple of 16 bytes. One thread issues the
-// whole copy.
-ORTHOKERN_DEVICE void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
-  ORTHOKERN_SM90(
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       shared_address(shared)),
-                   "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
-}
-// Copy shared memory of this block to another block of the cluster, with the same alignment. Earlier writes to `from`
-// need async_proxy_fence() and a barrier first. `from` may be overwritten after the receiver has confirmed the copy.
-ORTHOKERN_DEVICE void bulk_send(ClusterAddress to, const void* from, int bytes, ClusterAddress barrier) {
-  ORTHOKERN_SM90(asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "r"(shared_address(from)), "r"(bytes), "r"(barrier) : "memory"));
-}
-// Orders plain accesses to shared memory before bulk copies of the same bytes.
-ORTHOKERN_DEVICE void async_proxy_fence() {
-  ORTHOKERN_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
-}
-
-// ----------------------------------------------------------------------------------------------------- tensor cores,
-// sm_80
+// ------------------------------------------------------------------------------------------------- tensor cores, sm_80
 
 // float to tf32, to nearest; the tensor cores would truncate the low 13 bits.
 ORTHOKERN_DEVICE uint32_t to_tf32(float x) {

@@ -3,15 +3,15 @@
 // In float64: a power of the map that is rounded to float32 would cost eps |W^chunk| at every border, more than the
 // steps it stands for.
 //
-// The steps depend on each other, so that latency is what counts: up to 128 units the map lies in the registers of the
-// block, in tiles of 4 rows x 8 columns, as in scan_resident.h. Above, it is read from the L2 cache in every step.
+// The steps depend on each other, so that latency is what counts: the map lies in the registers of the block, in tiles
+// of 4 rows x 8 columns, as in scan_resident.h. Above 128 units the caller multiplies with a library.
 #pragma once
 
 #include "cuda/scan_units.h"
 
 namespace orthokern::cuda {
 
-constexpr int kCarryUnits = 128, kCarryThreads = 512, kCarryStreamedThreads = 256;
+constexpr int kCarryUnits = 128, kCarryThreads = 512;
 
 // power [N, N], transposed: element (m, n) is what unit m gives to unit n. ends [count, B, N]; starts [count + 1, B,
 // N], of which the first comes in. N up to kCarryUnits.
@@ -64,27 +64,6 @@ static __global__ void __launch_bounds__(kCarryThreads)
       end[i] = unit && c0 + i + kAhead < count ? *next : 0.f;
       next += stride, out += stride;
     }
-}
-
-// The same for any N. Dynamic shared memory: the state, double [2][N].
-static __global__ void __launch_bounds__(kCarryStreamedThreads)
-    scan_carry_streamed_kernel(const double* power, const float* ends, float* starts, int count, int B, int N) {
-  double* const state = dynamic_shared<double>();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * N, stride = static_cast<int64_t>(B) * N;
-  for (int n = threadIdx.x; n < N; n += kCarryStreamedThreads) state[n] = starts[row + n];
-  __syncthreads();
-  for (int c = 0; c < count; c++) {
-    const double* const from = state + c % 2 * N;
-    double* const to = state + (c + 1) % 2 * N;
-    for (int n = threadIdx.x; n < N; n += kCarryStreamedThreads) {
-      double sum = ends[c * stride + row + n];
-#pragma unroll 8
-      for (int m = 0; m < N; m++) sum = fma(power[static_cast<int64_t>(m) * N + n], from[m], sum);
-      to[n] = sum;
-      starts[(c + 1) * stride + row + n] = static_cast<float>(sum);
-    }
-    __syncthreads();
-  }
 }
 
 }  // namespace orthokern::cuda

@@ -220,16 +220,11 @@ struct ClusterThread {
         }
       }
       const bool second = (held.row + j) % 2;
-      float value;
-      if constexpr (kBackward) {
-        value = clip_message(
-            activate_grad(a.activation, before[j], input.gate[j], other, other_gate, second, parameter[j]), a.clip);
-        if (unit[j] && live_step) {
-          square = fmaf(before[j], before[j], square);
-          if (a.sums) total[j].add(parameter_grad(a.activation, before[j], input.gate[j], parameter[j]));
-        }
-      } else {
-        value = activate(a.activation, before[j], other, second, parameter[j]);
+      const float value =
+          state_after<kBackward, kAnyActivation>(a, before[j], input.gate[j], other, other_gate, second, parameter[j]);
+      if (kBackward && unit[j] && live_step) {
+        square = fmaf(before[j], before[j], square);
+        if (a.sums) total[j].add(parameter_grad(a.activation, before[j], input.gate[j], parameter[j]));
       }
       after[j] = rows[j] < N && live_step ? value : 0.f;
     }

@@ -265,10 +265,8 @@ struct LowRankThread {
           if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[r], 1);
         }
         const bool second_of_pair = lane % 2;
-        if constexpr (kBackward)
-          after[r] = clip_message(activate_grad<A>(before[r], gate[r], other, other_gate, second_of_pair, parameter[r]),
-                                  a.clip);
-        else after[r] = activate<A>(before[r], other, second_of_pair, parameter[r]);
+        after[r] =
+            state_after<kBackward, A::number>(a, before[r], gate[r], other, other_gate, second_of_pair, parameter[r]);
         if (A::has_parameter && Traits::kSums && a.sums)
           total[r].add(parameter_grad<A>(before[r], gate[r], parameter[r]));
       }

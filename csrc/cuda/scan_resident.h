@@ -337,10 +337,7 @@ struct ResidentThread {
       other = __shfl_xor_sync(kAllLanes, before, 1);
       if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate, 1);
     }
-    if constexpr (kBackward)
-      return clip_message(
-          activate_grad_as<kActivation>(a.activation, before, gate, other, other_gate, second, parameter), a.clip);
-    else return activate_as<kActivation>(a.activation, before, other, second, parameter);
+    return state_after<kBackward, kActivation>(a, before, gate, other, other_gate, second, parameter);
   }
 
   // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step.

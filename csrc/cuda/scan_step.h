@@ -72,9 +72,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     float after = 0;
     if (live) {
       const float parameter = parameter_of(a, row + m);
+      after =
+          state_after<kBackward, kAnyActivation>(a, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter);
       if constexpr (kBackward) {
-        after = clip_message(
-            activate_grad(a.activation, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter), a.clip);
         square = fmaf(before[m], before[m], square);
         if (a.sums) {  // launches follow one another, so that no other thread has this element
           const int64_t size = a.sequences * a.N;
@@ -82,9 +82,8 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
           total.add(parameter_grad(a.activation, before[m], gate[m], parameter));
           a.sums[at + m] = total.sum, a.sums[size + at + m] = total.error;
         }
-      } else {
-        after = activate(a.activation, before[m], before[1 - m], m == 1, parameter);
-        if (a.pre) a.pre[offset + row + m] = before[m];
+      } else if (a.pre) {
+        a.pre[offset + row + m] = before[m];
       }
       if (a.out) a.out[offset + row + m] = after;
     }

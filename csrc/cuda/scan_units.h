@@ -146,8 +146,18 @@ __device__ __forceinline__ void sum_squares(const ScanArgs& a, const float* squa
   }
 }
 
-// What passes from a_t on in the backward, see ScanArgs::clip. A NaN stays a NaN.
-__device__ __forceinline__ float clip_message(float delta, float clip) { return maximum(-clip, minimum(delta, clip)); }
+// The state after a step from `before`, its a: phi(a), or backward phi'(.) a within ScanArgs::clip, where a NaN stays a
+// NaN. `second`: whether it is the second unit of a pair; `other`: the other one.
+template <bool kBackward, int kNumber>
+__device__ __forceinline__ float state_after(const ScanArgs& a, float before, float gate, float other, float other_gate,
+                                             bool second, float parameter) {
+  if constexpr (kBackward) {
+    const float delta = activate_grad_as<kNumber>(a.activation, before, gate, other, other_gate, second, parameter);
+    return maximum(-a.clip, minimum(delta, a.clip));
+  } else {
+    return activate_as<kNumber>(a.activation, before, other, second, parameter);
+  }
+}
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.
 __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {

@@ -19,7 +19,7 @@ SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
     "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
-    "cuda": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
+    "cuda": Support(missing="no CUDA kernel: those of Triton serve GPUs"),
 }
 dispatch.register("activations", SUPPORT)
 

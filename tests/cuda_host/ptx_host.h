@@ -16,13 +16,13 @@ inline void require_aligned(const void* address, int bytes, const char* what) {
 }
 
 template <int bytes>
-void cp_async(void* shared, const void* global, int valid = bytes) {
+void cp_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async moves 4, 8 or 16 bytes");
   require_aligned(shared, bytes, "cp_async");
   require_aligned(global, bytes, "cp_async");
   cuda_host::Thread& thread = *cuda_host::current;
   cuda_host::poison(shared, bytes);
-  thread.copies.push_back({shared, global, bytes, valid, thread.copy_group});
+  thread.copies.push_back({shared, global, bytes, thread.copy_group});
 }
 template <int bytes>
 void cp_async_if(bool condition, void* shared, const void* global) {
@@ -41,8 +41,7 @@ void cp_async_wait() {
       thread.copies[kept++] = copy;
       continue;
     }
-    memset(copy.to, 0, static_cast<size_t>(copy.bytes));
-    memcpy(copy.to, copy.from, static_cast<size_t>(copy.valid));
+    memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
   }
   thread.copies.resize(kept);
 }
@@ -92,8 +91,8 @@ inline void deliver(Mbarrier* barrier) {
       all[kept++] = one;
       continue;
     }
-    memcpy(one.to, one.from ? one.from : one.value, static_cast<size_t>(one.bytes));
-    state.bytes -= one.bytes;
+    memcpy(one.to, &one.value, sizeof(one.value));
+    state.bytes -= static_cast<int>(sizeof(one.value));
   }
   all.resize(kept);
   state.advance();
@@ -115,47 +114,24 @@ inline void mbarrier_wait(Mbarrier* barrier, int parity, CUDA_HOST_SITE) {
 // ------------------------------------------------------------------------------------------------------------ clusters
 
 inline int cluster_rank() { return cuda_host::current->block->rank; }
-inline int cluster_size() { return static_cast<int>(cuda_host::cluster->blocks.size()); }
-inline void cluster_arrive(CUDA_HOST_SITE) {
-  const int threads = static_cast<int>(cuda_host::cluster->threads.size());
-  cuda_host::current->cluster_arrived =
-      cuda_host::cluster->barrier.arrive(threads, false, {"cluster_arrive", file, line}, false);
-}
-inline void cluster_wait(CUDA_HOST_SITE) {
-  cuda_host::cluster->barrier.wait(cuda_host::current->cluster_arrived, {"cluster_wait", file, line});
-}
 inline void cluster_sync(CUDA_HOST_SITE) {
-  cluster_arrive(file, line);
-  cluster_wait(file, line);
+  const int threads = static_cast<int>(cuda_host::cluster->threads.size());
+  const cuda_host::Site site = {"cluster_sync", file, line};
+  cuda_host::cluster->barrier.wait(cuda_host::cluster->barrier.arrive(threads, site, false), site);
 }
 inline ClusterAddress cluster_address(const void* own, int rank) {
   return reinterpret_cast<uintptr_t>(cuda_host::in_block(own, rank));
 }
-inline void send(ClusterAddress to, const void* from, const void* value, int bytes, ClusterAddress barrier,
-                 int alignment, const char* what) {
-  cuda_host::Delivery one{reinterpret_cast<void*>(to),          from, bytes,
-                          reinterpret_cast<Mbarrier*>(barrier), {},   cuda_host::rounds + cuda_host::travel_rounds()};
-  cuda_host::Block& block = cuda_host::owner(one.to, what);
-  if (&block != &cuda_host::owner(one.barrier, what))
-    cuda_host::fail(std::string(what) + ": destination and mbarrier are in different blocks");
-  require_aligned(one.to, alignment, what);
-  if (from) require_aligned(from, alignment, what);
-  if (bytes % alignment) cuda_host::fail(std::string(what) + ": a size that is no multiple of 16 bytes");
-  if (value) memcpy(one.value, value, static_cast<size_t>(bytes));
-  cuda_host::poison(one.to, static_cast<size_t>(bytes));
+inline void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
+  cuda_host::Delivery one{reinterpret_cast<void*>(to), reinterpret_cast<Mbarrier*>(barrier), value,
+                          cuda_host::rounds + cuda_host::travel_rounds()};
+  cuda_host::Block& block = cuda_host::owner(one.to, "st_async");
+  if (&block != &cuda_host::owner(one.barrier, "st_async"))
+    cuda_host::fail("st_async: destination and mbarrier are in different blocks");
+  require_aligned(one.to, sizeof(value), "st_async");
+  cuda_host::poison(one.to, sizeof(value));
   block.deliveries.push_back(one);
 }
-inline void st_async(ClusterAddress to, float4 value, ClusterAddress barrier) {
-  send(to, nullptr, &value, sizeof(value), barrier, sizeof(value), "st_async");
-}
-inline void bulk_load(void* shared, const void* global, int bytes, Mbarrier* barrier) {
-  send(reinterpret_cast<uintptr_t>(shared), global, nullptr, bytes, reinterpret_cast<uintptr_t>(barrier), 16,
-       "bulk_load");
-}
-inline void bulk_send(ClusterAddress to, const void* from, int bytes, ClusterAddress barrier) {
-  send(to, from, nullptr, bytes, barrier, 16, "bulk_send");
-}
-inline void async_proxy_fence() {}
 
 // -------------------------------------------------------------------------------------------------------- tensor cores
 

@@ -277,18 +277,16 @@ void wait_until(bool (*ready)(void*), void* argument, Site site) {
   if (!_setjmp(fiber.state)) _longjmp(scheduler, 1);
 }
 
-unsigned Barrier::arrive(int threads, bool vote, Site site, bool same_place) {
+unsigned Barrier::arrive(int threads, Site site, bool same_place) {
   if (!arrived) expected = threads, first = site;
   if (threads != expected)
     fail(describe(site) + " counts " + std::to_string(threads) + " threads, " + describe(first) + " " +
          std::to_string(expected));
   if (same_place && (site.line != first.line || strcmp(site.file, first.file)))
     fail("threads of a block wait at different barriers: " + describe(first) + " and " + describe(site));
-  votes += vote;
   const unsigned since = generation;
   if (++arrived == expected) {
-    result[since & 1] = votes;
-    arrived = votes = 0;
+    arrived = 0;
     generation++;
   }
   return since;
@@ -381,7 +379,6 @@ static int kernels = 0;
 
 void put(void*, const Work& work) {
   devices_used.insert(work.device);
-  if (!work.kernel) return work.body();
   kernels++;
   const std::string failure = run(work.shape, work.body);
   if (!failure.empty()) throw std::runtime_error("CUDA host harness: " + failure);

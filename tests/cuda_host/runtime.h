@@ -27,7 +27,6 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -38,25 +37,21 @@ struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-#define CUDA_HOST_VECTORS(type, name)                                         \
-  struct name##2 { type x, y; }                                               \
-  __align__(2 * sizeof(type));                                                \
-  struct name##3 { type x, y, z; };                                           \
-  struct name##4 { type x, y, z, w; }                                         \
-  __align__(sizeof(type) < 8 ? 4 * sizeof(type) : 16);                        \
-  inline name##2 make_##name##2(type x, type y) { return {x, y}; }            \
-  inline name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; } \
-  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-CUDA_HOST_VECTORS(float, float)
-CUDA_HOST_VECTORS(double, double)
-CUDA_HOST_VECTORS(int, int)
-CUDA_HOST_VECTORS(unsigned, uint)
-#undef CUDA_HOST_VECTORS
+struct uint3 {
+  unsigned x, y, z;
+};
+struct __align__(8) float2 {
+  float x, y;
+};
+struct __align__(16) float4 {
+  float x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 using cudaStream_t = void*;
 
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
-constexpr int warpSize = 32;
 
 // ------------------------------------------------------------------------------------------------------------- machine
 
@@ -120,10 +115,10 @@ void wait_until(Ready ready, Site site) {
 
 // Threads that wait for each other: __syncthreads, named barriers, the barrier of a cluster.
 struct Barrier {
-  int arrived = 0, expected = 0, votes = 0, result[2] = {0, 0};
+  int arrived = 0, expected = 0;
   unsigned generation = 0;
   Site first = {};
-  unsigned arrive(int threads, bool vote, Site site, bool same_place);
+  unsigned arrive(int threads, Site site, bool same_place);
   void wait(unsigned since, Site site) {
     wait_until([this, since] { return generation != since; }, site);
   }
@@ -138,14 +133,12 @@ struct WarpOp {
 struct AsyncCopy {  // cp.async of one thread
   void* to;
   const void* from;
-  int bytes, valid, group;
+  int bytes, group;
 };
-struct Delivery {  // st.async and bulk copies, on the way to a block
+struct Delivery {  // st.async, on the way to a block
   void* to;
-  const void* from;  // or null: the bytes are in `value`
-  int bytes;
   uint64_t* barrier;
-  unsigned char value[16];
+  float4 value;
   uint64_t due = 0;  // the round from which on it may arrive
 };
 // Every thread that can move does so once in a round. Stores and copies to other blocks keep no order: where the order
@@ -165,7 +158,6 @@ struct Thread {
   bool done = false;
   std::vector<AsyncCopy> copies;
   int copy_group = 0;
-  unsigned cluster_arrived = 0;  // generation of the cluster's barrier at its arrival
 
   int lane() const { return id % 32; }
 };
@@ -176,7 +168,7 @@ struct Block {
   std::vector<unsigned char> dynamic_memory;  // with red zones around what the kernel may use
   std::map<const void*, std::vector<unsigned char>> static_memory;
   size_t static_bytes = 0;
-  Barrier barriers[16];
+  Barrier barrier;
   std::map<std::pair<int, unsigned>, WarpOp> warp_ops;  // by warp and mask
   std::vector<Delivery> deliveries;                     // to this block
 };
@@ -218,23 +210,11 @@ T shuffle(unsigned mask, T value, int source, Site site) {
   else value = lanes[source];
   return value;
 }
-inline int sync_block(bool vote, Site site) {
-  Barrier& barrier = current->block->barriers[0];
-  const unsigned since = barrier.arrive(static_cast<int>(blockDim.x * blockDim.y * blockDim.z), vote, site, true);
-  barrier.wait(since, site);
-  return barrier.result[since & 1];
-}
-
-}  // namespace cuda_host
-
-namespace cuda_host {
-
 // What a stream is given. It is carried out at once. Throws std::runtime_error for what a kernel did wrong.
 struct Work {
   Shape shape;
   std::function<void()> body;  // one thread of a kernel
   int device;
-  bool kernel = true;  // false: the body is all of it
 };
 void put(void* stream, const Work& work);
 // Kernels that ran since the last question.
@@ -244,15 +224,10 @@ int kernels_run();
 
 // ------------------------------------------------------------------------------------------- functions of the language
 
-inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::sync_block(false, {"__syncthreads", file, line}); }
-inline int __syncthreads_count(int p, CUDA_HOST_SITE) {
-  return cuda_host::sync_block(p, {"__syncthreads_count", file, line});
-}
-inline int __syncthreads_or(int p, CUDA_HOST_SITE) {
-  return cuda_host::sync_block(p, {"__syncthreads_or", file, line}) > 0;
-}
-inline int __syncthreads_and(int p, CUDA_HOST_SITE) {
-  return cuda_host::sync_block(!p, {"__syncthreads_and", file, line}) == 0;
+inline void __syncthreads(CUDA_HOST_SITE) {
+  cuda_host::Barrier& barrier = cuda_host::current->block->barrier;
+  const cuda_host::Site site = {"__syncthreads", file, line};
+  barrier.wait(barrier.arrive(static_cast<int>(blockDim.x * blockDim.y * blockDim.z), site, true), site);
 }
 inline void __syncwarp(unsigned mask = ~0u, CUDA_HOST_SITE) {
   cuda_host::exchange(mask, 0, {"__syncwarp", file, line});
@@ -269,18 +244,6 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, CUDA_HOST_SI
   return cuda_host::shuffle(mask, value, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : lane,
                             {"__shfl_xor_sync", file, line});
 }
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
-  const int lane = cuda_host::current->lane(), source = lane - static_cast<int>(delta);
-  return cuda_host::shuffle(mask, value, source >= (lane & ~(width - 1)) ? source : lane,
-                            {"__shfl_up_sync", file, line});
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HOST_SITE) {
-  const int lane = cuda_host::current->lane(), source = lane + static_cast<int>(delta);
-  return cuda_host::shuffle(mask, value, source < (lane & ~(width - 1)) + width ? source : lane,
-                            {"__shfl_down_sync", file, line});
-}
 inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   const cuda_host::Lanes<int> lanes = cuda_host::exchange(mask, predicate, {"__ballot_sync", file, line});
   unsigned bits = 0;
@@ -288,13 +251,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
     if (mask >> lane & 1) bits |= static_cast<unsigned>(lanes[lane] != 0) << lane;
   return bits;
 }
-inline int __any_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
-  return __ballot_sync(mask, predicate, file, line) != 0;
-}
-inline int __all_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
-  return __ballot_sync(mask, predicate, file, line) == mask;
-}
-
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { cuda_host::fail("__trap was reached"); }
 template <class T>
@@ -312,11 +268,7 @@ template <class T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float a) { return expf(a); }
-inline float rsqrtf(float a) { return 1 / sqrtf(a); }
-inline double rsqrt(double a) { return 1 / sqrt(a); }
 template <class To, class From>
 To cuda_host_bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
@@ -328,4 +280,3 @@ inline unsigned __float_as_uint(float x) { return cuda_host_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return cuda_host_bits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }

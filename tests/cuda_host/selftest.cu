@@ -43,27 +43,14 @@ __global__ void prefix_kernel(const float* in, float* out, int size, int bug) {
   out[i] = sums[i];
 }
 
-// out [9, 32]: every collective function of a warp, applied to `in` [32].
+// out[i] = the sum of in over the half of the warp that i is in. kDiverge: the other half waits elsewhere.
 __global__ void warp_kernel(const float* in, float* out, int, int bug) {
   const int lane = threadIdx.x;
-  const float x = in[lane];
-  out[0 * 32 + lane] = __shfl_sync(~0u, x, 5);
-  out[1 * 32 + lane] = __shfl_sync(~0u, x, lane + 1, 8);
-  out[2 * 32 + lane] = __shfl_xor_sync(~0u, x, 3);
-  out[3 * 32 + lane] = __shfl_up_sync(~0u, x, 2);
-  out[4 * 32 + lane] = __shfl_down_sync(~0u, x, 2, 16);
-  out[5 * 32 + lane] = __popc(__ballot_sync(~0u, x > 0));
-  out[6 * 32 + lane] = __any_sync(~0u, x > 1e9f) + 2 * __all_sync(~0u, x < 1e9f);
-  out[7 * 32 + lane] =
-      __syncthreads_count(x > 0) + 100 * __syncthreads_or(lane == 7) + 1000 * __syncthreads_and(lane == 7);
-  float sum = 0;
-  if (lane < 16) {  // half a warp on its own
-    sum = x;
-    for (int bits = 8; bits; bits /= 2) sum += __shfl_xor_sync(0xffffu, sum, bits);
-  } else if (bug == kDiverge) {
-    __syncwarp();
-  }
-  out[8 * 32 + lane] = sum;
+  float sum = in[lane];
+  if (lane < 16 || bug != kDiverge)
+    for (int bits = 8; bits; bits /= 2) sum += __shfl_xor_sync(lane < 16 ? 0xffffu : 0xffff0000u, sum, bits);
+  else __syncwarp();
+  out[lane] = sum;
 }
 
 // out[i] = 2 in[i]: one warp copies tiles of 32 by cp.async, two groups ahead, for another one.
@@ -83,28 +70,21 @@ __global__ void pipeline_kernel(const float* in, float* out, int size, int bug) 
 }
 
 // A ring of blocks: block r of a cluster sends its 32 numbers to block r + 1, `size` / 32 blocks in all, clusters of 4.
-// Each way of sending.
-__global__ void ring_kernel(const float* in, float* out, int, int bug, int way) {
+__global__ void ring_kernel(const float* in, float* out, int, int bug) {
   float* mine = dynamic_shared<float>();  // [32] own, then [32] received
   float* received = mine + 32;
   ORTHOKERN_SHARED(Mbarrier, barrier, [1]);
-  const int lane = threadIdx.x, next = (cluster_rank() + 1) % cluster_size();
+  const int lane = threadIdx.x, next = (cluster_rank() + 1) % 4;
   mine[lane] = in[blockIdx.x * 32 + lane];
   if (lane == 0) {
     mbarrier_init(&barrier[0], 1);
     mbarrier_init_fence();
   }
-  async_proxy_fence();
   cluster_sync();
   if (bug == kExit && cluster_rank() == 1) return;
   if (lane == 0) mbarrier_arrive_expect(&barrier[0], 128);
   const ClusterAddress to = cluster_address(received, next), done = cluster_address(barrier, next);
-  if (way == 0 && lane < 8) st_async(to + 16 * lane, *reinterpret_cast<float4*>(mine + 4 * lane), done);
-  if (way == 1 && lane == 0) bulk_send(to, mine, 128, done);
-  if (way == 2 && lane == 0)
-    bulk_load(received,
-              in + (blockIdx.x - cluster_rank() + (cluster_rank() + cluster_size() - 1) % cluster_size()) * 32, 128,
-              barrier);
+  if (lane < 8) st_async(to + 16 * lane, *reinterpret_cast<float4*>(mine + 4 * lane), done);
   if (bug != kNoWait) mbarrier_wait(&barrier[0], bug == kTooEarly);
   out[blockIdx.x * 32 + lane] = received[lane];
   cluster_sync();  // nobody leaves while another block may still send
@@ -144,8 +124,7 @@ void selftest(const std::string& name, uintptr_t in_address, uintptr_t out_addre
   else if (name == "prefix") launch(prefix_kernel, {dim3(1), dim3(threads), nullptr}, in, out, size, variant);
   else if (name == "warp") launch(warp_kernel, {dim3(1), dim3(32), nullptr}, in, out, size, variant);
   else if (name == "pipeline") launch(pipeline_kernel, {dim3(1), dim3(64), nullptr, 384}, in, out, size, variant);
-  else if (name == "ring")
-    launch(ring_kernel, {dim3(threads / 32), dim3(32), nullptr, 256, 4}, in, out, size, variant % 10, variant / 10);
+  else if (name == "ring") launch(ring_kernel, {dim3(threads / 32), dim3(32), nullptr, 256, 4}, in, out, size, variant);
   else if (name == "mma") launch(mma_kernel, {dim3(1), dim3(32), nullptr, 1024}, in, out);
   else throw Error("no kernel " + name);
 }
