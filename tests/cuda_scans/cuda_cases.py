@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers import GruProblem, ScanProblem, assert_matches_reference, run_scan
+from cuda_host import build
+from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_same_bits, run_scan
 from torch import Tensor
 
 from orthokern._scan_contract import ScanArgs
@@ -63,6 +65,17 @@ def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, T
     for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
         assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
     return actual
+
+
+def in_every_order(harness: Any, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of a call, which have the same bits in every order of the threads."""
+    results = []
+    for order in build.ORDERS.values():
+        harness.set_schedule(*order)
+        results.append(call())
+    for other in results[1:]:
+        assert_same_bits(results[0], other)
+    return results[0]
 
 
 def plan(

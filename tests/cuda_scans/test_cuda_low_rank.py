@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import KINDS, LOW_RANK, RESIDENT, check, plan, run
-from cuda_host import build
+from cuda_cases import KINDS, LOW_RANK, RESIDENT, check, in_every_order, plan, run
 from helpers import assert_same_bits, scan_problem, some_lengths, with_resets
 
 from orthokern.ops.activations import NAMES
@@ -61,12 +60,7 @@ def test_chunks_of_time(N: int, override: Any) -> None:
 def test_no_schedule_changes_a_bit(override: Any, harness: Any) -> None:
     override("low-rank")
     problem = scan_problem("factored_scan", B=2, T=6, N=600, K=8, activation="prelu", inputs="tokens").to(torch.float32)
-    results = []
-    for order in build.ORDERS.values():
-        harness.set_schedule(*order)
-        results.append(run(problem))
-    for other in results[1:]:
-        assert_same_bits(results[0], other)
+    in_every_order(harness, lambda: run(problem))
 
 
 def test_which_sizes_are_of_low_rank(harness: Any, override: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, KINDS, LIBRARY, OPS, RESIDENT, run
+from cuda_cases import CLUSTER, KINDS, LIBRARY, LOW_RANK, OPS, RESIDENT, plan, run
 from cuda_host import build
 from helpers import (
     assert_same_bits,
@@ -72,39 +73,21 @@ def test_precisions_of_clusters_with_lengths_and_pairs(override: Any) -> None:
 
 @pytest.mark.parametrize("precision", PRECISION_ERRORS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, harness: Any) -> None:
+def test_a_plan_is_never_less_precise_than_asked(op: str, precision: str, override: Any) -> None:
     """Which products a size gets: tensor cores where the planner's model says that they are faster, else IEEE."""
-    numbers = _scan._PRECISIONS
-
-    def planned(N: int, sequences: int, asked: str, **overrides: int) -> dict[str, int]:
-        sizes = {
-            "B": sequences,
-            "N": N,
-            "K": N if op == "factored_scan" else 0,
-            "sequences": sequences,
-            "precision": numbers[asked],
-            "activation": 1,
-            "act_param_stride": 0,
-            "backward": 0,
-            "T": 1,
-            "chunk": 1,
-            "tokens": 0,
-            "device": 0,
-            "cut": 0,
-        }
-        return dict(getattr(harness, f"{op}_plan")({**sizes, "overrides": overrides}))
-
-    for N in (64, 128, 250, 500, 1000, 1100):
-        for sequences in (1, 8, 50, 500):
-            plan = planned(N, sequences, precision)
-            library = plan["path"] == LIBRARY
-            assert plan["precision"] in (numbers["ieee"], numbers["tf32" if library else precision])
-            assert planned(N, sequences, "ieee")["precision"] == numbers["ieee"]
-            assert planned(N, sequences, precision, path=CLUSTER, tensor=0)["precision"] == 0 if N == 500 else True
-            assert plan["path"] != RESIDENT or plan["precision"] == numbers["ieee"]
-    found = planned(1000, 50, precision)
-    assert (found["path"], found["group"], found["precision"]) == (CLUSTER, 8, numbers[precision])
-    assert planned(250, 1, precision)["precision"] == numbers["ieee"]  # one sequence leaves 7 columns of 8 empty
+    ieee, lower = _scan._PRECISIONS["ieee"], _scan._PRECISIONS[precision]
+    for N, B in itertools.product((64, 128, 250, 500, 1000, 1100), (1, 8, 50, 500)):
+        of_size = plan(op, N, B, precision=precision, backward=False)
+        tf32 = _scan._PRECISIONS["tf32"]
+        expected = {RESIDENT: (ieee,), CLUSTER: (ieee, lower), LIBRARY: (tf32,), LOW_RANK: (ieee,)}
+        assert of_size["precision"] in expected[of_size["path"]]
+        assert plan(op, N, B, backward=False)["precision"] == ieee
+    large = plan(op, 1000, 50, precision=precision, backward=False)
+    assert (large["path"], large["group"], large["precision"]) == (CLUSTER, 8, lower)
+    # one sequence leaves 7 columns of 8 empty
+    assert plan(op, 250, 1, precision=precision, backward=False)["precision"] == ieee
+    override({"path": CLUSTER, "tensor": 0})
+    assert plan(op, 500, 50, precision=precision, backward=False)["precision"] == ieee
 
 
 @pytest.mark.parametrize("path", ["resident", "cluster-2", "library"])

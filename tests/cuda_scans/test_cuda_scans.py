@@ -6,16 +6,13 @@ choose the path where the size would choose another one.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OP_PATHS, OPS, PATHS, RESIDENT, check, check_gru, run
+from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OP_PATHS, OPS, PATHS, RESIDENT, check, check_gru, in_every_order, run
 from cuda_host import build
-from float_products import FloatProducts
 from helpers import (
     GruProblem,
     assert_each_result_alone,
@@ -28,35 +25,31 @@ from helpers import (
     with_poisoned_padding,
     with_resets,
 )
-from torch import Tensor
 
 from orthokern import _gpu_scans, cpu, dispatch
-from orthokern.cuda import _call, _scan, _streams, gru_scan
-from orthokern.errors import InputError
-from orthokern.ops.activations import NAMES
+from orthokern._scan_contract import ScanArgs
+from orthokern.cuda import _scan
+from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.ops.gru_scan import VARIANTS
 
 
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
+    """Without options, with a clip, and with both it and lengths."""
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
     n = 34 if activation == "oplu" else 33
     rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
-    check(
-        scan_problem(
-            op,
-            B=5,
-            T=4,
-            N=n,
-            activation=activation,
-            inputs=KINDS[index % 3],
-            param_size="1N"[index % 2],
-            gap=1e-6,
-            **rank,
-        )
+    B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
+    problem = scan_problem(
+        op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
     )
+    lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+    lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
+    check(problem)
+    check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
+    check(problem, message_clip=0.3)
 
 
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
@@ -73,13 +66,6 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         # features are multiplied by W_in in a product of torch over the steps of a segment
         rounded = tuple(name for name in found if name.startswith("grad_")) if kind == "features" else ()
         assert_same_bits(found, again, skip=("ckpt", "pre"), rounded=rounded)
-
-
-def test_resets_are_for_sequential_scans() -> None:
-    identity = with_resets(scan_problem("dense_scan", B=3, T=300, N=8, activation="identity"))
-    assert _gpu_scans.chunk_length(identity.args(resets=None), 300) > 0
-    assert _gpu_scans.chunk_length(identity.args(), 300) == 0
-    check(identity)
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -138,126 +124,16 @@ def test_ranks_too_small_for_every_block_of_a_cluster(
         check(problem)
 
 
-def test_a_plan_is_made_once_for_a_size(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planner asks the driver what fits, which costs more than a launch."""
-    asked = []
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            if name.endswith("_plan"):
-                asked.append(name)
-            return getattr(harness, name)
-
-    monkeypatch.setattr(_call, "kernels", Counting())
-    problem = scan_problem("factored_scan", B=3, T=4, N=33).to(torch.float32)
-    first = run(problem)
-    assert asked == ["factored_scan_plan"] * 2  # forward and backward
-    assert_same_bits(first, run(problem))
-    assert len(asked) == 2
-    run(scan_problem("factored_scan", B=4, T=4, N=33).to(torch.float32))
-    assert len(asked) == 4
-    harness.set_chip(multiprocessors=2)
-    run(problem)
-    assert len(asked) == 6
-
-
-@pytest.mark.parametrize("path", ["resident", "cluster-4", "library"])
-@pytest.mark.parametrize("op", OPS)
-def test_products_beside_the_scan_change_no_bit(
-    op: str, path: str, override: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scan stops after each window, whose products then have a stream of their own while it goes on."""
-    override(path)
-    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
-    joined, true_join = [], _streams.SideStream.join
-    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (joined.append(self), true_join(self))[1])
-    problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
-    for options in ({}, {"lengths": torch.tensor([20, 7, 13]), "message_clip": 0.3}):
-        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
-        plain = run(problem, **options)
-        assert not joined
-        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
-        assert_same_bits(plain, run(problem, **options))
-        assert len(joined) == (path != "library")
-        joined.clear()
-
-
-def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the second stream still uses is freed to the main stream, which has to wait for it."""
-    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)
-    monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
-    log: list[str] = []
-    true_add, true_join = _gpu_scans._Sums.add, _streams.SideStream.join
-
-    def add(self: Any, *args: Any) -> None:
-        log.append("products")
-        if log.count("products") == 2:
-            raise torch.OutOfMemoryError("planted")
-        true_add(self, *args)
-
-    monkeypatch.setattr(_gpu_scans._Sums, "add", add)
-    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (log.append("join"), true_join(self))[1])
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        run(scan_problem("dense_scan", B=3, T=20, N=20).to(torch.float32))
-    assert log == ["products", "products", "join"]
-
-
-def test_maps_are_packed_once_for_a_call(override: Any, harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    override("cluster-1")
-    problem = scan_problem("dense_scan", B=2, T=20, N=20).to(torch.float32)
-    harness.kernels_run()
-    run(problem)
-    once = harness.kernels_run()
-    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 2 * 20 * 5)  # four windows
-    monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 5)
-    run(problem)
-    assert harness.kernels_run() == once + 3  # three more scans
-
-
-def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one beside a stream that another thread captures must not be waited for outside of the capture."""
-
-    class Stream:
-        made = 0
-
-        def __init__(self, device: Any = None) -> None:
-            Stream.made += 1
-            self.cuda_stream, self.awaited = Stream.made, list[Any]()
-
-        def wait_stream(self, other: Any) -> None:
-            self.awaited.append(other)
-
-    captured, eager = Stream(), Stream()
-    monkeypatch.setattr(_streams, "_side_stream", functools.lru_cache(_streams._side_stream.__wrapped__))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: None)
-    beside = {}
-    for main in (captured, eager, captured, eager):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
-        beside[main] = _streams.SideStream(torch.device("cuda", 0), 0)
-        with beside[main]:
-            pass
-    assert Stream.made == 4  # two each, for all calls
-    assert beside[captured].stream.awaited == [captured] * 2 and beside[eager].stream.awaited == [eager] * 2
-    beside[eager].join()
-    assert eager.awaited == [beside[eager].stream] and not captured.awaited
-
-
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-1", "cluster-4", "streamed", "library"])
 @pytest.mark.parametrize("op", OPS)
-def test_no_schedule_changes_a_bit(op: str, path: str, override: Any, harness: Any) -> None:
-    """What depends on the order in which threads run is a race."""
+def test_no_schedule_changes_a_bit(op: str, path: str, ragged: bool, override: Any, harness: Any) -> None:
+    """A result that depends on the order in which threads run is a race."""
     override(path)
-    problem = scan_problem(op, B=9, T=5, N=150 if path == "streamed" else 34, activation="prelu", inputs="tokens").to(
-        torch.float32
-    )
-    results = []
-    for order in build.ORDERS.values():
-        harness.set_schedule(*order)
-        results.append(run(problem))
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
+    N = 150 if path == "streamed" else 34
+    problem = scan_problem(op, B=9, T=5, N=N, activation="prelu", inputs="tokens").to(torch.float32)
+    lengths = torch.tensor([1, 2, 3, 4, 4, 3, 2, 1, 1])
+    in_every_order(harness, lambda: run(problem, **({"lengths": lengths, "message_clip": 0.3} if ragged else {})))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -301,60 +177,6 @@ def test_bits_of_factored_maps_above_128_units(override: Any, harness: Any, monk
     check(linear, algorithm="chunked")
 
 
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("inputs", KINDS)
-def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
-    for op in OPS:
-        problem = scan_problem(
-            op, B=5, T=23, N=18 if activation == "oplu" else 17, activation=activation, inputs=inputs
-        )
-        plain = check(problem)
-        for every in (1, 2, 7, 16, 100):
-            recomputed = run(problem.to(torch.float32), checkpoint_every=every)
-            assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
-            before = torch.cat([problem.h0.float().unsqueeze(0), plain["hs"]])[0:23:every]
-            assert torch.equal(recomputed["ckpt"], before)
-
-
-@pytest.mark.parametrize("T", [2, 5, 16, 17, 50])
-@pytest.mark.parametrize("inputs", KINDS)
-@pytest.mark.parametrize("path", ["resident", "resident-4", "library"])
-@pytest.mark.parametrize("op", OPS)
-def test_chunks_of_time(op: str, path: str, inputs: str, T: int, override: Any) -> None:
-    override(path)
-    problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
-    plain = check(problem, algorithm="chunked")
-    recomputed = run(problem.to(torch.float32), algorithm="chunked", checkpoint_every=4)
-    assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
-
-
-def test_chunks_of_time_with_a_cluster(override: Any) -> None:
-    override({"path": CLUSTER, "cluster": 4, "group": 4})
-    check(scan_problem("factored_scan", B=3, T=11, N=50, activation="identity"), algorithm="chunked")
-
-
-def test_auto_takes_chunks_of_a_long_sequence() -> None:
-    problem = scan_problem("factored_scan", B=2, T=260, N=9, activation="identity", inputs="tokens")
-    actual = check(problem)
-    assert_same_bits(actual, run(problem.to(torch.float32), algorithm="chunked"))
-
-
-def test_chunk_length_comes_from_sizes_alone() -> None:
-    def length(T: int, B: int, N: int, activation: str = "identity", algorithm: str = "auto", clip: float = 0) -> int:
-        problem = scan_problem("dense_scan", B=B, T=1, N=N, activation=activation)
-        return _gpu_scans.chunk_length(problem.args(algorithm=algorithm, message_clip=clip), T)
-
-    assert length(10_000, 50, 128) == 100
-    assert length(1_000_000, 50, 128) == 128
-    assert length(10_000, 50, 128, "tanh") == 0
-    assert length(10_000, 50, 128, algorithm="sequential") == 0
-    assert length(100, 50, 128) == 0  # too short to pay
-    assert length(10_000, 1000, 128) == 0  # the sequences fill the GPU
-    assert length(100, 1000, 128, algorithm="chunked") == 10
-    assert length(10_000, 50, 128, clip=0.1) == 0  # not linear
-
-
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, override: Any) -> None:
     override(path)
@@ -370,23 +192,6 @@ def test_a_token_out_of_range_is_nan_in_its_sequence_alone(op: str, path: str, o
     assert bool(actual[~good].isnan().all())
     backward = getattr(dispatch.leaf(op, "cuda"), f"{op}_bwd")
     backward(problem.args(), problem.grad_hs, actual, None, scan_needs())  # reads and writes nothing out of bounds
-
-
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize(("op", "path"), OP_PATHS)
-def test_lengths_and_clip_on_every_path(op: str, activation: str, path: str, override: Any) -> None:
-    override(path)
-    index = NAMES.index(activation) + list(PATHS).index(path)
-    n = 34 if activation == "oplu" else 33
-    rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
-    B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
-    problem = scan_problem(
-        op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
-    )
-    lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
-    lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
-    check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
-    check(problem, message_clip=0.3)
 
 
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
@@ -410,20 +215,6 @@ def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: p
     assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:4])
     full = run(problem, lengths=torch.full((B,), T), message_clip=0.5)
     assert_same_bits(full, run(problem, message_clip=0.5))
-
-
-@pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "library"])
-@pytest.mark.parametrize("op", OPS)
-def test_lengths_in_chunks_of_time(op: str, path: str, override: Any) -> None:
-    override(path)
-    for T, lengths, inputs in ((17, [17, 3, 9], "dense"), (16, [2, 5, 12], "tokens"), (5, [3, 5, 1], "features")):
-        problem = scan_problem(op, B=3, T=T, N=17, activation="identity", inputs=inputs)
-        ragged = torch.tensor(lengths)
-        plain = check(problem, algorithm="chunked", lengths=ragged)
-        poisoned = with_poisoned_padding(problem.to(torch.float32), ragged)
-        assert_same_bits(plain, run(poisoned, algorithm="chunked", lengths=ragged))
-        recomputed = run(poisoned, algorithm="chunked", lengths=ragged, checkpoint_every=4)
-        assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
 
 
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
@@ -451,26 +242,6 @@ def test_a_clip_leaves_a_nan() -> None:
     problem.grad_hs[2, 1, 5] = float("nan")
     grad = run(problem, message_clip=0.1)["grad_x"]
     assert grad[:3, 1].isnan().any(-1).all() and not grad[:, [0, 2]].isnan().any()
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_no_schedule_changes_a_bit_with_lengths(op: str, override: Any, harness: Any) -> None:
-    for path in ("resident-4", "cluster-4", "library"):
-        override(path)
-        problem = scan_problem(op, B=9, T=5, N=34, activation="prelu", inputs="tokens").to(torch.float32)
-        options: dict[str, Any] = {"lengths": torch.tensor([1, 2, 3, 4, 4, 3, 2, 1, 1]), "message_clip": 0.3}
-        results = []
-        for order in build.ORDERS.values():
-            harness.set_schedule(*order)
-            results.append(run(problem, **options))
-        assert_same_bits(results[0], results[1])
-        assert_same_bits(results[0], results[2])
-
-
-@pytest.mark.parametrize("D", [5, 70])
-def test_gradient_of_the_table(D: int) -> None:
-    """Few ids: a product with their one-hot form. Many: sorted."""
-    check(scan_problem("dense_scan", B=4, T=9, N=12, inputs="tokens", D=D))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -507,33 +278,21 @@ def test_many_sequences(harness: Any, override: Any) -> None:
         check_gru(GruProblem.random(variant, 2, 100, 40))
 
 
-def test_products_are_ieee_whatever_the_process_allows() -> None:
-    """float32 is IEEE float32: TF32 that a user allows for other work must not reach the products between kernels."""
-    with FloatProducts() as products:
-        for op, N in itertools.product(OPS, (9, 12)):
-            for inputs in ("features", "tokens"):
-                problem = scan_problem(op, B=3, T=4, N=N, inputs=inputs).to(torch.float32)
-                fwd, bwd = (getattr(dispatch.leaf(op, "cuda"), f"{op}_{direction}") for direction in ("fwd", "bwd"))
-                hs, _, pre = fwd(problem.args())
-                bwd(problem.args(), problem.grad_hs, hs, pre, scan_needs())
-        for variant in VARIANTS:
-            GruProblem.random(variant, 4, 3, 9).map(Tensor.float).run_leaves(gru_scan)
-    assert products.seen >= {"mm", "addmm", "addmm_"}
-    with pytest.raises(AssertionError, match="mm would be TF32"), FloatProducts():  # and one without a guard is seen
-        torch.ones(2, 2) @ torch.ones(2, 2)
+@pytest.mark.parametrize("activation", NAMES)
+def test_special_values_of_activations(activation: str) -> None:
+    inf, nan, tiny = float("inf"), float("nan"), torch.finfo(torch.float32).tiny
+    x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, nan, 1.0, nan])
+    param = torch.tensor([0.25]) if activation in PARAMETER else None
+    args = ScanArgs(
+        x.view(1, 1, -1), None, None, torch.zeros(14, 14), torch.zeros(1, 14), None, None, param, activation
+    )
+    expected = torch.ops.orthokern.activation_fwd(x, param, activation, "reference")
+    torch.testing.assert_close(_scan.scan_fwd(args).hs.flatten(), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_data_exchanged_between_forward_and_backward_is_an_error(op: str) -> None:
-    """Each tensor of a backward with a row less: the kernels would read and write past its end."""
-    problem = with_resets(scan_problem(op, B=3, T=4, N=6, K=5, inputs="features", activation="prelu")).to(torch.float32)
-    args = problem.args(lengths=torch.tensor([4, 2, 3]))
-    states = _scan.scan_fwd(args)
-    saved = {"grad_hs": problem.grad_hs, "states": states.hs, "pre": states.pre}
-    tensors = {name: tensor for name, tensor in {**args._asdict(), **saved}.items() if isinstance(tensor, torch.Tensor)}
-    for name in tensors.keys() - {"h0", "second"}:  # which define the sizes
-        tensor = tensors[name]
-        shorter = {name: tensor[:-1] if name == "weight" else tensor[..., :-1].contiguous()}
-        changed, own = (args._replace(**shorter), saved) if name in args._fields else (args, {**saved, **shorter})
-        with pytest.raises(InputError, match=f"^{op}_bwd: {name} must have {tensor.numel()} elements, got "):
-            _scan.scan_bwd(changed, *own.values(), scan_needs())
+def test_memory_that_is_not_aligned() -> None:
+    """A view that begins in the middle of a vector is contiguous, but must not be read in vectors."""
+    problem = scan_problem("dense_scan", B=3, T=4, N=9, activation="prelu").to(torch.float32)
+    views = problem.map(lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape))
+    assert views.x.data_ptr() % 16 and views.x.is_contiguous()
+    assert_same_bits(run(problem), run(views))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from device_cases import need
 from helpers import assert_same_bits
 
-from orthokern import functional, nn, optim
+from orthokern import nn, optim
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -29,51 +27,6 @@ def test_a_compiled_module() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     for one, other in zip(torch.autograd.grad(actual, parameters, cotangent), grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def with_gradients(
-    call: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cotangent: torch.Tensor
-) -> list[torch.Tensor]:
-    """What a call gives, and the gradients of its inputs."""
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    out = call(*inputs)
-    return [out, *torch.autograd.grad(out, inputs, cotangent.to(out))]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_no_bit_of_the_ops(dtype: torch.dtype, backend: str) -> None:
-    """A recurrence in 16 bits is none: float32 tensors stay float32 in the ops, backward inside autocast too."""
-    need("factored_scan", backend, N=32, K=32)
-    T, B, N, D = 6, 5, 32, 7
-    u = torch.linalg.qr(torch.randn(N, N, device="cuda"))[0]
-    features, weight, bias, h0, s, x3, w3 = (
-        torch.randn(*shape, device="cuda")
-        for shape in ((T, B, D), (N, D), (N,), (B, N), (N,), (T, B, 3 * N), (3 * N, N))
-    )
-    cotangent = torch.randn(T, B, N, device="cuda")
-    f = functional
-    cases: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = {
-        "factored_scan": (
-            lambda x, u, s, v, h, w, b: f.factored_scan(x, u, s, v, h, weight=w, bias=b, backend=backend),
-            [features, u, s, u.mT.contiguous(), h0, weight, bias],
-        ),
-        "dense_scan": (
-            lambda x, w, h, i, b: f.dense_scan(x, w, h, weight=i, bias=b, activation="relu", backend=backend),
-            [features, u, h0, weight, bias],
-        ),
-        "gru_scan": (lambda x, w, h: f.gru_scan(x, w, h, backend=backend), [x3, w3 / N**0.5, h0]),
-        "activation": (lambda x, p: f.activation(x, "modrelu", p, backend=backend), [cotangent, bias]),
-    }
-    for name, (call, inputs) in cases.items():
-        expected = with_gradients(call, inputs, cotangent)
-        with torch.autocast("cuda", dtype):
-            actual = with_gradients(call, inputs, cotangent)
-        for one, other in zip(actual, expected, strict=True):
-            assert one.dtype == other.dtype and torch.equal(one, other), name
-    g = torch.randn(N, N, device="cuda")
-    expected_step = f.cayley(u, g, 0.1, backend=backend)
-    with torch.autocast("cuda", dtype):
-        assert torch.equal(f.cayley(u, g, 0.1, backend=backend), expected_step)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,10 +87,3 @@ def test_training_learns_on_the_device() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert module.orthogonality_error() < 1e-5
-
-
-def test_functional_on_the_device_matches_the_cpu() -> None:
-    x, u = torch.randn(5, 3, 16), torch.linalg.qr(torch.randn(16, 16))[0]
-    here = functional.factored_scan(x, u, torch.ones(16), u)
-    there = functional.factored_scan(x.cuda(), u.cuda(), torch.ones(16).cuda(), u.cuda())
-    torch.testing.assert_close(there.cpu(), here, atol=1e-5, rtol=1e-5)

@@ -151,17 +151,6 @@ def test_two_threads_on_one_stream() -> None:
             assert_same_bits(expected[number], result)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    problem = problem_of("dense_scan")
-    without_graphs(problem)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(problem)
-        run(problem)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_more_shapes_than_are_kept() -> None:
     """Graphs are dropped while they run."""
     for batch in (*range(1, 12), 1, 2):
