@@ -46,8 +46,7 @@ def steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD: tl.constexpr):
     start = (i_row // B) * CHUNK
     count = tl.minimum(CHUNK, T - start)
     length = steps_of(p_lengths, i_row % B, TIME, T)
-    begin = 0
-    end = count
+    begin, end = count * 0, count
     stride = B.to(tl.int64)
     row = start * stride + i_row % B
     if BACKWARD:
@@ -60,12 +59,13 @@ def steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD: tl.constexpr):
 
 
 @triton.jit
-def clear(p, row, stride, begin, end, dtype, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the steps [begin, end) of a tensor [T, B, N], or None."""
+def clear_padding(p, row, stride, begin, end, count, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros in the steps of a tensor [T, B, N], or None, that are not in [begin, end): the first or the last ones."""
     if p is not None:
         o_n = tl.arange(0, BLOCK_N)[None, :]
-        b_zero = tl.zeros([1, BLOCK_N], dtype=dtype)
-        for i in range(begin, end):
+        b_zero = tl.zeros([1, BLOCK_N], dtype=p.dtype.element_ty)
+        row += tl.where(begin > 0, 0, end) * stride
+        for i in range(count - (end - begin)):
             tl.store(p + (row + i * stride) * N + o_n, b_zero, mask=o_n < N)
 
 
@@ -147,13 +147,11 @@ def scan_kernel(
     BLOCK_K: tl.constexpr,
 ):
     i_row = tl.program_id(0)
-    o_n, o_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    m_n = (o_n < N)[None, :]
+    o_n, o_k, m_n = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), (tl.arange(0, BLOCK_N) < N)[None, :]
     begin, end, count, row, stride = steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD)
     if p_lengths is not None:
-        low, high = (0, begin) if BACKWARD else (end, count)
-        clear(p_out, row, stride, low, high, p_second.dtype.element_ty, N, BLOCK_N)
-        clear(p_pre, row, stride, low, high, p_second.dtype.element_ty, N, BLOCK_N)
+        clear_padding(p_out, row, stride, begin, end, count, N, BLOCK_N)
+        clear_padding(p_pre, row, stride, begin, end, count, N, BLOCK_N)
     if p_first is not None:
         b_first = held(p_first, K, N, HELD, BLOCK_K, BLOCK_N)
         b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
-from unittest import mock
 
 told = os.environ.get("TRITON_INTERPRET") == "1"
 assert told or "triton.language" not in sys.modules, "Triton was imported before it was told to interpret"
@@ -45,26 +44,6 @@ def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
 
-def _float32(operand: Any) -> Any:
-    """An operand of a product; bfloat16, which NumPy lacks and the interpreter keeps as 16-bit integers, as float32."""
-    if operand.dtype.scalar != tl.bfloat16:
-        return operand
-    wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
-    return interpreter.TensorHandle(wide, tl.float32)
-
-
-def _create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-    with mock.patch.object(np, "matmul", _matmul):
-        return _dot(self, _float32(a), _float32(b), *others)
-
-
-def _matmul(a: Any, b: Any, dtype: Any) -> Any:
-    """A product whose rows do not depend on where they are, as those of tl.dot on a GPU: kernels split rows in several
-    ways and promise the same bits. In a BLAS the sum of a row may depend on its place, on some processors."""
-    products = np.multiply(a[..., None], b[..., None, :, :], dtype=dtype)  # [..., M, K, N]
-    return products.sum(axis=-2)  # not over the last axis: one addition after the other
-
-
 def _all_ones(self: Any, type_: Any) -> Any:
     """All bits set, of a mask too: what ~mask is made with."""
     if type_ == tl.int1:
@@ -76,8 +55,6 @@ if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):  # Triton 3.2 and
     _ones = interpreter.InterpreterBuilder.get_all_ones_value
     interpreter.InterpreterBuilder.get_all_ones_value = _all_ones
     interpreter.InterpreterBuilder.get_int1_ty = lambda self: tl.int1
-_dot = interpreter.InterpreterBuilder.create_dot
-interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter._patch_lang_tensor = _patch
 interpreter.InterpretedFunction.__call__ = _call_device_function
 
