@@ -397,7 +397,7 @@ def scan_bwd(
     if not args.checkpoint_every and not adjoints.chunked and sums.required and window < steps:
         side = adjoints.scan.side_stream(window)
     by_window = side is not None or args.checkpoint_every > 0
-    beside: AbstractContextManager[Any] = nullcontext() if side is None else side
+    stream: AbstractContextManager[Any] = nullcontext() if side is None else side
     if steps and not by_window:
         adjoints.run(0, steps)
     try:
@@ -405,7 +405,7 @@ def scan_bwd(
             high = min(low + window, steps)
             if by_window:
                 adjoints.run(low, high)
-            with beside:
+            with stream:
                 sums.add(low, adjoints.part(low, high), states)
     finally:
         if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one

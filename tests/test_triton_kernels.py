@@ -127,7 +127,7 @@ def scan_arguments(
     from orthokern.triton_kernels import _matrix
 
     factored, row = op == "factored_scan", ACTIVATIONS[activation]
-    held, block_n, block_k, num_warps = _matrix.plan(N, K, 1 + factored, dtype)
+    resident, block_n, block_k, num_warps = _matrix.plan(N, K, 1 + factored, dtype)
     has_param, reads_input = row.parameter is not None, row.reads == "input"
     pointers: dict[str, Any] = {
         "p_x": torch.int64 if tokens else dtype,
@@ -148,7 +148,7 @@ def scan_arguments(
     }
     pointers = {name: dtype if exists is True else exists or None for name, exists in pointers.items()}
     constants = {"N": N, "K": K, "BACKWARD": backward, "ACTIVATION": activation, "PARAM": "N" if has_param else "none"}
-    constants |= {"HELD": held, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    constants |= {"RESIDENT": resident, "BLOCK_N": block_n, "BLOCK_K": block_k}
     return {**pointers, **dict.fromkeys(("T", "B", "CHUNK", "TIME", "D"), "i32"), **constants}, num_warps
 
 
@@ -169,7 +169,7 @@ def check_scan(scan: tuple[str, int, int, torch.dtype], capability: int, activat
     for backward, (index, activation) in itertools.product((False, True), enumerate(activations)):
         tokens = index % 2 == 0 and not backward
         arguments, warps = scan_arguments(*scan, backward=backward, activation=activation, tokens=tokens)
-        check(_scan.scan_kernel, arguments, capability, warps, 0 if arguments["HELD"] else SPILLS_READ)
+        check(_scan.scan_kernel, arguments, capability, warps, 0 if arguments["RESIDENT"] else SPILLS_READ)
 
 
 def label(scan: tuple[str, int, int, torch.dtype]) -> str:
@@ -207,17 +207,17 @@ def test_a_step_computes_everything_once() -> None:
 def check_gru(N: int, dtype: torch.dtype, capability: int, variants: tuple[str, ...] = ("kanai", "torch")) -> None:
     from orthokern.triton_kernels import _matrix, gru_scan
 
-    held, block_n, _, warps = _matrix.plan(N, N, 3, dtype)
+    resident, block_n, _, warps = _matrix.plan(N, N, 3, dtype)
     for variant in variants:
         kanai = variant == "kanai"
         common: dict[str, Any] = {"p_pre": None if kanai else dtype, "p_lengths": torch.int64, "p_resets": torch.uint8}
         common |= {**dict.fromkeys(("p_h0", "p_hs", "p_gates", "p_state"), dtype), "T": "i32", "B": "i32"}
-        common |= {"N": N, "KANAI": kanai, "HELD": held, "BLOCK_N": block_n}
+        common |= {"N": N, "KANAI": kanai, "RESIDENT": resident, "BLOCK_N": block_n}
         forward = {**common, **dict.fromkeys(("p_x", "p_w", "p_bias"), dtype)}
         gradients = ("p_grad", "p_w_t", "p_grad_x", "p_factor", "p_grad_h0", "p_grad_state", "p_square")
         backward = {**common, **dict.fromkeys(gradients, dtype)}
         for kernel, arguments in ((gru_scan.gru_scan_fwd_kernel, forward), (gru_scan.gru_scan_bwd_kernel, backward)):
-            check(kernel, arguments, capability, warps, 0 if held else SPILLS_READ)
+            check(kernel, arguments, capability, warps, 0 if resident else SPILLS_READ)
 
 
 def test_the_gru_fits_on_a_processor() -> None:

@@ -77,10 +77,12 @@ def multiply_row(b_x, b_matrix, BLOCK_IN: tl.constexpr):
 
 
 @triton.jit
-def held(p, OUT: tl.constexpr, IN: tl.constexpr, HELD: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
+def load_resident(
+    p, OUT: tl.constexpr, IN: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr
+):
     """The matrix [OUT, IN] in registers, or 0.0 where it is read in every step."""
     b_matrix = 0.0
-    if HELD:
+    if RESIDENT:
         b_matrix = load_matrix(p, 0, OUT, IN, BLOCK_OUT, BLOCK_IN)
     return b_matrix
 
@@ -92,13 +94,13 @@ def product(
     p_matrix,
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    HELD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """The row b_x [1, BLOCK_IN] times the transpose of a matrix [OUT, IN], of which b_matrix is ``held``."""
+    """The row b_x [1, BLOCK_IN] times the transpose of a matrix [OUT, IN], with b_matrix from ``load_resident``."""
     b_row = once(b_x)
-    if HELD:
+    if RESIDENT:
         b_y = multiply_row(b_row, b_matrix, BLOCK_IN)
     else:
         b_y = tl.zeros([1, BLOCK_OUT], dtype=b_x.dtype)
@@ -148,7 +150,7 @@ def row_or_zeros(p, i_row, p_like, N: tl.constexpr, BLOCK_N: tl.constexpr):
 class Plan(NamedTuple):
     """How a launch multiplies: whether the matrices stay in registers, and its tiles."""
 
-    held: bool
+    resident: bool
     block_n: int
     block_k: int
     num_warps: int
@@ -156,7 +158,7 @@ class Plan(NamedTuple):
 
 # 32-bit words of the matrices that may stay in registers: half of the 65536 of an SM. With 8-byte elements every
 # intermediate needs twice the words as well, so the limit is half of that.
-HELD_WORDS = {torch.float32: 32768, torch.float64: 16384}
+RESIDENT_WORDS = {torch.float32: 32768, torch.float64: 16384}
 
 
 def plan(N: int, K: int, matrices: int, dtype: torch.dtype) -> Plan:
@@ -168,6 +170,6 @@ def plan(N: int, K: int, matrices: int, dtype: torch.dtype) -> Plan:
     block_n, block_k = (max(32, triton.next_power_of_2(size)) for size in (N, K))
     words = dtype.itemsize // 4
     widest = max(block_n, block_k) * words
-    if widest <= 128 and matrices * block_n * block_k * words <= HELD_WORDS[dtype]:
+    if widest <= 128 and matrices * block_n * block_k * words <= RESIDENT_WORDS[dtype]:
         return Plan(True, block_n, block_k, widest // 16)
     return Plan(False, block_n, block_k, 4 if block_n <= 64 else 8)

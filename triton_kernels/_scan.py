@@ -35,7 +35,7 @@ from torch import Tensor
 from orthokern import _gpu_scans
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.triton_kernels._activation import apply, chain
-from orthokern.triton_kernels._matrix import columns, flag_at, held, plan, product, row_or_zeros, steps_of
+from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 from orthokern.triton_kernels.activations import parameter, parameter_kind
 
 
@@ -142,7 +142,7 @@ def scan_kernel(
     BACKWARD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARAM: tl.constexpr,
-    HELD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -153,9 +153,9 @@ def scan_kernel(
         clear_padding(p_out, row, stride, begin, end, count, N, BLOCK_N)
         clear_padding(p_pre, row, stride, begin, end, count, N, BLOCK_N)
     if p_first is not None:
-        b_first = held(p_first, K, N, HELD, BLOCK_K, BLOCK_N)
+        b_first = load_resident(p_first, K, N, RESIDENT, BLOCK_K, BLOCK_N)
         b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
-    b_second = held(p_second, N, K, HELD, BLOCK_N, BLOCK_K)
+    b_second = load_resident(p_second, N, K, RESIDENT, BLOCK_N, BLOCK_K)
     b_param = parameter(p_param, o_n, o_n < N, PARAM)
     b_state = row_or_zeros(p_start, i_row, p_second, N, BLOCK_N)
     if p_sums is not None:
@@ -172,8 +172,8 @@ def scan_kernel(
         b_next, b_next_gate = load_inputs(p_x, p_table, p_gate, row + stride, token, i + 1 < end, D, N, BLOCK_N)
         token = load_id(p_x, p_table, row + 2 * stride, i + 2 < end)
         if p_first is not None:
-            b_state = product(b_state, b_first, p_first, K, N, HELD, BLOCK_K, BLOCK_N) * b_scale
-        b_a = product(b_state, b_second, p_second, N, K, HELD, BLOCK_N, BLOCK_K) + b_x
+            b_state = product(b_state, b_first, p_first, K, N, RESIDENT, BLOCK_K, BLOCK_N) * b_scale
+        b_a = product(b_state, b_second, p_second, N, K, RESIDENT, BLOCK_N, BLOCK_K) + b_x
         b_state, b_elementwise = end_step(b_a, b_gate, b_param, p_clip, BACKWARD, ACTIVATION, BLOCK_N)
         if p_out is not None:
             tl.store(p_out + row * N + o_n[None, :], b_state, mask=m_n)
@@ -243,7 +243,7 @@ class Scan(_gpu_scans.Scan):
                 BACKWARD=self.backward,
                 ACTIVATION=args.activation,
                 PARAM=parameter_kind(args.act_param),
-                HELD=self.plan.held,
+                RESIDENT=self.plan.resident,
                 BLOCK_N=self.plan.block_n,
                 BLOCK_K=self.plan.block_k,
                 num_warps=self.plan.num_warps,

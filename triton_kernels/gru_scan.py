@@ -34,7 +34,7 @@ from torch import Tensor
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.triton_kernels._activation import tanh
-from orthokern.triton_kernels._matrix import columns, flag_at, held, plan, product, row_or_zeros, steps_of
+from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def sigmoid(b_x):
 
 
 @triton.jit
-def held_gates(p_w, N: tl.constexpr, HELD: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The three matrices of [3, N, N], each ``held``."""
-    b_r = held(p_w, N, N, HELD, BLOCK_N, BLOCK_N)
-    b_z = held(p_w + N * N, N, N, HELD, BLOCK_N, BLOCK_N)
-    b_n = held(p_w + 2 * N * N, N, N, HELD, BLOCK_N, BLOCK_N)
+def load_resident_gates(p_w, N: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``load_resident`` of the three matrices of [3, N, N]."""
+    b_r = load_resident(p_w, N, N, RESIDENT, BLOCK_N, BLOCK_N)
+    b_z = load_resident(p_w + N * N, N, N, RESIDENT, BLOCK_N, BLOCK_N)
+    b_n = load_resident(p_w + 2 * N * N, N, N, RESIDENT, BLOCK_N, BLOCK_N)
     return b_r, b_z, b_n
 
 
@@ -99,7 +99,7 @@ def gru_scan_fwd_kernel(
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
-    HELD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_b = tl.program_id(0)
@@ -108,7 +108,7 @@ def gru_scan_fwd_kernel(
     m_n = o_n < N
     p_w_z = p_w + N * N
     p_w_n = p_w + 2 * N * N
-    b_w_r, b_w_z, b_w_n = held_gates(p_w, N, HELD, BLOCK_N)
+    b_w_r, b_w_z, b_w_n = load_resident_gates(p_w, N, RESIDENT, BLOCK_N)
     b_bias_r, b_bias_z, b_bias_n = 0.0, 0.0, 0.0
     if p_bias is not None:
         b_bias_r, b_bias_z, b_bias_n = load_gates(p_bias, o_n, m_n, N)
@@ -122,12 +122,12 @@ def gru_scan_fwd_kernel(
             b_h = tl.where(flag_at(p_resets, row, t < steps), b_state, b_h)
         m_next = columns(o_n, t + 1 < steps, N)
         b_next_r, b_next_z, b_next_n = load_gates(p_x, 3 * (row + B) * N + o_n, m_next, N)
-        b_r = sigmoid(product(b_h, b_w_r, p_w, N, N, HELD, BLOCK_N, BLOCK_N) + b_bias_r + b_x_r)
-        b_z = sigmoid(product(b_h, b_w_z, p_w_z, N, N, HELD, BLOCK_N, BLOCK_N) + b_bias_z + b_x_z)
+        b_r = sigmoid(product(b_h, b_w_r, p_w, N, N, RESIDENT, BLOCK_N, BLOCK_N) + b_bias_r + b_x_r)
+        b_z = sigmoid(product(b_h, b_w_z, p_w_z, N, N, RESIDENT, BLOCK_N, BLOCK_N) + b_bias_z + b_x_z)
         if KANAI:
-            b_n = tanh(product(b_r * b_h, b_w_n, p_w_n, N, N, HELD, BLOCK_N, BLOCK_N) + b_bias_n + b_x_n)
+            b_n = tanh(product(b_r * b_h, b_w_n, p_w_n, N, N, RESIDENT, BLOCK_N, BLOCK_N) + b_bias_n + b_x_n)
         else:
-            b_q = product(b_h, b_w_n, p_w_n, N, N, HELD, BLOCK_N, BLOCK_N) + b_bias_n
+            b_q = product(b_h, b_w_n, p_w_n, N, N, RESIDENT, BLOCK_N, BLOCK_N) + b_bias_n
             b_n = tanh(b_r * b_q + b_x_n)
             tl.store(p_pre + row * N + o_n, b_q, mask=m_n)
         b_h = b_z * b_h + (1.0 - b_z) * b_n
@@ -175,7 +175,7 @@ def gru_scan_bwd_kernel(
     B,
     N: tl.constexpr,
     KANAI: tl.constexpr,
-    HELD: tl.constexpr,
+    RESIDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     i_b = tl.program_id(0)
@@ -186,7 +186,7 @@ def gru_scan_bwd_kernel(
         clear(p_grad_x, p_factor, None, i_b, steps, T, B, N, BLOCK_N)
     p_t_z = p_w_t + N * N
     p_t_n = p_w_t + 2 * N * N
-    b_t_r, b_t_z, b_t_n = held_gates(p_w_t, N, HELD, BLOCK_N)
+    b_t_r, b_t_z, b_t_n = load_resident_gates(p_w_t, N, RESIDENT, BLOCK_N)
     b_g, b_h, b_r, b_z, b_n, b_q = load_saved(p_grad, p_hs, p_gates, p_pre, p_h0, i_b, steps - 1, B, N, BLOCK_N)
     b_carry = row_or_zeros(None, i_b, p_h0, N, BLOCK_N)
     if p_resets is not None:
@@ -207,19 +207,19 @@ def gru_scan_bwd_kernel(
         b_d_z = b_ghat * (b_h - b_n) * (b_z * (1.0 - b_z))
         b_d_n = b_ghat * (1.0 - b_z) * (1.0 - b_n * b_n)
         if KANAI:
-            b_d_m = product(b_d_n, b_t_n, p_t_n, N, N, HELD, BLOCK_N, BLOCK_N)
+            b_d_m = product(b_d_n, b_t_n, p_t_n, N, N, RESIDENT, BLOCK_N, BLOCK_N)
             b_d_r = b_d_m * b_h * (b_r * (1.0 - b_r))
             b_direct = b_ghat * b_z + b_r * b_d_m
             b_factor = b_r * b_h
         else:
             b_factor = b_d_n * b_r
             b_d_r = b_d_n * b_q * (b_r * (1.0 - b_r))
-            b_direct = b_ghat * b_z + product(b_factor, b_t_n, p_t_n, N, N, HELD, BLOCK_N, BLOCK_N)
+            b_direct = b_ghat * b_z + product(b_factor, b_t_n, p_t_n, N, N, RESIDENT, BLOCK_N, BLOCK_N)
         store_gates(p_grad_x, 3 * row * N + o_n, b_d_r, b_d_z, b_d_n, m_n, N)
         if p_factor is not None:
             tl.store(p_factor + row * N + o_n, b_factor, mask=m_n)
-        b_from_r = product(b_d_r, b_t_r, p_w_t, N, N, HELD, BLOCK_N, BLOCK_N)
-        b_carry = b_direct + (b_from_r + product(b_d_z, b_t_z, p_t_z, N, N, HELD, BLOCK_N, BLOCK_N))
+        b_from_r = product(b_d_r, b_t_r, p_w_t, N, N, RESIDENT, BLOCK_N, BLOCK_N)
+        b_carry = b_direct + (b_from_r + product(b_d_z, b_t_z, p_t_z, N, N, RESIDENT, BLOCK_N, BLOCK_N))
         if p_resets is not None:
             b_to_state += tl.where(cut, b_carry, 0.0)
             b_carry = tl.where(cut, 0.0, b_carry)
@@ -281,5 +281,5 @@ def _rows(args: GruArgs) -> tuple[Tensor | None, ...]:
 
 def _options(args: GruArgs) -> dict[str, Any]:
     N = args.h0.shape[1]
-    held, block_n, _, num_warps = plan(N, N, 3, args.h0.dtype)
-    return {"N": N, "KANAI": args.kanai, "HELD": held, "BLOCK_N": block_n, "num_warps": num_warps}
+    resident, block_n, _, num_warps = plan(N, N, 3, args.h0.dtype)
+    return {"N": N, "KANAI": args.kanai, "RESIDENT": resident, "BLOCK_N": block_n, "num_warps": num_warps}

@@ -47,33 +47,4 @@ __device__ __forceinline__ V parameter_grad(V g, V saved, V parameter) {
   else return V{};
 }
 
-// The same for an activation number, which is uniform over the lanes. The bindings reject a number that is not in the
-// list.
-#define ORTHOKERN_SWITCH(call)                        \
-  switch (activation) { ORTHOKERN_ACTIVATIONS(call) } \
-  return NAN;
-__device__ __forceinline__ float activate(int activation, float a, float other, bool second, float parameter) {
-#define ORTHOKERN_CASE(A) \
-  case act::A::number:    \
-    return activate<act::A>(a, other, second, parameter);
-  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
-#undef ORTHOKERN_CASE
-}
-__device__ __forceinline__ float activate_grad(int activation, float g, float saved, float other_g, float other_saved,
-                                               bool second, float parameter) {
-#define ORTHOKERN_CASE(A) \
-  case act::A::number:    \
-    return activate_grad<act::A>(g, saved, other_g, other_saved, second, parameter);
-  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
-#undef ORTHOKERN_CASE
-}
-__device__ __forceinline__ float parameter_grad(int activation, float g, float saved, float parameter) {
-#define ORTHOKERN_CASE(A) \
-  case act::A::number:    \
-    return parameter_grad<act::A>(g, saved, parameter);
-  ORTHOKERN_SWITCH(ORTHOKERN_CASE)
-#undef ORTHOKERN_CASE
-}
-#undef ORTHOKERN_SWITCH
-
 }  // namespace orthokern::cuda

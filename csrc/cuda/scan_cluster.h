@@ -224,7 +224,8 @@ struct ClusterThread {
           state_after<kBackward, kAnyActivation>(a, before[j], input.gate[j], other, other_gate, second, parameter[j]);
       if (kBackward && unit[j] && live_step) {
         square = fmaf(before[j], before[j], square);
-        if (a.sums) total[j].add(parameter_grad(a.activation, before[j], input.gate[j], parameter[j]));
+        if (a.sums)
+          total[j].add(parameter_grad_as<kAnyActivation>(a.activation, before[j], input.gate[j], parameter[j]));
       }
       after[j] = rows[j] < N && live_step ? value : 0.f;
     }

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
         if (a.sums) {  // launches follow one another, so that no other thread has this element
           const int64_t size = a.sequences * a.N;
           RunningSum total{a.sums[at + m], a.sums[size + at + m]};
-          total.add(parameter_grad(a.activation, before[m], gate[m], parameter));
+          total.add(parameter_grad_as<kAnyActivation>(a.activation, before[m], gate[m], parameter));
           a.sums[at + m] = total.sum, a.sums[size + at + m] = total.error;
         }
       } else if (a.pre) {

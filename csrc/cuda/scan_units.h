@@ -23,32 +23,23 @@ struct ActivationAt;
   };
 ORTHOKERN_ACTIVATIONS(ORTHOKERN_AT)
 #undef ORTHOKERN_AT
-// Calls f(A{}) for it: one branch for all that f does.
+// f(A{}) for it: one branch for all that f does. The bindings reject a number that is not in the list.
 template <int kNumber, class F>
-__device__ __forceinline__ void with_activation(int number, F f) {
-  if constexpr (kNumber != kAnyActivation) return f(typename ActivationAt<kNumber>::Type());
+__device__ __forceinline__ auto with_activation(int number, F f) {
+  if constexpr (kNumber != kAnyActivation) {
+    return f(typename ActivationAt<kNumber>::Type());
+  } else {
 #define ORTHOKERN_CASE(A) \
   case act::A::number:    \
     return f(act::A());
-  switch (number) { ORTHOKERN_ACTIVATIONS(ORTHOKERN_CASE) }
+    switch (number) { ORTHOKERN_ACTIVATIONS(ORTHOKERN_CASE) }
 #undef ORTHOKERN_CASE
-}
-template <int kNumber>
-__device__ __forceinline__ float activate_as(int number, float a, float other, bool second, float parameter) {
-  if constexpr (kNumber == kAnyActivation) return activate(number, a, other, second, parameter);
-  else return activate<typename ActivationAt<kNumber>::Type>(a, other, second, parameter);
-}
-template <int kNumber>
-__device__ __forceinline__ float activate_grad_as(int number, float g, float saved, float other_g, float other_saved,
-                                                  bool second, float parameter) {
-  if constexpr (kNumber == kAnyActivation)
-    return activate_grad(number, g, saved, other_g, other_saved, second, parameter);
-  else return activate_grad<typename ActivationAt<kNumber>::Type>(g, saved, other_g, other_saved, second, parameter);
+    __builtin_unreachable();
+  }
 }
 template <int kNumber>
 __device__ __forceinline__ float parameter_grad_as(int number, float g, float saved, float parameter) {
-  if constexpr (kNumber == kAnyActivation) return parameter_grad(number, g, saved, parameter);
-  else return parameter_grad<typename ActivationAt<kNumber>::Type>(g, saved, parameter);
+  return with_activation<kNumber>(number, [&](auto of) { return parameter_grad<decltype(of)>(g, saved, parameter); });
 }
 
 // A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few
@@ -151,12 +142,12 @@ __device__ __forceinline__ void sum_squares(const ScanArgs& a, const float* squa
 template <bool kBackward, int kNumber>
 __device__ __forceinline__ float state_after(const ScanArgs& a, float before, float gate, float other, float other_gate,
                                              bool second, float parameter) {
-  if constexpr (kBackward) {
-    const float delta = activate_grad_as<kNumber>(a.activation, before, gate, other, other_gate, second, parameter);
-    return maximum(-a.clip, minimum(delta, a.clip));
-  } else {
-    return activate_as<kNumber>(a.activation, before, other, second, parameter);
-  }
+  const float after = with_activation<kNumber>(a.activation, [&](auto of) {
+    using A = decltype(of);
+    if constexpr (kBackward) return activate_grad<A>(before, gate, other, other_gate, second, parameter);
+    else return activate<A>(before, other, second, parameter);
+  });
+  return kBackward ? maximum(-a.clip, minimum(after, a.clip)) : after;
 }
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.

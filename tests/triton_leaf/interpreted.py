@@ -100,13 +100,13 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str,
 # ---------------------------------------------------------------------------------------------------------------- scans
 
 
-@pytest.fixture(params=["held", "read in every step"])
-def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(params=["resident", "read in every step"])
+def resident(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether matrices stay in registers."""
-    if request.param != "held":
-        monkeypatch.setattr(_matrix, "HELD_WORDS", dict.fromkeys(DTYPES, 0))
-    assert _matrix.plan(17, 17, 1, torch.float32).held == (request.param == "held")
-    return bool(request.param == "held")
+    if request.param != "resident":
+        monkeypatch.setattr(_matrix, "RESIDENT_WORDS", dict.fromkeys(DTYPES, 0))
+    assert _matrix.plan(17, 17, 1, torch.float32).resident == (request.param == "resident")
+    return bool(request.param == "resident")
 
 
 # every size once with every activation, kinds of input, dtypes and options in turn
@@ -144,21 +144,21 @@ def test_parity_with_resets(op: str, activation: str) -> None:
         check(problem, DTYPES[(turn + index) % 2], lengths=some_lengths(B, T, "any") if index else None)
 
 
-def test_rank_below_n(held: bool) -> None:
+def test_rank_below_n(resident: bool) -> None:
     for K in (1, 5):
         check(scan_problem("factored_scan", B=2, T=3, N=9, K=K, activation="tanh", inputs="tokens"), torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_more_units_than_a_panel_has_columns(op: str, held: bool) -> None:
+def test_more_units_than_a_panel_has_columns(op: str, resident: bool) -> None:
     for activation, inputs, dtype in (("prelu", "features", F32), ("oplu", "tokens", F64), ("tanh", "dense", F32)):
         check(scan_problem(op, B=3, T=3, N=34, activation=activation, inputs=inputs), dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_padding_and_checkpoints_change_no_bit(op: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_and_checkpoints_change_no_bit(op: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros on padding, whatever the inputs hold there. Windows and segments that cross."""
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 2 * 3 * 18)  # windows of 2 steps
     B, T = 3, 5
@@ -259,7 +259,7 @@ def check_gru(p: GruProblem, dtype: torch.dtype, lengths: Tensor | None = None) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gru_parity(variant: str, held: bool) -> None:
+def test_gru_parity(variant: str, resident: bool) -> None:
     turn = VARIANTS.index(variant)
     for index, (B, T, N) in enumerate([(1, 1, 1), (3, 3, 3), (2, 2, 34)]):
         problem = GruProblem.random(variant, T, B, N, bias=(index + turn) % 3 != 0, seed=index)
