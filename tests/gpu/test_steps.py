@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,21 +103,13 @@ def test_in_a_graph_of_the_caller(kind: str) -> None:
     assert_same_bits(run(problem), captured)
 
 
-def in_two_threads(work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cuda.synchronize()
-
-
+@pytest.mark.parametrize("one_stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-def test_on_two_streams(kind: str) -> None:
-    """At the same time, from one thread and from two."""
+def test_at_the_same_time(kind: str, one_stream: bool) -> None:
+    """On two streams or one, from one thread and from two."""
     problems = [problem_of(kind, seed=seed) for seed in (0, 1)]
     expected = [without_graphs(problem) for problem in problems]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [torch.cuda.Stream()] * 2 if one_stream else [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     results: list[list[dict[str, Tensor]]] = [[], []]
 
@@ -129,26 +120,16 @@ def test_on_two_streams(kind: str) -> None:
     for _ in range(4):
         work(0)
         work(1)
-    in_two_threads(work)
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
     for plain, of_stream in zip(expected, results, strict=True):
         assert len(of_stream) == 5
         for result in of_stream:
             assert_same_bits(plain, result)
-
-
-def test_two_threads_on_one_stream() -> None:
-    problems = [problem_of("dense_scan", seed=seed) for seed in (0, 1)]
-    expected = [without_graphs(problem) for problem in problems]
-    results: dict[int, list[dict[str, Tensor]]] = {0: [], 1: []}
-
-    def work(number: int) -> None:
-        results[number].extend(run(problems[number]) for _ in range(5))
-
-    in_two_threads(work)
-    for number, of_thread in results.items():
-        assert len(of_thread) == 5
-        for result in of_thread:
-            assert_same_bits(expected[number], result)
 
 
 def test_more_shapes_than_are_kept() -> None:
