@@ -10,6 +10,7 @@ ends of a step:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products, norms_of_steps
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates
 
 # Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
 # such windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
@@ -51,6 +52,11 @@ def _transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
     return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
 
+def new_results(args: ScanArgs | GruArgs) -> Callable[..., Tensor]:
+    """A function from a shape to a result of a kernel, which writes no padding: zeros if there may be some."""
+    return args.h0.new_empty if args.lengths is None else args.h0.new_zeros
+
+
 class Scan:
     """Launches of the kernel of one scan, forward or backward, over the B rows of a batch or over chunks of time.
 
@@ -79,8 +85,8 @@ class Scan:
             x: [T, B, N], the input term or the gradient of hs; or tokens [T, B] with table [D, N].
             gate: [T, B, N], backward: hs or pre, from which phi' is computed; None for the identity.
             start: [sequences, N], the states before the first step; None for zeros.
-            out: [T, B, N], receives the states, zeros on padding.
-            pre: [T, B, N], forward: receives a.
+            out: [T, B, N], receives the states. Padding is not written.
+            pre: [T, B, N], forward: receives a. Padding is not written.
             end: [sequences, N], receives the states after ``chunk`` steps, zeros for a sequence that ends before.
             sums: backward: of `sums`, updated.
             norms: backward: of `norms`.
@@ -177,8 +183,8 @@ def scan_fwd(kind: type[Scan], args: ScanArgs) -> ScanStates:
     x, h0, resets, every = args.x, args.h0, args.resets, args.checkpoint_every
     assert x is not None
     steps = args.time_steps
-    hs = h0.new_empty(steps, *h0.shape)
-    pre = torch.empty_like(hs) if args.keeps_pre else None
+    hs = new_results(args)(steps, *args.h0.shape)
+    pre = new_results(args)(steps, *args.h0.shape) if args.keeps_pre else None
     inputs = _input_of(args, x)
     if chunk_length(args, steps):
         _chunked(kind, args, inputs, h0, hs, backward=False)
@@ -205,10 +211,10 @@ class _States:
         segment = low // args.checkpoint_every
         self.low = low = segment * args.checkpoint_every
         self.entered = self.pre = None  # frees their memory
-        entered = self.entered = self.saved.new_empty(high - low + 1, *args.h0.shape)
+        entered = self.entered = new_results(args)(high - low + 1, *args.h0.shape)
         entered[0] = self.saved[segment]
         if ACTIVATIONS[args.activation].needs_input:
-            self.pre = torch.empty_like(entered[1:])
+            self.pre = new_results(args)(high - low, *args.h0.shape)
         start = entered[0] if resets is None else started(entered[0], resets[low], args.reset_state)
         inputs = _input_of(args, args.x[low:high])
         self.scan.run(high - low, time=low, **inputs, start=start, out=entered[1:], pre=self.pre)
@@ -338,8 +344,7 @@ class _Adjoints:
         self.steps, B, N = grad_hs.shape
         # all of delta is kept where it is grad_x (x is the input term), or if there are no checkpoints; else a window
         self.keep = not args.checkpoint_every or (needs.x and args.weight is None)
-        rows = self.steps if self.keep else min(window_steps(B, N), self.steps)
-        self.delta = args.h0.new_empty(rows, B, N)
+        self.delta = new_results(args)(self.steps if self.keep else min(window_steps(B, N), self.steps), *args.h0.shape)
         self.carry: Tensor | None = None  # delta of the first step so far
         self.chunked = chunk_length(args, self.steps) > 0
         needs_sums = args.act_param is not None and needs.act_param
@@ -353,6 +358,8 @@ class _Adjoints:
     def run(self, low: int, high: int) -> None:
         """The steps [low, high), which end where the steps before them in the backward began."""
         out, g, args = self.part(low, high), self.grad_hs[low:high], self.args
+        if args.lengths is not None and not self.keep:
+            out.zero_()
         if self.chunked:
             _chunked(self.kind, args, {"x": g}, None, out, backward=True)
         else:

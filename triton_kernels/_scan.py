@@ -41,8 +41,8 @@ from orthokern.triton_kernels.activations import parameter, parameter_kind
 
 @triton.jit
 def steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD: tl.constexpr):
-    """(begin, end, count, row, stride) of a sequence: of its ``count`` steps it has [begin, end), the others are
-    padding. ``row`` is that of step 0 in [T * B], and ``stride`` leads to the next step, in time or against it."""
+    """(begin, end, row, stride) of a sequence: it has the steps [begin, end), the others are padding. ``row`` is that
+    of step 0 in [T * B], and ``stride`` leads to the next step, in time or against it."""
     start = (i_row // B) * CHUNK
     count = tl.minimum(CHUNK, T - start)
     length = steps_of(p_lengths, i_row % B, TIME, T)
@@ -55,18 +55,7 @@ def steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD: tl.constexpr):
         stride = -stride
     else:
         end = tl.minimum(tl.maximum(length - start, 0), count)
-    return begin, end, count, row, stride
-
-
-@triton.jit
-def clear_padding(p, row, stride, begin, end, count, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the steps of a tensor [T, B, N], or None, that are not in [begin, end): the first or the last ones."""
-    if p is not None:
-        o_n = tl.arange(0, BLOCK_N)[None, :]
-        b_zero = tl.zeros([1, BLOCK_N], dtype=p.dtype.element_ty)
-        row += tl.where(begin > 0, 0, end) * stride
-        for i in range(count - (end - begin)):
-            tl.store(p + (row + i * stride) * N + o_n, b_zero, mask=o_n < N)
+    return begin, end, row, stride
 
 
 @triton.jit
@@ -148,10 +137,7 @@ def scan_kernel(
 ):
     i_row = tl.program_id(0)
     o_n, o_k, m_n = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), (tl.arange(0, BLOCK_N) < N)[None, :]
-    begin, end, count, row, stride = steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD)
-    if p_lengths is not None:
-        clear_padding(p_out, row, stride, begin, end, count, N, BLOCK_N)
-        clear_padding(p_pre, row, stride, begin, end, count, N, BLOCK_N)
+    begin, end, row, stride = steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD)
     if p_first is not None:
         b_first = load_resident(p_first, K, N, RESIDENT, BLOCK_K, BLOCK_N)
         b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._gpu_scans import new_results
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.triton_kernels._activation import tanh
@@ -66,21 +67,6 @@ def store_gates(p, o, b_r, b_z, b_n, m, N: tl.constexpr):
     tl.store(p + o, b_r, mask=m)
     tl.store(p + o + N, b_z, mask=m)
     tl.store(p + o + 2 * N, b_n, mask=m)
-
-
-@triton.jit
-def clear(p_wide, p_one, p_other, i_b, begin, end, B, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the steps [begin, end) of a tensor [T, B, 3N], and of two [T, B, N], each of them or None."""
-    o_n = tl.arange(0, BLOCK_N)[None, :]
-    m_n = o_n < N
-    b_zero = tl.zeros([1, BLOCK_N], dtype=p_wide.dtype.element_ty)
-    for t in range(begin, end):
-        o = (t * B.to(tl.int64) + i_b) * N
-        store_gates(p_wide, 3 * o + o_n, b_zero, b_zero, b_zero, m_n, N)
-        if p_one is not None:
-            tl.store(p_one + o + o_n, b_zero, mask=m_n)
-        if p_other is not None:
-            tl.store(p_other + o + o_n, b_zero, mask=m_n)
 
 
 @triton.jit(do_not_specialize=["T", "B"])
@@ -135,8 +121,6 @@ def gru_scan_fwd_kernel(
         tl.store(p_hs + row * N + o_n, b_h, mask=m_n)
         row += B
         b_x_r, b_x_z, b_x_n = b_next_r, b_next_z, b_next_n
-    if p_lengths is not None:
-        clear(p_gates, p_hs, p_pre, i_b, steps, T, B, N, BLOCK_N)
 
 
 @triton.jit
@@ -182,8 +166,6 @@ def gru_scan_bwd_kernel(
     steps = steps_of(p_lengths, i_b, 0, T)
     o_n = tl.arange(0, BLOCK_N)[None, :]
     m_n = o_n < N
-    if p_lengths is not None:
-        clear(p_grad_x, p_factor, None, i_b, steps, T, B, N, BLOCK_N)
     p_t_z = p_w_t + N * N
     p_t_n = p_w_t + 2 * N * N
     b_t_r, b_t_z, b_t_n = load_resident_gates(p_w_t, N, RESIDENT, BLOCK_N)
@@ -235,9 +217,8 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 128."""
     x, h0 = args.x, args.h0
     assert x is not None
-    T, (B, N) = x.shape[0], h0.shape
-    pre = None if args.kanai else h0.new_empty(T, B, N)
-    states = GruStates(h0.new_empty(T, B, N), h0.new_empty(T, B, 3 * N), pre)
+    T, (B, N), new = x.shape[0], h0.shape, new_results(args)
+    states = GruStates(new(T, B, N), new(T, B, 3 * N), None if args.kanai else new(T, B, N))
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
             x, args.w, h0, args.bias, *states, *_rows(args), T, B, **_options(args), enable_fp_fusion=True
@@ -247,9 +228,9 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
-    h0, (T, B, N) = args.h0, grad_hs.shape
-    grad_x, grad_h0, square = torch.empty_like(states.gates), torch.empty_like(h0), h0.new_zeros(T, B)
-    factor = h0.new_empty(T, B, N) if needs.w or needs.bias else None
+    h0, (T, B, N), new = args.h0, grad_hs.shape, new_results(args)
+    grad_x, grad_h0, square = new(T, B, 3 * N), torch.empty_like(h0), h0.new_zeros(T, B)
+    factor = new(T, B, N) if needs.w or needs.bias else None
     grad_state = None if args.resets is None or args.reset_state is None else torch.empty_like(args.reset_state)
     results = grad_x, factor, grad_h0, square
     transposed = args.w.view(-1, N, N).mT.contiguous()

@@ -67,11 +67,6 @@ void run_gru_scan(const GruScanArgs& a, bool backward, const GruPlan& plan, void
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.B) return;
   const DeviceGuard guard(a.device);
-  if (a.lengths) {
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
-    launch(clear_gru_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, backward ? a.grad_x : a.gates,
-           backward ? a.factor : a.hs, backward ? nullptr : a.pre);
-  }
   const int warps = gru_warps(a.N);
   const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(32 * warps)), stream,
                   static_cast<size_t>(plan.shared_bytes)};

@@ -2,8 +2,8 @@
 // row-major. B batch, T time, N hidden. Blocks of 3N in the order reset gate r, update gate z, candidate n. Equations:
 // orthokern/ops/gru_scan.py; those of the backward and the names d_*: Note [GRU scan backward] of the reference.
 //
-// With lengths, a sequence has the steps before its length, and the results are zero on padding. The values of lengths
-// are not checked on the host: a value below 0 is read as 0, and one above T as T.
+// With lengths, a sequence has the steps before its length, and padding of the results is not written. The values of
+// lengths are not checked on the host: a value below 0 is read as 0, and one above T as T.
 #pragma once
 
 #include <stddef.h>
@@ -76,8 +76,7 @@ struct GruOverrides {
 GruPlan plan_gru_scan(const GruScanArgs& args, bool backward, const GruOverrides& overrides);
 // `stream` is a cudaStream_t of args.device.
 void run_gru_scan(const GruScanArgs& args, bool backward, const GruPlan& plan, void* stream);
-// GruPath::kLibrary: `part` is a number of enum GruStep (gru_step.h), which describes product and passed. Padding of
-// the results is not written.
+// GruPath::kLibrary: `part` is a number of enum GruStep (gru_step.h), which describes product and passed.
 void store_gru(const GruScanArgs& args, void* stored, void* stream);
 void run_gru_step(const StepArgs& args);
 

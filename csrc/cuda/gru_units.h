@@ -1,4 +1,4 @@
-// The common part of the gru_scan kernels: one unit of a step, the steps of a sequence, the padding of the results.
+// The common part of the gru_scan kernels: one unit of a step, the steps of a sequence.
 #pragma once
 
 #include "cuda/gru_scan.h"
@@ -54,20 +54,6 @@ __device__ __forceinline__ GruAdjoint gru_adjoint(const GruUnit& u, float ghat) 
   d.d_q = d.d_n * u.r;
   d.d_r = d.d_n * u.q * (u.r * (1.f - u.r));
   return d;
-}
-
-// Writes zeros to the padding of up to three tensors, [T, B, wide], [T, B, N] and [T, B, N] (null: none). One warp per
-// step of a row.
-static __global__ void __launch_bounds__(kPaddingThreads)
-    clear_gru_padding_kernel(const GruScanArgs a, float* wide, float* one, float* other) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;
-  if (t >= a.T || t < gru_steps_of(a, row - t * a.B)) return;
-  for (int64_t n = threadIdx.x % 32; n < 3 * a.N; n += 32) {
-    if (wide) wide[row * 3 * a.N + n] = 0;
-    if (n >= a.N) continue;
-    if (one) one[row * a.N + n] = 0;
-    if (other) other[row * a.N + n] = 0;
-  }
 }
 
 }  // namespace orthokern::cuda

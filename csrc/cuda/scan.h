@@ -19,8 +19,8 @@
 // is not changed. Without chunks.
 //
 // With lengths, a sequence has the steps before its length: the forward ends early, the backward begins late, and
-// states are zero on padding. The values of lengths are not checked on the host: a value below 0 is read as 0, and one
-// above T as T.
+// padding of the results is not written. The values of lengths are not checked on the host: a value below 0 is read as
+// 0, and one above T as T.
 #pragma once
 
 #include <stddef.h>
@@ -88,15 +88,13 @@ struct ScanArgs {
   const uint8_t* cut;      // [T, B], 0 or 1, or null
   const float* restart;    // [B, N], or null: zeros
 
-  float* out;  // [T, B, N] states, zeros on padding, or null
-  float* pre;  // forward: [T, B, N] the a, zeros on padding, or null
+  float* out;  // [T, B, N] states, or null; padding is not written
+  float* pre;  // forward: [T, B, N] the a, or null; padding is not written
   float* end;  // [Q, N] states after `chunk` steps, or null; zero for a sequence that ends before
-  float*
-      // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
-      sums;
-  float*
-      // backward: [T, norm_columns] partial sums of squares of a, or null; must be zero on entry, stays zero on padding
-      norms;
+  // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
+  float* sums;
+  // backward: [T, norm_columns] partial sums of squares of a, or null; must be zero on entry, stays zero on padding
+  float* norms;
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
 
@@ -158,8 +156,7 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 // ScanPath::kLibrary: `part` 0 is the end of a step forward, 1 backward, from the products [Q, N] of the map and the
-// states that enter it. Sets `passed` [Q, N] to what the next product multiplies. Padding of `out` and `pre` is not
-// written.
+// states that enter it. Sets `passed` [Q, N] to what the next product multiplies.
 void store_scan(const ScanArgs& args, void* stored, void* stream);
 void run_scan_step(const StepArgs& args);
 void run_scan_carry(const ScanCarryArgs& args);

@@ -337,10 +337,6 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_address);
   if (!a.T || !a.sequences) return;
   const DeviceGuard guard(a.device);
-  if (a.lengths && (a.out || a.pre)) {
-    const unsigned blocks = static_cast<unsigned>(divide_up(a.T * a.B, kPaddingThreads / 32));
-    launch(clear_padding_kernel, {dim3(blocks), dim3(kPaddingThreads), stream}, a, a.out, a.pre);
-  }
   if (plan.path == static_cast<int>(ScanPath::kLowRank)) {
     if constexpr (kFactored)
       with_low_rank_kernel(backward, a, [&](auto traits) {

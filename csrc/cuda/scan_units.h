@@ -176,17 +176,6 @@ __device__ __forceinline__ Sequence sequence(const ScanArgs& a, int64_t q) {
   return {first, kBackward ? inside : 0, kBackward ? static_cast<int>(steps) : inside};
 }
 
-// Zeros for the padding of two tensors [T, B, N], each of them or null: a warp for each step of a row.
-constexpr int kPaddingThreads = 256;
-static __global__ void __launch_bounds__(kPaddingThreads)
-    clear_padding_kernel(const ScanArgs a, float* one, float* other) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPaddingThreads / 32) + threadIdx.x / 32, t = row / a.B;
-  if (t >= a.T || t < steps_of_row(a, row - t * a.B)) return;
-  for (int64_t n = threadIdx.x % 32; n < a.N; n += 32) {
-    if (one) one[row * a.N + n] = 0;
-    if (other) other[row * a.N + n] = 0;
-  }
-}
 // The steps that any of the `group` sequences from q0 on has; all of them where `end` is asked for, which is written
 // after the last one.
 struct StepRange {

@@ -107,10 +107,6 @@ class Scan(_gpu_scans.Scan):
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
         """A library product and one kernel per step."""
         start, backward, tf32 = args["start"], self.sizes["backward"], self.plan["precision"] > 0
-        if args["lengths"] is not None:  # the kernel writes no padding
-            for result in (args["out"], args["pre"]):
-                if result is not None:
-                    result.zero_()
         shape = self.sizes["sequences"], self.sizes["N"]
         state = self.args.second.new_zeros(shape) if start is None else start.view(shape).clone()
         factors = self._factors()

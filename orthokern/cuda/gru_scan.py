@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._gpu_scans import started
+from orthokern._gpu_scans import new_results, started
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._products import ieee_products
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
@@ -39,11 +39,6 @@ class _Scan:
             sizes: dict[str, Any] = {**self.sizes, "backward": int(self.backward), "plan": self.plan}
             native.call("gru_scan", h0.device, sizes, args)
             return
-        if self.args.lengths is not None:  # the kernels of single steps write no padding
-            for name in ("grad_x", "factor") if self.backward else ("hs", "gates", "pre"):
-                result = args[name]
-                if result is not None:
-                    result.zero_()
         with ieee_products():
             (self._run_backward if self.backward else self._run_forward)(args)
 
@@ -108,7 +103,7 @@ class _Scan:
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``."""
     assert args.x is not None
-    T, (B, N), new = args.x.shape[0], args.h0.shape, args.h0.new_empty
+    T, (B, N), new = args.x.shape[0], args.h0.shape, new_results(args)
     args, _ = native.ready_args(args, T)
     states = GruStates(hs=new(T, B, N), gates=new(T, B, 3 * N), pre=None if args.kanai else new(T, B, N))
     of_backward = dict.fromkeys(("grad_hs", "grad_x", "factor", "grad_h0", "grad_reset_state", "norms"))
@@ -122,7 +117,8 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) 
     args, ready = native.ready_args(args._replace(x=None), len(grad_hs), **tensors)
     saved, h0, hs = dict(zip(tensors, ready, strict=True)), args.h0, ready[1]
     T, B, N = hs.shape
-    grad_x, factor, grad_h0 = h0.new_empty(T, B, 3 * N), torch.empty_like(hs), torch.empty_like(h0)
+    new = new_results(args)
+    grad_x, factor, grad_h0 = new(T, B, 3 * N), new(T, B, N), torch.empty_like(h0)
     scan = _Scan(args, T, backward=True)
     norms = h0.new_zeros(T, scan.plan["norm_columns"]) if needs.norm else None
     state = args.reset_state
