@@ -117,7 +117,7 @@ STATIC_KILOBYTES = {"cayley": 48}
 def check_resources(name: str, arch: str, report: str) -> None:
     """Only the kernels of SPILLS spill: the maps are in registers, and a spilled weight would be read in every step."""
     entries = report.split("Compiling entry function")[1:]
-    assert len(entries) > (20 if name in ("factored_scan", "dense_scan") else 5)
+    assert len(entries) > (20 if name in ("factored_scan", "dense_scan") else 2)
     for entry in entries:
         kernel = entry.split("'")[1]
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
@@ -152,7 +152,7 @@ def check_hot_loops(name: str, arch: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", (*HOT_KERNELS, "cayley"))
+@pytest.mark.parametrize("name", (*HOT_KERNELS, "cayley", "modal"))
 def test_machine_code(name: str, arch: str, tmp_path: Path) -> None:
     nvcc, nvdisasm = build.nvcc(), sass.find_nvdisasm()
     if nvcc is None:
