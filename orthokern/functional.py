@@ -66,7 +66,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         backend: see the module's docstring.
 
     Returns:
-        The new bases [..., N, K], differentiable with ``backend="reference"`` only.
+        The new bases [..., N, K], differentiable with ``backend="reference"`` only. They are orthonormal to rounding
+        after a step of any size; on a GPU, for K < N, up to lr |g| = 4 (Frobenius norm), which is not checked.
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).

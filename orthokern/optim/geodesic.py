@@ -207,7 +207,7 @@ class GeodesicSGD(Optimizer):
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
             todo.moves(group, g, rate * factor)
-            steps.append((_stack(bases), *todo.in_range(g, rate * factor)))
+            steps.append((_stack(bases), g, rate * factor))
         moved = cayley.steps(steps, group["backend"])
         if todo.measure or todo.growth > group["drift_tolerance"]:
             corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
@@ -351,19 +351,6 @@ class _Work:
         if isinstance(self.norm, Tensor):
             return (group["max_grad_norm"] / self.norm).clamp(max=1.0)
         return group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
-
-    def in_range(self, g: Tensor, rate: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """Directions g [P,N,K] and their rate, or those of the same step whose products do not overflow."""
-        square = g.shape[-1] == g.shape[-2]
-        if square or (not isinstance(self.norm, Tensor) and 2.0**-40 <= self.norm <= 2.0**40):
-            return g, rate
-        g, rates = cayley.scaled(g, rate)
-        if not isinstance(self.norm, Tensor) and float(rates.abs().max()) > torch.finfo(g.dtype).max:
-            raise InputError(
-                f"lr times the gradient of a basis of shape {list(g.shape[-2:])} overflows {g.dtype}; accepted: a "
-                "smaller rate, or max_grad_norm"
-            )
-        return g, rates
 
     def moves(self, group: dict[str, Any], g: Tensor, rate: float | Tensor) -> None:
         """Add the contribution of a step with directions g [P,N,K] to `growth`, unless that would wait."""
