@@ -34,23 +34,6 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min_of(int a, int b) { return a < b ? a : b; }
 inline int max_of(int a, int b) { return a > b ? a : b; }
 
-// Divides one allocation into consecutive pieces. With a null base it only counts the bytes.
-class Carver {
- public:
-  explicit Carver(char* base) : base_(base), used_(0) {}
-  template <class T>
-  T* take(size_t count) {
-    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return p;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_;
-};
-
 template <class T>
 struct Panels {
   T* p;
