@@ -10,7 +10,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
-#include "cpu/simd.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -314,25 +314,6 @@ void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradi
   for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
 }
 
-template <class I, class R>
-inline void read_column_as(const I* ids, int64_t stride, int steps, R* to) {
-  for (int r = 0; r < steps; r++) to[r] = static_cast<R>(ids[r * stride]);
-}
-// to[r] = ids[first + r stride], for ids of 1 (unsigned), 2, 4 or 8 bytes
-template <class R>
-inline void read_column(const void* ids, int64_t bytes, int64_t first, int64_t stride, int steps, R* to) {
-  switch (bytes) {
-    case 1:
-      return read_column_as(static_cast<const uint8_t*>(ids) + first, stride, steps, to);
-    case 2:
-      return read_column_as(static_cast<const int16_t*>(ids) + first, stride, steps, to);
-    case 4:
-      return read_column_as(static_cast<const int32_t*>(ids) + first, stride, steps, to);
-    default:
-      return read_column_as(static_cast<const int64_t*>(ids) + first, stride, steps, to);
-  }
-}
-
 // The inputs of a sequence in float64, [Np] each: rows of the table, or a chunk of features.
 template <class T>
 struct ModalInput {
@@ -358,8 +339,10 @@ struct ModalInput {
   void take(int64_t b, int64_t t, int steps) {
     const int Np = modes->Np;
     if (table) {
-      read_column(args->ids, args->id_bytes, t * args->B + b, args->B, steps, ids);
-      for (int r = 0; r < steps; r++) rows[r] = table + ids[r] * Np;
+      for (int r = 0; r < steps; r++) {
+        ids[r] = args->tokens[(t + r) * args->B + b];
+        rows[r] = table + ids[r] * Np;
+      }
       return;
     }
     read_rows<T>(*modes, SequenceRows<const T>(static_cast<const T*>(args->x), *args, b), t, steps, features.get());
@@ -448,23 +431,6 @@ struct ModalSums {
 
 inline int64_t length_of(const ModalArgs& args, int64_t b) { return args.lengths ? args.lengths[b] : args.T; }
 
-// The first sequence of a task: ranges of about the same number of steps.
-inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
-  if (!args.lengths) return args.B * task / tasks;
-  double total = 0, before = 0;
-  for (int64_t b = 0; b < args.B; b++) total += static_cast<double>(args.lengths[b]);
-  int64_t b = 0;
-  while (b < args.B && before + 0.5 * static_cast<double>(args.lengths[b]) < total * task / tasks)
-    before += static_cast<double>(args.lengths[b++]);
-  return b;
-}
-
-// fn(b) for the sequences of a task.
-template <class F>
-void each_sequence(const ModalArgs& args, int task, int tasks, F fn) {
-  const int64_t end = first_sequence(args, task + 1, tasks);
-  for (int64_t b = first_sequence(args, task, tasks); b < end; b++) fn(b);
-}
 inline int task_count(const ModalArgs& args) { return static_cast<int>(args.B < args.threads ? args.B : args.threads); }
 
 }  // namespace orthokern::ORTHOKERN_ISA
