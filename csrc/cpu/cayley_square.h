@@ -18,7 +18,7 @@ constexpr double kLargeTurn = 0.75;
 
 inline double square_root(double x) { return __builtin_sqrt(x); }
 
-enum Form { kFirst, kSecond, kFourth, kLu, kLarge };
+enum Form { kSeries, kFourth, kLu, kLarge };
 
 struct Norms {
   double frobenius, largest_row;
@@ -61,11 +61,10 @@ struct SquareWork {
   Scratch<int> swaps;    // [N]
   Scratch<T> m;          // panels of M or M^T, [N, group * W]
   Scratch<T> d;          // panels of D, [N, group * W]
-  Scratch<T> tile;       // [kMaxRows, W]
 
   bool allocate(const SquareShape& shape, bool matrix) {
     const size_t whole = shape.stride * shape.blocks, group = shape.stride * shape.group;
-    return m.allocate(group, false) && d.allocate(group, false) && tile.allocate(kMaxRows * kWidth<T>, false) &&
+    return m.allocate(group, false) && d.allocate(group, false) &&
            (!matrix || (x.allocate(whole, false) && s.allocate(whole, false) && sums.allocate(shape.N, false) &&
                         swaps.allocate(shape.N, false)));
   }
@@ -152,7 +151,7 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
   mirror<T>(s, N, threads);
 }
 
-// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
+// Chooses the form for x = X and prepares it. kSeries: x = X or Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
 // factors of I + X.
 template <class T>
 Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, double* sums, const Lu<T>& lu,
@@ -161,7 +160,7 @@ Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, d
   const int N = shape.N;
   const double skew_limit = kSkewRemainder * kEpsilon<T>;
   const Norms x = norms<T>(X, N, sums, threads);
-  if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * kEpsilon<T>) return kFirst;
+  if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * kEpsilon<T>) return kSeries;
   // Lower bounds of the norms of S, from those of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
   // remainder is too large even with these, S is not computed.
   const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
@@ -176,7 +175,7 @@ Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, d
         const T* square = S.at(0, p);
         for (int i = 0; i < N * W; i += kLanes<T>) store(z + i, load(z + i) - load(square + i));
       });
-      return second ? kSecond : kFourth;
+      return second ? kSeries : kFourth;
     }
   }
   share(threads, shape.blocks, [&](int p) {
@@ -206,27 +205,6 @@ void combine(T s, const Panels<T>& m, T t, const Panels<T>& d, int rows, int col
   }
 }
 
-// out [N, cols], rows K apart: m - 2 x . m for x [N, N] and panels m [N, cols]; scratch [kMaxRows, W].
-template <class T>
-void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T* scratch, T* out, ptrdiff_t K) {
-  constexpr int W = kWidth<T>;
-  const RowTiles split(N);
-  for (int i = 0, row = 0; i < split.tiles; row += split.count(i), i++) {
-    const int count = split.count(i);
-    const ProductTile<T> tile = product_tile_for_rows<T, 2, false>(count);
-    T* to = out + row * K;
-    int c = 0;
-    for (; c + W <= cols; c += W)
-      tile(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), to + c, K);
-    if (c == cols) continue;
-    const int left = cols - c;
-    const ProductTile<T> rest = left <= kLanes<T> ? product_tile_for_rows<T, 1, false>(count) : tile;
-    rest(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), scratch, W);
-    for (int r = 0; r < count; r++)
-      for (int j = 0; j < left; j++) to[r * K + c + j] = scratch[r * W + j];
-  }
-}
-
 // Columns [col0, col0 + cols) of the step: m, out [N, K] row-major.
 template <class T>
 void finish_group(const SquareShape& shape, const Panels<T>& x, Form form, const Lu<T>& lu, const SquareWork<T>& own,
@@ -236,7 +214,6 @@ void finish_group(const SquareShape& shape, const Panels<T>& x, Form form, const
   const int panels = ceil_div(cols, W), last = last_width<T>(cols);
   Panels<T> mp = {own.m, shape.stride}, d = {own.d, shape.stride};
   pack<T>(m, K, 0, N, col0, cols, mp);
-  if (form == kFirst || form == kSecond) return subtract_product<T>(x, mp, N, cols, own.tile, out + col0, K);
   if (form == kLarge) pack<T>(m, K, 0, N, col0, cols, d);
   else product<T>(x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
   if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last);

@@ -13,8 +13,7 @@
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
-// 7: 303, and 32 for the recurrence alone wherever a chunk has more than one token id. Loads, stores, conversions and
-// shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
+// 7: 303, and 32 for the recurrence alone. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
 // (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
 #include "cpu/modal.h"
 
@@ -313,8 +312,7 @@ struct Worker {
       memcpy(starts + i * Np, state, sizeof(double) * Np);
       if (i + 1 == chunks) break;
       input.take(b, i * kSteps, kSteps);
-      if (input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
-      else advance<T, false>(modes, input.rows, kSteps, state, z);
+      advance<T, false>(modes, input.rows, kSteps, state, z);
     }
     for (int64_t i = chunks - 1; i >= 0; i--) chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + i * Np);
   }

@@ -77,9 +77,6 @@ ORTHOKERN_INLINE void pin(X& v) {
 // into the registers.
 constexpr int kModeVectors = k32Registers ? 4 : 2;
 
-// ModalTables::held is computed for at most kHeldIds token ids, with at least kHeldSteps steps for each.
-constexpr int64_t kHeldIds = 256, kHeldSteps = 16 * kSteps;
-
 struct Modes {
   int M, Mp, Np;     // Np = 2 Mp
   const double* re;  // [Mp]
@@ -328,13 +325,6 @@ struct ModalInput {
     args = &a, modes = &m, table = wide_table;
     return table || features.allocate(static_cast<size_t>(kSteps) * m.Np);
   }
-  // Whether all steps of a whole chunk have the same id.
-  bool one_id() const {
-    if (!table) return false;
-    int64_t other = 0;
-    for (int r = 1; r < kSteps; r++) other |= ids[r] ^ ids[0];
-    return !other;
-  }
   // Steps t .. t + steps of sequence b.
   void take(int64_t b, int64_t t, int steps) {
     const int Np = modes->Np;
@@ -355,9 +345,6 @@ template <class T>
 struct ModalTables {
   Modes modes;
   Scratch<double> coefficients, table;
-  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j <
-  // kSteps; [Np], [D][Np]. Null if there are too few steps for this to pay.
-  Scratch<double> power, held;
 
   bool allocate(const ModalArgs& args) {
     modes.M = static_cast<int>(args.M);
@@ -371,28 +358,7 @@ struct ModalTables {
     if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
     const T* from = static_cast<const T*>(args.table);
     for (int64_t d = 0; d < args.D; d++) spread(modes, from + d * 2 * modes.M, table + d * modes.Np);
-    if (args.D > kHeldIds || args.T * args.B < kHeldSteps * args.D) return true;
-    if (!power.allocate(modes.Np) || !held.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
-    const double* rows[kSteps];
-    for (int64_t d = 0; d < args.D; d++) {
-      for (const double*& row : rows) row = table + d * modes.Np;
-      advance<T, false>(modes, rows, kSteps, held + d * modes.Np, static_cast<T*>(nullptr));
-    }
-    for (int m = 0; m < modes.M; m++) power[m] = 1;
-    Scratch<double> nothing;
-    if (!nothing.allocate(modes.Np)) return false;
-    for (const double*& row : rows) row = nothing;
-    advance<T, false>(modes, rows, kSteps, power, static_cast<T*>(nullptr));
     return true;
-  }
-  void hold(int64_t id, double* z) const {
-    const int Mp = modes.Mp;
-    const double* add = held + id * modes.Np;
-    for (int m = 0; m < Mp; m++) {
-      const double r = z[m], i = z[Mp + m];
-      z[m] = power[m] * r - power[Mp + m] * i + add[m];
-      z[Mp + m] = power[Mp + m] * r + power[m] * i + add[Mp + m];
-    }
   }
 };
 
