@@ -144,9 +144,8 @@ def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Ten
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
-    m, g = contiguous(m), contiguous(g)
-    leaf, g, rate = _prepared(m, g, rate, backend)
-    stepped: Tensor = leaf.cayley(m, g, rate)
+    leaf, scaled, rate = _prepared(m, g, rate, backend)
+    stepped: Tensor = leaf.cayley(contiguous(m), contiguous(scaled), rate)
     return stepped
 
 
