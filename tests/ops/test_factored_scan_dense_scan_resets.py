@@ -10,7 +10,6 @@ import torch
 from helpers import (
     SCANS,
     ScanProblem,
-    assert_same_bits,
     call_functional,
     check_scan,
     compiled,
@@ -137,20 +136,6 @@ def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
     assert apart.grad is not None and apart.grad.abs().max() > 0 and not torch.equal(one.grad, apart.grad)
     zeros = torch.zeros_like(h0)
     assert torch.equal(scan(x, *matrices, resets=resets), scan(x, *matrices, zeros, resets=resets, reset_state=zeros))
-
-
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("backend", SERVED)
-def test_without_a_true_one_resets_change_no_bit(op: str, backend: str) -> None:
-    dtype = torch.float32
-    problem = scan_problem(op, B=5, T=12, N=19, activation="tanh", inputs="dense").to(dtype)
-    resets, state = torch.zeros(12, 5, dtype=torch.bool), state_for(problem).to(dtype)
-    with_none = dataclasses.replace(problem, resets=resets, reset_state=state)
-    for every in (0, 5):
-        plain = run_scan(problem, backend, checkpoint_every=every, algorithm="sequential")
-        cut = run_scan(with_none, backend, checkpoint_every=every, algorithm="sequential")
-        assert_same_bits(plain, cut, skip=("grad_reset_state",))
-        assert not cut["grad_reset_state"].any()
 
 
 @pytest.mark.parametrize("op", SCANS)

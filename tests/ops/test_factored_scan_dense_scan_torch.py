@@ -113,25 +113,6 @@ def test_public_function_differentiates_as_the_reference(op: str, inputs: str) -
 
 
 @pytest.mark.parametrize("op", SCANS)
-def test_each_input_on_its_own(op: str) -> None:
-    """Only what requires a gradient gets one, whichever it is."""
-    problem = scan_problem(op, B=3, T=4, N=4, activation="prelu", inputs="features")
-    expected = gradients(problem, call_functional)[1:]
-    for index, gradient in enumerate(expected):
-        inputs = list(problem.inputs())
-        leaf = inputs[index] = inputs[index].clone().requires_grad_()  # type: ignore[union-attr]
-        call_functional(problem, inputs).backward(problem.grad_hs)
-        torch.testing.assert_close(leaf.grad, gradient)
-
-
-def test_int32_tokens() -> None:
-    problem = scan_problem("dense_scan", B=2, T=3, N=4, inputs="tokens")
-    expected = call_functional(problem, list(problem.inputs()))
-    problem.x = problem.x.to(torch.int32)
-    assert torch.equal(call_functional(problem, list(problem.inputs())), expected)
-
-
-@pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("every", [0, 4])
 def test_what_is_saved(op: str, every: int) -> None:
     """The docstring's Saved part, by shape: a training run's memory is made of it."""
