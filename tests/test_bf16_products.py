@@ -11,7 +11,6 @@ here at least ROUNDED.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -261,16 +260,3 @@ def test_not_a_number_stays_one() -> None:
         assert tensor is w or not hs[:, :2].isnan().any()
     x[1, 2, 16] = float("inf")  # tanh of it is 1
     assert functional.dense_scan(x, w, h0=h0, precision="bf16").isfinite().all()
-
-
-@needs_bf16
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("B", [1, 13, 16, 17, 33, 50])
-def test_rows_are_those_of_any_other_batch(op: str, B: int) -> None:
-    """Bit by bit, also where tiles of rows overlap."""
-    problem = problem_of(op, {"B": B, "T": 20, "N": 37, "K": 35}, "tanh", "features")
-    hs = leaf_results(problem)["hs"]
-    for rows in (slice(0, 1), slice(B - 1, B), slice(0, B // 2 + 1)):
-        x, h0 = problem.x[:, rows].contiguous(), problem.h0[rows].contiguous()
-        part = replace(problem, x=x, h0=h0, grad_hs=problem.grad_hs[:, rows].contiguous())
-        assert torch.equal(leaf_results(part)["hs"], hs[:, rows])

@@ -76,8 +76,6 @@ def adversary(kind: str, w: Tensor, step: int, generator: torch.Generator) -> Te
     if kind == "new":  # another direction in every step grows at once
         i = step % len(w)
         return 1.9 * torch.outer(u[:, i], vh[i])
-    if kind == "all":  # every singular value grows
-        return 0.003 * (u @ vh)
     return torch.randn(w.shape, generator=generator) * 10.0 ** (-step % 7 - 4)  # "scales"
 
 
@@ -101,7 +99,7 @@ def spread(n: int) -> Tensor:
     return with_spectrum(torch.linspace(1.79, 0.1, n).double(), n, n).float()
 
 
-@pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "all", "scales"])
+@pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "scales"])
 def test_bounded_after_every_step(kind: str) -> None:
     """Many steps at a size of its own SVD, and some where the block method works."""
     small = walk(kind, 1.7 * torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0)))[0], 150)
@@ -110,7 +108,7 @@ def test_bounded_after_every_step(kind: str) -> None:
         assert small["checks"] == counts["checks"] == 0
         return
     assert small["projections"] > 0
-    if kind in ("random", "top", "all"):
+    if kind in ("random", "top"):
         assert counts["decompositions"] <= 2
 
 

@@ -35,15 +35,6 @@ def test_cayley_is_the_textbook_form_and_orthogonal(shape: tuple[int, ...], lr: 
     torch.testing.assert_close(cayley(m, torch.zeros_like(g), lr), m, rtol=0, atol=0)
 
 
-def test_cayley_with_a_rate_for_each_matrix() -> None:
-    m, g = basis(2, 3, 5, 4), torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    rates = torch.rand(2, 3, dtype=torch.float64)
-    stepped = cayley(m, g, rates)
-    for i in range(2):
-        for j in range(3):
-            torch.testing.assert_close(stepped[i, j], cayley(m[i, j], g[i, j], float(rates[i, j])))
-
-
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 SHAPES = [

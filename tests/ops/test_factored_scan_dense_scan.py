@@ -79,15 +79,11 @@ def scan_params(sizes: list[dict[str, int]], one_kind: bool = False) -> list[Any
     return params
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "dtype", "backend"), [*scan_params(SIZES[:2]), *scan_params(SIZES[2:], one_kind=True)]
-)
+PARITY = [*scan_params(SIZES[:2]), *scan_params([*SIZES[2:], *LARGE], one_kind=True)]
+
+
+@pytest.mark.parametrize(("op", "case", "dtype", "backend"), PARITY)
 def test_scan_parity(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
-    check_scan(scan_problem(op, D=11, gap=1e-5 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
-
-
-@pytest.mark.parametrize(("op", "case", "dtype", "backend"), scan_params(LARGE, one_kind=True))
-def test_scan_parity_large(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     check_scan(scan_problem(op, D=11, gap=1e-6 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
 
 

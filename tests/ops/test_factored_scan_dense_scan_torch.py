@@ -134,35 +134,6 @@ def test_what_is_saved(op: str, every: int) -> None:
         assert large == sorted(states + x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
-def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
-    """The op raises for a tangent, which would be lost without a message; forward mode has its rule in the functionals.
-    One derivative of torch.func, alone or with vmap, is that of autograd."""
-    problem = scan_problem("dense_scan", B=2, T=3, N=4)
-    x, w, *others = problem.inputs()
-    assert w is not None
-
-    def call(w: Tensor) -> Tensor:
-        args = scan_args("dense_scan", (x, w, *others), "tanh")
-        return torch.ops.orthokern.dense_scan_fwd(*args)[0].square().sum()
-
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            call(dual)
-    several = torch.stack([w, 2 * w])
-    ones = [one.clone().requires_grad_() for one in several]
-    expected = torch.stack([torch.autograd.grad(call(one), one)[0] for one in ones])
-    for transform in (torch.func.grad, torch.func.jacrev):
-        torch.testing.assert_close(transform(call)(w), expected[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(call))(several), expected)
-    leaf = several.clone().requires_grad_()
-    losses = torch.func.vmap(call)(leaf)
-    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], expected)
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(call, (w,), (w,))
-
-
 @pytest.mark.parametrize("inputs", ["features", "tokens"])
 def test_gradients_summed_over_many_rows(inputs: str) -> None:
     """The bias gradient of 200 000 rows in float32; parts of the sum are added up in float64."""

@@ -155,31 +155,3 @@ def test_opcheck_and_compile_with_resets(variant: str) -> None:
 
     for one, other in zip(run(compiled(functional.gru_scan)), run(functional.gru_scan), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_modules_start_anew(batch_first: bool, learned: bool) -> None:
-    """A sequence with a reset is two sequences; all layers, every layout, and the gradients of a learned state."""
-    module = GRU(3, 5, num_layers=2, batch_first=batch_first, learned_h0=learned, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.5)
-    x, resets = torch.randn(7, 2, 3, dtype=torch.float64), torch.zeros(7, 2, dtype=torch.bool)
-    resets[4] = True
-
-    def layout(t: Tensor) -> Tensor:
-        return t.transpose(0, 1) if batch_first else t
-
-    states, last = module(layout(x), resets=layout(resets))
-    parts = [module(layout(part)) for part in (x[:4], x[4:])]
-    expected = torch.cat([part[0] for part in parts], int(batch_first))
-    torch.testing.assert_close(states, expected)
-    torch.testing.assert_close(last, parts[1][1])
-    weights, g = list(module.parameters()), torch.randn_like(states)
-    for one, other in zip(
-        torch.autograd.grad(states, weights, g), torch.autograd.grad(expected, weights, g), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-    alone = module(x[:, 0], resets=resets[:, 0])[0]
-    torch.testing.assert_close(alone, layout(states)[:, 0])

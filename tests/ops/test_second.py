@@ -259,26 +259,6 @@ def test_torch_func(make: Callable[[], Case]) -> None:
             torch.testing.assert_close(many[r], torch.func.grad(case.reference_loss, i)(*at))
 
 
-@pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("op", SCANS)
-def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str, backend: str | None) -> None:
-    """Reverse over reverse is not, since the second backward clips too (docs/training.md)."""
-    case = scan_case(op, "tanh", "features", message_clip=0.5)
-
-    def gradient(*leaves: Tensor) -> tuple[Tensor, ...]:
-        def loss(*leaves: Tensor) -> Tensor:
-            return (case(*leaves, backend=backend) * case.cotangent).square().sum()
-
-        found: tuple[Tensor, ...] = torch.func.grad(loss, tuple(range(len(leaves))))(*leaves)
-        return found
-
-    directions, step = tuple(torch.ones_like(t) for t in case.plain), 1e-6
-    ends = [gradient(*(t + sign * step * d for t, d in zip(case.plain, directions, strict=True))) for sign in (1, -1)]
-    expected = [(above - below) / (2 * step) for above, below in zip(*ends, strict=True)]
-    found = torch.func.jvp(gradient, case.plain, directions)[1]
-    torch.testing.assert_close(list(found), expected, rtol=1e-6, atol=1e-7)
-
-
 # ---------------------------------------------------------------------------------------------- what stays as it was
 
 
