@@ -333,13 +333,9 @@ class _Work:
             if self.measure and not math.isfinite(float(self.norm)):
                 _refuse(group)
             return
-        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for _, g in self.batches))
-        if math.isfinite(self.norm):
-            return
-        _refuse(group)
-        # the gradients are finite, but their squares overflow
         self.norm = math.hypot(*(_norm(g) for _, g in self.batches))
         if not math.isfinite(self.norm):
+            _refuse(group)
             raise InputError(
                 "the norm of all gradients overflows float64; accepted: smaller gradients; no parameter was changed"
             )
@@ -367,7 +363,7 @@ class _Work:
 
 
 def _norm(g: Tensor) -> float:
-    """The Frobenius norm of finite entries, also where their squares overflow."""
+    """The Frobenius norm, also where squares overflow."""
     norm = float(torch.linalg.vector_norm(g))
     if math.isfinite(norm):
         return norm
