@@ -28,8 +28,8 @@ from orthokern.ops.activations import NAMES as ACTIVATIONS
 from orthokern.ops.dense_scan import dense_scan
 from orthokern.ops.factored_scan import factored_scan
 from orthokern.ops.gru_scan import gru_scan
-from orthokern.ops.modal.choice import Options
-from orthokern.ops.modal.loss import ScanLoss, choose_for, scan_loss
+from orthokern.ops.modal import choice
+from orthokern.ops.modal.loss import ScanLoss, scan_loss
 
 __all__ = [
     "ACTIVATIONS",
@@ -66,7 +66,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         backend: see the module's docstring.
 
     Returns:
-        The new bases [..., N, K], differentiable with ``backend="reference"`` only.
+        The new bases [..., N, K], differentiable with ``backend="reference"`` only. They are orthonormal to rounding
+        after a step of any size; on a GPU, for K < N, up to lr |g| = 4 (Frobenius norm), which is not checked.
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
@@ -420,8 +421,8 @@ def explain_scan_cross_entropy(
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None, leak or None)
-    options = Options(activation, message_clip, backend, algorithm, lengths, resets, leak)
-    modes, why = choose_for(factors, T, B, classes, ids=ids, start=basis, options=options)
+    options = (activation, message_clip, backend, algorithm, lengths, resets, leak)
+    modes, why = choice.choose(choice.Call(factors, T, B, classes, ids, True, basis, *options))
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"
     return "chunked" if algorithm == "chunked" else "sequential", why

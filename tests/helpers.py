@@ -1,14 +1,15 @@
-"""Helpers of the correctness tests: the comparison with the reference, random problems, and parameters of tests."""
+"""Helpers of the correctness tests: random problems, their comparison with the reference, and parameters of tests."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
+from comparison import assert_matches_reference
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
@@ -23,65 +24,38 @@ SCANS = ("factored_scan", "dense_scan")
 DTYPES = (torch.float32, torch.float64)
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
 
-# The part of the error that needs no excuse, relative to the largest element of the result: sums of some thousand
-# terms, in another order than torch takes them, differ by this much even where torch happens to round to no error at
-# all. In float64 torch is the reference, and its own error is not known.
-FLOOR = {torch.float32: 32 * torch.finfo(torch.float32).eps, torch.float64: 4096 * torch.finfo(torch.float64).eps}
 
+class Problem:
+    """Inputs and a cotangent of a scan: tensors in the fields of a dataclass."""
 
-def assert_matches_reference(
-    actual: Tensor,
-    ref64: Tensor,
-    torch_same_dtype: Tensor,
-    *,
-    name: str = "result",
-    gradient: bool = False,
-    scale: float | None = None,
-) -> None:
-    """Error may be at most twice that of plain torch in the same dtype, plus a floor.
+    x: Tensor
+    grad_hs: Tensor
 
-    Three measures: the largest error of an element, the RMS of the error, and for gradients the angle to the reference.
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with every floating or bool tensor changed by a function of a tensor; the latter stay bool."""
 
-    Args:
-        actual: what is tested.
-        ref64: the reference in float64.
-        torch_same_dtype: the reference, which is plain torch, in actual's dtype.
-        name: what to call it in a failure.
-        gradient: whether to compare the direction too.
-        scale: what the floor is relative to, where that is not the largest element: the size of the terms of a sum
-            that cancels, whose error plain torch may have met by luck.
-    """
-    assert actual.shape == ref64.shape, f"{name}: shape {list(actual.shape)}, expected {list(ref64.shape)}"
-    assert actual.dtype == torch_same_dtype.dtype, f"{name}: dtype {actual.dtype}, expected {torch_same_dtype.dtype}"
-    if not ref64.numel():
-        return
-    assert ref64.dtype == torch.float64
-    assert bool(ref64.isfinite().all()), f"{name}: the reference itself is not finite: choose other inputs"
-    wrong = int(actual.numel() - actual.isfinite().sum())
-    assert not wrong, f"{name}: {wrong} of {actual.numel()} elements are NaN or infinite (never written?)"
+        def one(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(one, value))
+            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.dtype == torch.bool):
+                return value
+            return change(value).bool() if value.dtype == torch.bool else change(value)
 
-    floor = FLOOR[actual.dtype]
-    error, torch_error = actual.double() - ref64, torch_same_dtype.double() - ref64
-    largest, torch_largest, ref_largest = (float(t.abs().max()) for t in (error, torch_error, ref64))
-    assert largest <= 2 * torch_largest + floor * (scale or ref_largest), (
-        f"{name}: largest error {largest:.3e}, plain torch {torch_largest:.3e}, largest element {ref_largest:.3e}"
-    )
-    rms, torch_rms, ref_rms = (float(t.square().mean().sqrt()) for t in (error, torch_error, ref64))
-    assert rms <= 2 * torch_rms + floor * (scale or ref_rms), (
-        f"{name}: RMS of the error {rms:.3e}, plain torch {torch_rms:.3e}, RMS of the reference {ref_rms:.3e}"
-    )
-    if gradient and ref_rms > 0:
-        cosine = torch.nn.functional.cosine_similarity(actual.double().flatten(), ref64.flatten(), dim=0, eps=0.0)
-        torch_cosine = torch.nn.functional.cosine_similarity(
-            torch_same_dtype.double().flatten(), ref64.flatten(), dim=0, eps=0.0
-        )
-        assert 1 - cosine <= 2 * (1 - torch_cosine) + floor, (
-            f"{name}: cosine {cosine:.9f}, plain torch {torch_cosine:.9f}"
-        )
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        return type(self)(**{field.name: one(getattr(self, field.name)) for field in fields})
+
+    def with_poisoned_padding(self, lengths: Tensor) -> Self:
+        """A copy whose padding holds what must not be looked at: NaN, and token ids far out of range."""
+        copy = self.map(torch.clone)
+        padding = torch.arange(len(self.grad_hs)).unsqueeze(1) >= lengths
+        copy.x = self.x.clone()
+        copy.x[padding] = float("nan") if copy.x.is_floating_point() else 10**9
+        copy.grad_hs[padding] = float("nan")
+        return copy
 
 
 @dataclasses.dataclass
-class ScanProblem:
+class ScanProblem(Problem):
     """Inputs and a cotangent of a scan, in float64; ``to`` casts them.
 
     matrices: (u, s, v) for factored_scan, (w,) for dense_scan. Others as in ``orthokern.functional``.
@@ -115,27 +89,8 @@ class ScanProblem:
 
     def grad_names(self) -> tuple[str, ...]:
         """The names of what the backward returns."""
-        matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
-        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "leak", "norm")
+        names = (*self.input_names(), "reset_state", "leak", "norm")
         return tuple(f"grad_{name}" for name in names)
-
-    def map(self, change: object) -> ScanProblem:
-        """A copy with every floating tensor changed by a function of a tensor."""
-        assert callable(change)
-
-        def one(t: Tensor | None) -> Tensor | None:
-            return change(t) if t is not None and t.is_floating_point() else t
-
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values = {
-            key: tuple(one(m) for m in value)
-            if key == "matrices"
-            else one(value)
-            if isinstance(value, Tensor)
-            else value
-            for key, value in values.items()
-        }
-        return ScanProblem(**values)
 
     def to(self, dtype: torch.dtype) -> ScanProblem:
         """A copy in another dtype."""
@@ -232,12 +187,9 @@ def scan_problem(
         def normal(*shape: int, g: torch.Generator = generator) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=g)
 
+        matrices: tuple[Tensor, ...]
         if op == "factored_scan":
-            matrices: tuple[Tensor, ...] = (
-                torch.linalg.qr(normal(N, K))[0],
-                1 + 0.1 * normal(K),
-                torch.linalg.qr(normal(N, K))[0],
-            )
+            matrices = torch.linalg.qr(normal(N, K))[0], 1 + 0.1 * normal(K), torch.linalg.qr(normal(N, K))[0]
         else:
             matrices = (normal(N, N) / N**0.5,)
         if inputs == "dense":
@@ -298,22 +250,14 @@ def run_scan(
     bwd_backend: str | None = None,
     need_x: bool = True,
     need_params: bool = True,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0.0,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name."""
+    """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name.
+
+    options: fields of ScanArgs."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
-    args = problem.args(
-        checkpoint_every=checkpoint_every,
-        backend=backend,
-        precision=precision,
-        algorithm=algorithm,
-        lengths=lengths,
-        message_clip=message_clip,
-    )
+    args = problem.args(checkpoint_every=checkpoint_every, backend=backend, **options)
     hs, ckpt, pre = fwd(*args)
     x_needed = problem.weight is not None or checkpoint_every > 0
     args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
@@ -367,17 +311,12 @@ def some_lengths(B: int, T: int, order: str, seed: int = 0) -> Tensor:
 
 
 def with_poisoned_padding(problem: ScanProblem, lengths: Tensor) -> ScanProblem:
-    """A copy whose padding holds what must not be looked at: NaN, and token ids far out of range."""
-    copy = problem.map(torch.clone)
-    padding = torch.arange(problem.grad_hs.shape[0]).unsqueeze(1) >= lengths
-    copy.x = problem.x.clone()
-    copy.x[padding] = float("nan") if copy.x.is_floating_point() else 10**9
-    copy.grad_hs[padding] = float("nan")
-    return copy
+    """See ``Problem.with_poisoned_padding``."""
+    return problem.with_poisoned_padding(lengths)
 
 
 @dataclasses.dataclass
-class GruProblem:
+class GruProblem(Problem):
     """Inputs and a cotangent of gru_scan: x [T, B, 3N], w [3N, N], h0 [B, N], bias [3N] or None, grad_hs [T, B, N]."""
 
     variant: str
@@ -401,12 +340,6 @@ class GruProblem:
 
         x, w, h0, b, g = normal(T, B, 3 * N), normal(3 * N, N) / N**0.5, normal(B, N), normal(3 * N), normal(T, B, N)
         return cls(variant, x, w, h0, b if bias else None, g)
-
-    def map(self, fn: Any) -> GruProblem:
-        """A copy with every tensor changed by a function of a tensor; resets stay bool."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values = {k: fn(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return GruProblem(**{**values, "resets": None if self.resets is None else values["resets"].bool()})
 
     def with_resets(self, share: float = 0.3, *, state: bool = True, seed: int = 0) -> GruProblem:
         """A copy with resets at this share of the steps, to a random state or to zeros."""
@@ -440,26 +373,6 @@ class GruProblem:
         grads = namespace.gru_scan_bwd(self.grad_hs, *saved, *gru_needs(), *args)
         return dict(zip(self.NAMES, (*saved, *grads), strict=True))
 
-    def with_poisoned_padding(self, lengths: Tensor) -> GruProblem:
-        """A copy whose padding holds what must not be looked at."""
-        copy = self.map(torch.clone)
-        padding = torch.arange(self.x.shape[0]).unsqueeze(1) >= lengths
-        copy.x[padding] = copy.grad_hs[padding] = float("nan")
-        return copy
-
-
-class ClipGradient(torch.autograd.Function):
-    """The identity, whose backward clips the gradient to [-c, c]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, c: float) -> Tensor:
-        ctx.c = c
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.minimum(torch.maximum(grad, grad.new_tensor(-ctx.c)), grad.new_tensor(ctx.c)), None
-
 
 def assert_same_bits(
     one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = (), rounded: tuple[str, ...] = ()
@@ -487,18 +400,13 @@ def backends(op: str) -> list[Any]:
 
 def each(*ops: str) -> Callable[[Any], Any]:
     """Parametrise a test over (op, backend)."""
-    params = [
-        pytest.param(op, *backend.values, id=f"{op}-{backend.id}", marks=backend.marks)
-        for op in ops
-        for backend in backends(op)
-    ]
+    params = [pytest.param(op, *one.values, id=f"{op}-{one.id}", marks=one.marks) for op in ops for one in backends(op)]
     return pytest.mark.parametrize(("op", "backend"), params)
 
 
 def served(op: str) -> list[Any]:
     """The reference, and the cpu backend where it is built."""
-    why = dispatch.absence(op, "cpu")
-    return ["reference", pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=str(why)))]
+    return ["reference", *backends(op)]
 
 
 def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:

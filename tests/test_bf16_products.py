@@ -11,7 +11,6 @@ here at least ROUNDED.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,22 +212,6 @@ def test_threads(op: str) -> None:
 
 
 @needs_bf16
-@pytest.mark.parametrize("op", SCANS)
-def test_every_gradient_of_the_public_function(op: str) -> None:
-    """Against float64: more than float32 makes of it, and no more than factors with 8 bits and the units that they take
-    across the kink of prelu."""
-    problem = problem_of(op, SIZES[4], "prelu", "features")
-    exact = run_scan(problem.to(torch.float64), "reference")
-    tensors = [t.clone().requires_grad_() for t in problem.inputs() if t is not None]
-    x, *matrices, h0, weight, bias, act_param = tensors
-    options: dict[str, Any] = {"act_param": act_param, "activation": "prelu", "precision": "bf16", "backend": "cpu"}
-    hs = getattr(functional, op)(x, *matrices, h0=h0, weight=weight, bias=bias, **options)
-    grads = torch.autograd.grad(hs, tensors, problem.grad_hs)
-    for name, found in zip(("hs", *(f"grad_{name}" for name in problem.input_names())), (hs, *grads), strict=True):
-        assert 1e-4 < error(found.detach(), exact[name]) < 0.1, f"{name}: {error(found.detach(), exact[name]):.1e}"
-
-
-@needs_bf16
 def test_modules() -> None:
     modules: list[Callable[..., Any]] = [nn.RNN, nn.FactorizedRNN, nn.ExpRNN, nn.NonNormalRNN]
     for module in modules:
@@ -241,20 +224,6 @@ def test_modules() -> None:
             found.append([states.detach(), *(p.grad for p in rnn.parameters())])
         for exact, less in zip(*found, strict=True):
             assert 0 < error(less, exact.double()) < 5e-2, module.__name__
-
-
-@needs_bf16
-@pytest.mark.parametrize("rows", [16, 21])
-def test_modules_without_gradients(rows: int) -> None:
-    """The same bits as with them, whichever way a call takes; exact factors up to 16 rows."""
-    exact, less = (nn.RNN(3, 32, precision=precision) for precision in ("ieee", "bf16"))
-    less.load_state_dict(exact.state_dict())
-    x = torch.linspace(-1, 1, rows * 3).view(rows, 1, 3)
-    states = less(x)[0].detach()
-    with torch.no_grad():
-        for _ in range(3):
-            assert torch.equal(less(x)[0], states)
-        assert torch.equal(exact(x)[0], states) == (rows == 16)
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
@@ -291,16 +260,3 @@ def test_not_a_number_stays_one() -> None:
         assert tensor is w or not hs[:, :2].isnan().any()
     x[1, 2, 16] = float("inf")  # tanh of it is 1
     assert functional.dense_scan(x, w, h0=h0, precision="bf16").isfinite().all()
-
-
-@needs_bf16
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("B", [1, 13, 16, 17, 33, 50])
-def test_rows_are_those_of_any_other_batch(op: str, B: int) -> None:
-    """Bit by bit, also where tiles of rows overlap."""
-    problem = problem_of(op, {"B": B, "T": 20, "N": 37, "K": 35}, "tanh", "features")
-    hs = leaf_results(problem)["hs"]
-    for rows in (slice(0, 1), slice(B - 1, B), slice(0, B // 2 + 1)):
-        x, h0 = problem.x[:, rows].contiguous(), problem.h0[rows].contiguous()
-        part = replace(problem, x=x, h0=h0, grad_hs=problem.grad_hs[:, rows].contiguous())
-        assert torch.equal(leaf_results(part)["hs"], hs[:, rows])

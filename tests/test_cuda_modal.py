@@ -113,13 +113,13 @@ def test_scan_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_without_the_kernels_or_in_a_graph_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.empty(128, 128, device="meta")
     monkeypatch.setattr(choice.Call, "device", property(lambda self: torch.device("cuda")))
-    call = choice.Call((w,), 10_000, 50, 9, True, True, True, choice.Options())
+    call = choice.Call((w,), 10_000, 50, 9, True)
     for captured in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
         monkeypatch.setattr(dispatch, "choose", lambda *_: "cuda")
         assert ("captured" in (choice.why_never(call) or "")) == captured
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "choose", lambda *_: "reference")
-    asked = choice.Call((w,), 10_000, 50, 9, True, True, True, choice.Options(algorithm="modal"))
+    asked = choice.Call((w,), 10_000, 50, 9, True, algorithm="modal")
     with pytest.raises(InputError, match="modal on a GPU needs the CUDA kernels"):
-        choice.choose(asked, None)
+        choice.choose(asked)

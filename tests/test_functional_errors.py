@@ -44,10 +44,6 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # x
     ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
     ({"x": torch.zeros(T, B)}, "x has shape [4, 3]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
-    (
-        {"x": torch.zeros(T, B, N)},
-        "x has shape [4, 3, 6]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]",
-    ),
     ({"x": torch.zeros(T, B, D).double()}, "x has dtype float64: accepted is the dtype of {m}, float32"),
     ({"x": torch.zeros(T, B, D, device="meta")}, "x is on meta: accepted is the device of {m}, cpu"),
     (
@@ -55,10 +51,6 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         "x has dtype bool: accepted is float32 (the dtype of {m}), or int64 or int32 for token ids",
     ),
     ({"x": torch.zeros(0, B, D)}, "x has shape [0, 3, 7]: every size of [T, B, D] must be at least 1"),
-    (
-        {"x": torch.zeros(T, B, D), "weight": None, "bias": None},
-        "x has shape [4, 3, 7]: accepted is [T, B, N] with N = 6",
-    ),
     # token ids
     (
         {"x": torch.zeros(T, B).long(), "weight": None},
@@ -67,25 +59,17 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.full((T, B), D)}, "x holds 7: token ids must be in [0, 7)"),
     # weight, bias, h0
     ({"weight": torch.zeros(D, N)}, "weight has shape [7, 6]: accepted is [N, D] with N = 6, D at least 1"),
-    ({"weight": torch.zeros(N, D).double()}, "weight has dtype float64: accepted is the dtype of {m}, float32"),
-    ({"bias": torch.zeros(N, 1)}, "bias has shape [6, 1]: accepted is [N] = [6]"),
     (
         {"x": torch.zeros(T, B, N), "weight": None},
         "bias is given without weight: accepted with weight only (add it to x)",
     ),
     ({"h0": torch.zeros(N)}, "h0 has shape [6]: accepted is [B, N] = [3, 6]"),
-    ({"h0": torch.zeros(B, N).double()}, "h0 has dtype float64: accepted is the dtype of {m}, float32"),
     # activation
     ({"activation": "tahn"}, "unknown activation 'tahn': did you mean 'tanh'? accepted: identity, tanh, relu, "),
     ({"activation": "prelu"}, "act_param is None: activation 'prelu' needs its slope, a tensor [1] or [N] = [6]"),
-    ({"activation": "leaky_relu", "act_param": 0.01}, "act_param must be a torch.Tensor, got 0.01"),
     (
         {"activation": "modrelu", "act_param": torch.zeros(2)},
         "act_param has shape [2]: accepted is the bias of 'modrelu', [1] or [N] = [6]",
-    ),
-    (
-        {"activation": "prelu", "act_param": torch.zeros(1).double()},
-        "act_param has dtype float64: accepted is the dtype of {m}, float32",
     ),
     (
         {"activation": "tanh", "act_param": torch.zeros(1)},
@@ -93,19 +77,11 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ),
     # checkpoints
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
-    (
-        {"checkpoint_every": 1 << 63},
-        "checkpoint_every is 9223372036854775808: accepted is a number of steps below 2^63",
-    ),
     # lengths and clip
     ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
-    ({"lengths": torch.tensor([4, 2, 1]).int()}, "lengths has dtype int32: accepted is int64"),
-    ({"lengths": torch.tensor([4, 2])}, "lengths has shape [2]: accepted is [B] = [3]"),
     ({"lengths": torch.zeros(B, device="meta").long()}, "lengths is on meta: accepted is the device of x, cpu"),
-    ({"lengths": torch.tensor([4, 0, 1])}, "lengths holds 0: lengths must be in [1, T] = [1, 4]"),
     ({"lengths": torch.tensor([4, 5, 1])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
     ({"message_clip": -1.0}, "message_clip is -1.0: accepted is a finite number, 0 (no clipping) or more"),
-    ({"message_clip": float("nan")}, "message_clip is nan: accepted is a finite number"),
     (
         {"message_clip": 0.5, "algorithm": "chunked", "activation": "identity"},
         "algorithm is 'chunked' with message_clip 0.5: chunks of time can only be joined without",
@@ -176,16 +152,12 @@ NAN, INF = float("nan"), float("inf")
         (torch.zeros(0, 3, 3), torch.zeros(0, 3, 3), 0.1, "m has shape [0, 3, 3]: accepted is [..., N, K]"),
         (torch.eye(3).half(), torch.eye(3).half(), 0.1, "m has dtype float16: accepted are float32 and float64"),
         (torch.eye(3), torch.eye(4), 0.1, "g has shape [4, 4]: accepted is [..., N, K], the shape of m, = [3, 3]"),
-        (torch.eye(3), torch.eye(3).double(), 0.1, "g has dtype float64: accepted is the dtype of m, float32"),
-        (torch.eye(3), torch.eye(3, device="meta"), 0.1, "g is on meta: accepted is the device of m, cpu"),
         (torch.eye(3), None, 0.1, "g must be a torch.Tensor, got None"),
         (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
-        (torch.tensor([[1.0, INF], [-INF, 1.0]]), torch.eye(2), 0.1, "m holds 2 NaN or infinite values of 4"),
         (torch.eye(3), torch.eye(3), NAN, "lr is nan: accepted are finite numbers"),
         (torch.eye(3), torch.eye(3), torch.tensor(NAN), "lr is nan: accepted are finite numbers"),
         (torch.eye(3), torch.eye(3), "fast", "lr is 'fast': accepted is a number, or a tensor with one per matrix"),
         (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
-        (torch.eye(3), torch.eye(3), torch.tensor(1), "lr has dtype int64: accepted are floating dtypes"),
     ],
 )
 def test_cayley(m: Any, g: Any, lr: Any, message: str, backend: str | None) -> None:
@@ -202,9 +174,7 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
     ("function", "arguments", "message"),
     [
         (f.activation, (torch.zeros(2), "rleu"), "unknown activation 'rleu': did you mean 'relu'? accepted: identity"),
-        (f.activation, (torch.zeros(2).long(), "relu"), "x has dtype int64: accepted are floating dtypes"),
         (f.activation, (torch.zeros(()), "relu"), "x has shape []: accepted is [..., N]"),
-        (f.activation, ("x", "relu"), "x must be a torch.Tensor, got 'x'"),
         (
             f.activation,
             (torch.zeros(2), "relu", torch.zeros(1)),
@@ -213,13 +183,11 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         (f.modrelu, (torch.zeros(4), torch.zeros(3)), "act_param has shape [3]: accepted is the bias of 'modrelu'"),
         (f.prelu, (torch.zeros(4), 0.25), "act_param must be a torch.Tensor, got 0.25"),
         (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
-        (f.spectrum, (torch.zeros(3), INF), "margin is inf: accepted is a finite number, 0 or more, or None"),
         (
             f.spectrum,
             (torch.zeros(3), 0.1, "tahn"),
             "unknown kind 'tahn': did you mean 'tanh'? accepted: sigmoid, tanh",
         ),
-        (f.spectrum, (torch.zeros(3).long(), 0.1), "p has dtype int64: accepted are floating dtypes"),
     ],
 )
 def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
@@ -231,9 +199,7 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
     ("changes", "message"),
     [
         ({"hidden": torch.zeros(())}, "hidden has shape []: accepted is [..., N]"),
-        ({"hidden": torch.zeros(T, B, N).long()}, "hidden has dtype int64: accepted are floating dtypes"),
         ({"weight": torch.zeros(N, C)}, "weight has shape [6, 8]: accepted is [C, N] with N = 6, C at least 1"),
-        ({"weight": torch.zeros(C, N).double()}, "weight has dtype float64: accepted is the dtype of hidden, float32"),
         ({"bias": torch.zeros(N)}, "bias has shape [6]: accepted is [C] = [8]"),
         ({"target": torch.zeros(T, B)}, "target has dtype float32: accepted is int64 or int32"),
         (
@@ -241,11 +207,6 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
             "target has shape [3, 4]: accepted is the shape of hidden without N, = [4, 3]",
         ),
         ({"target": torch.full((T, B), C)}, "target holds 8: class ids must be in [0, 8)"),
-        ({"target": torch.full((T, B), -100)}, "target holds -100: class ids must be in [0, 8)"),
-        (
-            {"target": torch.zeros(T, B, device="meta").long()},
-            "target is on meta: accepted is the device of hidden, cpu",
-        ),
         ({"reduction": "means"}, "unknown reduction 'means': did you mean 'mean'? accepted: mean, sum"),
     ],
 )

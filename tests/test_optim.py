@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -140,12 +138,6 @@ def test_bad_gradients_on_a_gpu_are_seen_where_drift_is_measured(monkeypatch: py
     with pytest.raises(InputError, match="parameter 0 has NaN or infinite"):
         optimizer.step()
     assert torch.equal(p.detach(), before) and optimizer.param_groups[0]["steps"] == 1
-    huge = basis(6, 6, dtype=torch.float32)
-    huge.grad = torch.full_like(huge, 1e25)  # its square overflows float32
-    optimizer = GeodesicSGD([huge], 1e-3, max_grad_norm=1.0)
-    optimizer.step()
-    assert abs(optimizer.last_grad_norm / 6e25 - 1) < 1e-5
-    assert torch.isfinite(huge).all() and error(huge) < 2e-6
 
 
 def test_drift_is_corrected_only_above_the_tolerance() -> None:
@@ -170,32 +162,6 @@ def test_drift_is_corrected_only_above_the_tolerance() -> None:
     assert error(q) > 9e-5 and math.isnan(never.param_groups[0]["last_drift"])
 
 
-@pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
-def test_state_dict_continues_bit_for_bit(kind: type[GeodesicSGD]) -> None:
-    def steps(p: nn.Parameter, optimizer: GeodesicSGD, grads: Iterable[Tensor]) -> None:
-        for g in grads:
-            p.grad = g.clone()
-            optimizer.step()
-
-    grads = [torch.randn(10, 4) for _ in range(11)]
-    options: dict[str, Any] = {"correct_every": 4, "drift_tolerance": 0.0, "max_grad_norm": 3.0}
-    p = basis(10, 4, dtype=torch.float32)
-    q = nn.Parameter(p.detach().clone())
-    one = kind([p], 0.1, **options)
-    steps(p, one, grads)
-    first = kind([q], 0.1, **options)
-    steps(q, first, grads[:5])
-    buffer = io.BytesIO()
-    torch.save(first.state_dict(), buffer)
-    buffer.seek(0)
-    second = kind([q], 0.7)  # everything comes from the state
-    second.load_state_dict(torch.load(buffer, weights_only=True))
-    assert second.param_groups[0]["steps"] == 5 and second.param_groups[0]["lr"] == 0.1
-    steps(q, second, grads[5:])
-    assert torch.equal(p, q) and second.param_groups[0]["steps"] == 11
-    assert second.param_groups[0]["last_drift"] == one.param_groups[0]["last_drift"]
-
-
 def test_groups_and_their_options() -> None:
     a, b, c = basis(5, 5), basis(5, 5), basis(4, 2)
     optimizer = GeodesicSGD([{"params": [a], "lr": 0.5}, {"params": [b], "maximize": True}], 0.1)
@@ -218,7 +184,6 @@ REFUSED = [
     (lambda: GeodesicSGD([basis(4, 4)], -0.1), "lr must be .* -0.1"),
     (lambda: GeodesicSGD([basis(4, 4)], "fast"), "lr must be a finite number.*, got 'fast'"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, max_grad_norm=0.0), "max_grad_norm .* above 0, got 0"),
-    (lambda: GeodesicSGD([basis(4, 4)], 0.1, drift_tolerance=-1), "drift_tolerance"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, correct_every=1.5), "correct_every .* 1.5"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, backend="cup"), "did you mean 'cpu'"),
     (
@@ -226,24 +191,16 @@ REFUSED = [
         "parameter 0 must be float32 or float64, got torch.bfloat16",
     ),
     (lambda: GeodesicSGD([basis(4, 4), nn.Parameter(torch.ones(4))], 0.1), r"parameter 1 must be .*, got shape \[4\]"),
-    (lambda: GeodesicSGD([nn.Parameter(torch.eye(4)[:2])], 0.1), r"\[..., N, K\] with 1 <= K <= N, got shape \[2, 4\]"),
     (
         lambda: GeodesicSGD([("rnn.w", nn.Parameter(2 * torch.eye(4)))], 0.1),
         r"\(rnn.w\) must be an orthonormal basis, .*, got 3",
     ),
-    (lambda: GeodesicSGD([nn.Parameter(torch.full((2, 2), float("nan")))], 0.1), "got nan"),
     (lambda: GeodesicRMSprop([basis(3, 3)], alpha=1.0), r"alpha must be a number in \[0, 1\), got 1.0"),
-    (lambda: GeodesicRMSprop([basis(3, 3)], eps=0.0), "eps must be a finite number above 0, got 0.0"),
-    (lambda: GeodesicRMSprop([basis(3, 3)], lr=-1.0), "lr must be a finite number of at least 0, got -1"),
-    (lambda: optimizer_for(RNN(2, 3), lr=-1.0), "lr must be a finite number of at least 0, got -1.0"),
-    (lambda: optimizer_for(RNN(2, 3), geodesic_lr=float("inf")), "geodesic_lr .* inf"),
-    (lambda: optimizer_for(RNN(2, 3), spectrum_lr=-2.0), "spectrum_lr .* -2.0"),
     (
         lambda: optimizer_for(FactorizedRNN(2, 3, margin=1e-45)),
         "spectrum_lr must be a rate that can be divided by the margin of 1e-45",
     ),
     (lambda: optimizer_for(nn.ReLU()), "model must be a module with parameters, got ReLU"),
-    (lambda: optimizer_for([nn.ReLU()]), "model must be a torch.nn.Module, got list"),  # type: ignore[arg-type]
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (
         lambda: optimizer_for(RNN(2, 3), euclidean="adam"),
@@ -251,10 +208,8 @@ REFUSED = [
     ),  # type: ignore[arg-type]
     (lambda: optimizer_for(RNN(2, 3), geodesic=None), "geodesic must be an optimizer class or a function.*, got None"),
     (lambda: CombinedOptimizer({}), "parts must be a dict of at least one optimizer, got {}"),
-    (lambda: GeodesicSGD(3, 0.1), "params must be several matrices.*, got one int"),  # type: ignore[arg-type]
     (lambda: CombinedOptimizer({"a": 3}), "part 'a' .* int"),
     (lambda: GeodesicSGD([basis(4, 4)], 0.1, maximize="yes"), "maximize must be True or False, got"),
-    (lambda: GeodesicSGD([{"params": [basis(4, 4)], "maximize": 1}], 0.1), "maximize must be True or False, got"),
 ]
 
 

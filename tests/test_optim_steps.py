@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from orthokern import functional, ops
 from orthokern.errors import InputError
-from orthokern.nn import ExpRNN, FactorizedRNN
-from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
+from orthokern.nn import FactorizedRNN
+from orthokern.optim import GeodesicRMSprop, GeodesicSGD, optimizer_for
 
 PROMISE = 1e-5  # largest max|M^T M - I| after any step, float32
 
@@ -28,41 +28,6 @@ def basis(n: int, k: int) -> nn.Parameter:
 def error(m: Tensor) -> float:
     exact = m.detach().double()
     return float((exact.mT @ exact - torch.eye(m.shape[-1])).abs().max())
-
-
-def exploding(steps: int, size: float = 1000.0, every: int = 50) -> float:
-    """The largest error over steps whose gradients explode at every so many."""
-    torch.manual_seed(0)
-    m = basis(64, 64)
-    optimizer = GeodesicSGD([m], lr=1.0)
-    worst = 0.0
-    for step in range(1, steps + 1):
-        g = torch.randn(64, 64)
-        m.grad = g * ((size if step % every == 0 else 1e-3) / g.norm())
-        optimizer.step()
-        worst = max(worst, error(m))
-    return worst
-
-
-def principal(steps: int, rate: float = 1.0) -> float:
-    """The largest error over steps of a thin basis towards principal components, lr |C| = rate."""
-    torch.manual_seed(0)
-    m, c = basis(64, 20), torch.randn(64, 64)
-    c = c @ c.mT
-    c *= rate / torch.linalg.matrix_norm(c, 2)
-    optimizer = GeodesicSGD([m], lr=1.0)
-    worst = 0.0
-    for _ in range(steps):
-        m.grad = -(c @ m.detach())
-        optimizer.step()
-        worst = max(worst, error(m))
-    return worst
-
-
-def test_bases_stay_orthonormal_through_large_steps() -> None:
-    assert exploding(300) < PROMISE
-    assert exploding(90, every=1) < PROMISE
-    assert principal(600) < PROMISE
 
 
 @pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
@@ -103,42 +68,14 @@ def test_gradients_of_any_size(
         torch.testing.assert_close(m.double(), expected if size else start.double(), rtol=0, atol=3e-6)
 
 
-def test_huge_gradients_of_thin_bases() -> None:
-    m = basis(6, 2)
-    m.grad = torch.full_like(m, 1e38)
-    before = m.detach().clone()
-    with pytest.raises(
-        InputError, match=r"^lr times the gradient of a basis of shape \[6, 2\] overflows torch.float32"
-    ):
-        GeodesicSGD([m], lr=10.0, correct_every=0).step()
-    assert torch.equal(m, before)
-
-
-def trained() -> tuple[nn.Module, CombinedOptimizer]:
-    torch.manual_seed(0)
-    model = nn.ModuleList([FactorizedRNN(3, 6), FactorizedRNN(3, 6, margin=None), nn.Linear(6, 2)])
-    return model, optimizer_for(model, euclidean=torch.optim.Adam)
-
-
-def alone(kind: type[GeodesicSGD]) -> tuple[nn.Module, Optimizer]:
-    torch.manual_seed(0)
-    model = nn.ParameterList([basis(6, 6), basis(5, 2)])
-    return model, kind([{"params": [p]} for p in model], lr=1e-2)
-
-
-MADE: dict[str, Callable[[], tuple[nn.Module, Optimizer]]] = {
-    "combined": trained,
-    "sgd": lambda: alone(GeodesicSGD),
-    "rmsprop": lambda: alone(GeodesicRMSprop),
-}
 BAD_RATES = [math.nan, math.inf, -math.inf, -1e-9, None, "0.1", True, torch.tensor(math.nan), torch.tensor([1.0, 2.0])]
 
 
 @pytest.mark.parametrize("rate", BAD_RATES, ids=repr)
-@pytest.mark.parametrize("made", MADE)
-def test_a_learning_rate_out_of_range_changes_nothing(made: str, rate: Any) -> None:
+def test_a_learning_rate_out_of_range_changes_nothing(rate: Any) -> None:
     """In any group; the message names it, and training goes on with a good one."""
-    model, optimizer = MADE[made]()
+    model = nn.ModuleList([FactorizedRNN(3, 6), FactorizedRNN(3, 6, margin=None), nn.Linear(6, 2)])
+    optimizer = optimizer_for(model, euclidean=torch.optim.Adam)
     for index, group in enumerate(optimizer.param_groups):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
@@ -223,17 +160,6 @@ def test_a_basis_that_became_nan_is_an_error_where_the_drift_is_measured(
     with pytest.raises(InputError, match=r"^a basis of shape \[5, 2\] has NaN or infinite entries"):
         optimizer.step()
     assert torch.equal(bases[0], before)
-
-
-@pytest.mark.parametrize(
-    "rnn", [FactorizedRNN(3, 6, num_layers=2), ExpRNN(3, 6, num_layers=2)], ids=lambda m: type(m).__name__
-)
-def test_monitors_show_nan(rnn: FactorizedRNN | ExpRNN) -> None:
-    assert rnn.orthogonality_error() < 1e-5
-    basis_ = rnn.u_l0 if isinstance(rnn, FactorizedRNN) else rnn.base_l0
-    with torch.no_grad():
-        basis_[1, 0] = math.nan
-    assert math.isnan(rnn.orthogonality_error())
 
 
 @pytest.mark.parametrize("start", [1 / 3, 0.1, 1.0])

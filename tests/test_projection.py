@@ -76,8 +76,6 @@ def adversary(kind: str, w: Tensor, step: int, generator: torch.Generator) -> Te
     if kind == "new":  # another direction in every step grows at once
         i = step % len(w)
         return 1.9 * torch.outer(u[:, i], vh[i])
-    if kind == "all":  # every singular value grows
-        return 0.003 * (u @ vh)
     return torch.randn(w.shape, generator=generator) * 10.0 ** (-step % 7 - 4)  # "scales"
 
 
@@ -101,7 +99,7 @@ def spread(n: int) -> Tensor:
     return with_spectrum(torch.linspace(1.79, 0.1, n).double(), n, n).float()
 
 
-@pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "all", "scales"])
+@pytest.mark.parametrize("kind", ["random", "tiny", "top", "new", "scales"])
 def test_bounded_after_every_step(kind: str) -> None:
     """Many steps at a size of its own SVD, and some where the block method works."""
     small = walk(kind, 1.7 * torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(0)))[0], 150)
@@ -110,7 +108,7 @@ def test_bounded_after_every_step(kind: str) -> None:
         assert small["checks"] == counts["checks"] == 0
         return
     assert small["projections"] > 0
-    if kind in ("random", "top", "all"):
+    if kind in ("random", "top"):
         assert counts["decompositions"] <= 2
 
 
@@ -248,23 +246,6 @@ def test_a_limit_far_below_the_threshold() -> None:
     projection = SpectralNormProjection([w], 1.999, threshold="2")
     projection.step()
     assert norm(w) == pytest.approx(2 - 1.999, rel=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rank", [0, 1, 3, 20])
-def test_steps_from_a_matrix_of_low_rank(rank: int, dtype: torch.dtype) -> None:
-    """Weights that begin as zeros, say."""
-    generator = torch.Generator().manual_seed(rank)
-    start = with_spectrum(torch.tensor([1.0] * rank + [0.0] * (130 - rank)).double(), 130, 8).to(dtype)
-    for size in (1e-6, 1.9, 5.0, 50.0, 170.0, 1000.0):
-        w = start.clone()
-        projection = SpectralNormProjection([w])
-        projection.step()
-        for _ in range(2):
-            rows, columns = (torch.randn(130, dtype=dtype, generator=generator) for _ in range(2))
-            w += size * torch.outer(rows / rows.norm(), columns / columns.norm())
-            projection.step()
-            assert norm(w) <= 1.8 * (1 + 1e-6), size
 
 
 def test_moved_to_another_dtype() -> None:

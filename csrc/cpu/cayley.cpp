@@ -8,7 +8,7 @@
 //     For column panels of M, a few at a time and in the cache:  D = (I + X)^-1 X M,  out = M - 2 D.
 //
 // Thin route, 2 K < N: no N x N matrix. A = P Q^T with P = [G, M] and Q = [M, -G], both [N, 2K], hence
-//     M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M) = 2 P (I + lr/2 Q^T P)^-1 [0; I] - M  (the last for large steps),
+//     M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M),
 // and both Q^T P [2K, 2K] and Q^T M (its last K columns) are blocks of the Gram matrix of [G, M].
 //
 // Note [Which series]
@@ -19,7 +19,7 @@
 //                                      where 3000 steps of it stay below the rounding error of one step.
 //     second   Z              5 N^3    The next term, X^3, is skew, which does not harm orthogonality.
 //     fourth   (I + S) Z      7 N^3    The next term is X^5.
-//     LU       of I + X       6.7 N^3  At a lower rate. Without pivoting while X is moderate (lu.h), otherwise with it.
+//     LU       of I + X       6.7 N^3  At a lower rate.
 //     large    LU of I + X    4.7 N^3  At a lower rate. For an X that turns all of M by about 90 degrees or more. The
 //                                      correction is then no smaller than M, and M_new = 2 (I + X)^-1 M - M has the
 //                                      smallest rounding error.
@@ -40,63 +40,28 @@
 // of a matrix are divided among threads. The bits are the same in both cases and for any number of threads.
 #include "cpu/cayley.h"
 
-#include "cpu/cayley_square.h"
 #include "cpu/cayley_thin.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// Memory for `count` threads, one allocation each. The C library keeps freed blocks of moderate size for the next call.
-// It returns larger ones to the system, which would have to clear new pages at every step.
-class MemoryList {
- public:
-  MemoryList() : list_(nullptr), count_(0) {}
-  ~MemoryList() {
-    for (int i = 0; i < count_; i++) free(list_[i]);
-    free(list_);
-  }
-  MemoryList(const MemoryList&) = delete;
-  MemoryList& operator=(const MemoryList&) = delete;
-  bool start(int count) {
-    list_ = static_cast<void**>(calloc(count, sizeof(void*)));
-    if (list_) count_ = count;
-    return list_ != nullptr;
-  }
-  char* allocate(int i, size_t bytes) {
-    return posix_memalign(&list_[i], 64, bytes) == 0 ? static_cast<char*>(list_[i]) : nullptr;
-  }
-
- private:
-  void** list_;
-  int count_;
-};
-
-template <class T, template <class> class RouteOf>
+template <class T, template <class> class Route>
 bool batch(const CayleyArgs& args, int threads, bool cooperate) {
-  typedef RouteOf<T> Route;
-  typedef Slot<typename Route::Matrix, typename Route::Thread> Work;
-  const Route route(static_cast<int>(args.N), static_cast<int>(args.K), threads);
+  typedef typename Route<T>::Work Work;
+  const Route<T> route(static_cast<int>(args.N), static_cast<int>(args.K), threads);
   // Matrices that divide evenly among the threads are computed by one thread each. The rest use all threads if they
   // are large enough.
   const int64_t alone = cooperate ? args.batch / threads * threads : args.batch;
-  Scratch<Work> slots;
-  MemoryList memory;
-  if (!slots.allocate(threads) || !memory.start(threads)) return false;
-  for (int t = 0; t < threads; t++) {
-    char* base = nullptr;
-    for (int pass = 0; pass < 2; pass++) {
-      Carver carver(base);
-      if (t == 0 || alone) route.take(carver, &slots[t].matrix);
-      route.take(carver, &slots[t].thread);
-      if (pass == 0 && !(base = memory.allocate(t, carver.used()))) return false;
-    }
-  }
+  TaskSums<Work> works;
+  int allocated = 0;
+  if (!works.allocate(threads, [&](Work& work) { return route.allocate(work, allocated++ == 0 || alone); }))
+    return false;
   const ptrdiff_t size = static_cast<ptrdiff_t>(args.N) * args.K;
   const auto step = [&](int64_t i, int t, int team) {
     const T* m = static_cast<const T*>(args.m) + i * size;
     T* out = static_cast<T*>(args.out) + i * size;
     if (args.lr[i] == 0) memcpy(out, m, size * sizeof(T));
-    else route.step(slots[t].matrix, slots + t, m, static_cast<const T*>(args.g) + i * size, args.lr[i], out, team);
+    else route.step(works.get() + t, m, static_cast<const T*>(args.g) + i * size, args.lr[i], out, team);
   };
   share(threads, alone ? threads : 0, [&](int t) {
     for (int64_t i = t; i < alone; i += threads) step(i, t, 1);

@@ -1,26 +1,27 @@
 // The square route of the Cayley step, 2 K >= N; cayley.cpp has the mathematics.
 #pragma once
 
-#include "cpu/cayley_routes.h"
+#include "cpu/cayley.h"
+#include "cpu/lu.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// The workspace of one matrix on the square route.
 template <class T>
-struct SquareWork {
-  Panels<T> x;   // [N, N]: P, then X, then Z
-  Panels<T> s;   // [N, N]: the panels of G, then S or the LU factors
-  T* inverses;   // [blocks][W][W]: of diagonal blocks
-  double* sums;  // [N]: squared norms of rows
-  int* swaps;    // [N]
-};
-// The workspace of one thread.
-template <class T>
-struct GroupWork {
-  T* m;     // panels of M or M^T, [N, group * W]
-  T* d;     // panels of D, [N, group * W]
-  T* tile;  // [kMaxRows, W]
+constexpr double kEpsilon = sizeof(T) == 4 ? 1.2e-7 : 2.2e-16;
+// Bounds on the truncation error of a series, relative to M.
+constexpr double kSkewRemainder = 1.0 / 32;         // of the rounding unit
+constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, where it adds up over the steps
+// From this root mean square of X's singular values on, M_new = 2 (I + X)^-1 M - M has the smaller error and drift
+// (measured, N = 128).
+constexpr double kLargeTurn = 0.75;
+
+inline double square_root(double x) { return __builtin_sqrt(x); }
+
+enum Form { kSeries, kFourth, kLu, kLarge };
+
+struct Norms {
+  double frobenius, largest_row;
 };
 
 struct SquareShape {
@@ -50,6 +51,24 @@ SquareShape square_shape(int N, int K, int threads) {
   s.lu_group = s.stride * sizeof(T) * s.blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;
   return s;
 }
+
+// The working memory of a matrix and of the thread that computes it.
+template <class T>
+struct SquareWork {
+  Scratch<T> x;          // panels [N, N]: P, then X, then Z
+  Scratch<T> s;          // panels [N, N]: those of G, then S or the LU factors
+  Scratch<double> sums;  // [N]: squared norms of rows
+  Scratch<int> swaps;    // [N]
+  Scratch<T> m;          // panels of M or M^T, [N, group * W]
+  Scratch<T> d;          // panels of D, [N, group * W]
+
+  bool allocate(const SquareShape& shape, bool matrix) {
+    const size_t whole = shape.stride * shape.blocks, group = shape.stride * shape.group;
+    return m.allocate(group, false) && d.allocate(group, false) &&
+           (!matrix || (x.allocate(whole, false) && s.allocate(whole, false) && sums.allocate(shape.N, false) &&
+                        swaps.allocate(shape.N, false)));
+  }
+};
 
 // x [N, N] = scale (x - x^T), one block and the transposed block at a time.
 template <class T>
@@ -132,39 +151,38 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
   mirror<T>(s, N, threads);
 }
 
-// Chooses the form for x = X and prepares it. kSecond: x = Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
+// Chooses the form for x = X and prepares it. kSeries: x = X or Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
 // factors of I + X.
 template <class T>
-Form prepare(const SquareShape& shape, const SquareWork<T>& w, Lu<T>* lu, int threads) {
+Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, double* sums, const Lu<T>& lu,
+             int threads) {
   constexpr int W = kWidth<T>;
   const int N = shape.N;
-  const double skew_limit = kSkewRemainder * Epsilon<T>::value;
-  const Norms x = norms<T>(w.x, N, w.sums, threads);
-  if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * Epsilon<T>::value) return kFirst;
+  const double skew_limit = kSkewRemainder * kEpsilon<T>;
+  const Norms x = norms<T>(X, N, sums, threads);
+  if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * kEpsilon<T>) return kSeries;
   // Lower bounds of the norms of S, from those of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
   // remainder is too large even with these, S is not computed.
   const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
   if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {
-    square_skew<T>(w.x, N, shape.lu_group, w.s, threads);
-    const Norms s = norms<T>(w.s, N, w.sums, threads);
+    square_skew<T>(X, N, shape.lu_group, S, threads);
+    const Norms s = norms<T>(S, N, sums, threads);
     const double bound = square_root(s.frobenius);  // |X| <= |S|^(1/2)
     const bool second = 2 * s.largest_row * bound <= skew_limit;
     if (second || 2 * s.largest_row * bound * bound * bound <= skew_limit) {
       share(threads, shape.blocks, [&](int p) {
-        T* z = w.x.at(0, p);
-        const T* square = w.s.at(0, p);
+        T* z = X.at(0, p);
+        const T* square = S.at(0, p);
         for (int i = 0; i < N * W; i += kLanes<T>) store(z + i, load(z + i) - load(square + i));
       });
-      return second ? kSecond : kFourth;
+      return second ? kSeries : kFourth;
     }
   }
   share(threads, shape.blocks, [&](int p) {
-    memcpy(w.s.at(0, p), w.x.at(0, p), static_cast<size_t>(N) * W * sizeof(T));
-    for (int c = 0; c < W && p * W + c < N; c++) w.s.at(p * W + c, p)[c] = T(1);
+    memcpy(S.at(0, p), X.at(0, p), static_cast<size_t>(N) * W * sizeof(T));
+    for (int c = 0; c < W && p * W + c < N; c++) S.at(p * W + c, p)[c] = T(1);
   });
-  const bool pivoting = !(x.frobenius <= kNoPivotNorm);  // also true for NaN
-  *lu = {N, w.s, w.inverses, pivoting ? w.swaps : nullptr};
-  factor<T>(*lu, shape.lu_group, threads);
+  factor<T>(lu, shape.lu_group, threads);
   return x.frobenius > kLargeTurn * square_root(N) ? kLarge : kLu;
 }
 
@@ -187,43 +205,21 @@ void combine(T s, const Panels<T>& m, T t, const Panels<T>& d, int rows, int col
   }
 }
 
-// out [N, cols], rows K apart: m - 2 x . m for x [N, N] and panels m [N, cols]; scratch [kMaxRows, W].
-template <class T>
-void subtract_product(const Panels<T>& x, const Panels<T>& m, int N, int cols, T* scratch, T* out, ptrdiff_t K) {
-  constexpr int W = kWidth<T>;
-  const RowTiles split(N);
-  for (int i = 0, row = 0; i < split.tiles; row += split.count(i), i++) {
-    const int count = split.count(i);
-    const ProductTile<T> tile = product_tile_for_rows<T, 2, false>(count);
-    T* to = out + row * K;
-    int c = 0;
-    for (; c + W <= cols; c += W)
-      tile(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), to + c, K);
-    if (c == cols) continue;
-    const int left = cols - c;
-    const ProductTile<T> rest = left <= kLanes<T> ? product_tile_for_rows<T, 1, false>(count) : tile;
-    rest(x.at(row, 0), x.stride, m.at(0, c / W), N, m.at(row, c / W), W, T(-2), scratch, W);
-    for (int r = 0; r < count; r++)
-      for (int j = 0; j < left; j++) to[r * K + c + j] = scratch[r * W + j];
-  }
-}
-
 // Columns [col0, col0 + cols) of the step: m, out [N, K] row-major.
 template <class T>
-void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, const Lu<T>& lu, const GroupWork<T>& g,
+void finish_group(const SquareShape& shape, const Panels<T>& x, Form form, const Lu<T>& lu, const SquareWork<T>& own,
                   const T* m, int col0, int cols, T* out) {
   constexpr int W = kWidth<T>;
   const int N = shape.N, K = shape.K;
   const int panels = ceil_div(cols, W), last = last_width<T>(cols);
-  Panels<T> mp = {g.m, shape.stride}, d = {g.d, shape.stride};
+  Panels<T> mp = {own.m, shape.stride}, d = {own.d, shape.stride};
   pack<T>(m, K, 0, N, col0, cols, mp);
-  if (form == kFirst || form == kSecond) return subtract_product<T>(w.x, mp, N, cols, g.tile, out + col0, K);
   if (form == kLarge) pack<T>(m, K, 0, N, col0, cols, d);
-  else product<T>(w.x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
+  else product<T>(x, 0, N, 0, N, mp, panels, last, nullptr, T(1), d);
   if (form == kLu || form == kLarge) solve<T>(lu, d, panels, last);
   if (form == kFourth) {
-    product<T>(w.s, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M replaces M,
-    pack<T>(m, K, 0, N, col0, cols, d);                          // and M replaces Z M
+    product<T>(lu.a, 0, N, 0, N, d, panels, last, &d, T(1), mp);  // D = Z M + S Z M replaces M,
+    pack<T>(m, K, 0, N, col0, cols, d);                           // and M replaces Z M
     const Panels<T> swap = mp;
     mp = d;
     d = swap;
@@ -234,60 +230,46 @@ void finish_group(const SquareShape& shape, const SquareWork<T>& w, Form form, c
 
 // m, g, out [N, K].
 template <class T>
-void square_step(const SquareShape& shape, const SquareWork<T>& w, const Slot<SquareWork<T>, GroupWork<T>>* slots,
-                 const T* m, const T* g, double lr, T* out, int threads) {
+void square_step(const SquareShape& shape, const SquareWork<T>* team, const T* m, const T* g, double lr, T* out,
+                 int threads) {
   constexpr int W = kWidth<T>;
   const int N = shape.N, K = shape.K;
+  const Panels<T> x = {team[0].x, shape.stride}, s = {team[0].s, shape.stride};
   share(threads, ceil_div(N, kRowsPerItem), [&](int t) {
     const int row = t * kRowsPerItem;
-    pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, w.s);
+    pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, s);
   });
   // The products do not write the padding rows of the last block of a transpose.
-  for (int p = 0; p < shape.blocks; p++) memset(w.x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
+  for (int p = 0; p < shape.blocks; p++) memset(x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
   const int p_groups = ceil_div(shape.blocks, shape.group);
   share(threads, min_of(threads, p_groups), [&](int t) {
     for (int q = t; q < p_groups; q += threads) {
       const int first = q * shape.group * W, cols = min_of(shape.group * W, N - first);
-      const Panels<T> mt = {slots[t].thread.m, shape.stride};
+      const Panels<T> mt = {team[t].m, shape.stride};
       pack_transposed<T>(m, K, first, cols, K, mt);
-      product<T>(w.s, 0, N, 0, K, mt, ceil_div(cols, W), last_width<T>(cols), nullptr, T(1), w.x.from(q * shape.group));
+      product<T>(s, 0, N, 0, K, mt, ceil_div(cols, W), last_width<T>(cols), nullptr, T(1), x.from(q * shape.group));
     }
   });
-  make_skew<T>(w.x, N, static_cast<T>(lr / 2), threads);
-  Lu<T> lu = {};
-  const Form form = prepare<T>(shape, w, &lu, threads);
+  make_skew<T>(x, N, static_cast<T>(lr / 2), threads);
+  const Lu<T> lu = {N, s, team[0].swaps};
+  const Form form = prepare<T>(shape, x, s, team[0].sums, lu, threads);
   const int m_groups = ceil_div(shape.columns, shape.group);
   share(threads, min_of(threads, m_groups), [&](int t) {
     for (int q = t; q < m_groups; q += threads) {
       const int first = q * shape.group * W;
-      finish_group<T>(shape, w, form, lu, slots[t].thread, m, first, min_of(shape.group * W, K - first), out);
+      finish_group<T>(shape, x, form, lu, team[t], m, first, min_of(shape.group * W, K - first), out);
     }
   });
 }
 
 template <class T>
 struct SquareRoute {
-  typedef SquareWork<T> Matrix;
-  typedef GroupWork<T> Thread;
+  typedef SquareWork<T> Work;
   SquareShape own, shared;
   SquareRoute(int N, int K, int threads) : own(square_shape<T>(N, K, 1)), shared(square_shape<T>(N, K, threads)) {}
-  void take(Carver& from, Matrix* matrix) const {
-    constexpr int W = kWidth<T>;
-    const size_t whole = own.stride * own.blocks;
-    matrix->x = {from.take<T>(whole), own.stride};
-    matrix->s = {from.take<T>(whole), own.stride};
-    matrix->inverses = from.take<T>(static_cast<size_t>(own.blocks) * W * W);
-    matrix->sums = from.take<double>(own.N);
-    matrix->swaps = from.take<int>(own.N);
-  }
-  void take(Carver& from, Thread* thread) const {
-    thread->m = from.take<T>(own.stride * own.group);
-    thread->d = from.take<T>(own.stride * own.group);
-    thread->tile = from.take<T>(kMaxRows * kWidth<T>);
-  }
-  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out,
-            int threads) const {
-    square_step<T>(threads > 1 ? shared : own, work, slots, m, g, lr, out, threads);
+  bool allocate(Work& work, bool matrix) const { return work.allocate(own, matrix); }
+  void step(const Work* team, const T* m, const T* g, double lr, T* out, int threads) const {
+    square_step<T>(threads > 1 ? shared : own, team, m, g, lr, out, threads);
   }
 };
 

@@ -1,7 +1,7 @@
 // The thin route of the Cayley step, 2 K < N; cayley.cpp has the mathematics.
 #pragma once
 
-#include "cpu/cayley_routes.h"
+#include "cpu/cayley_square.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -25,17 +25,22 @@ struct Grams {
   Panels<T> gg, gm, mm;  // G^T G, G^T M, M^T M; of gg and mm only the upper triangle
 };
 
+// The working memory of a matrix and of the thread that computes it.
 template <class T>
-struct ThinMatrix {
-  T* grams;      // [parts][3][columns][stride]
-  Panels<T> y;   // [2 K, 2 K]: lr/2 Q^T P, then the LU factors of I + it
-  Panels<T> w;   // [2 K, K]
-  Panels<T> w2;  // [2 K, K]
-  int* swaps;    // [2 K]
-};
-template <class T>
-struct ThinThread {
-  T *m, *g, *d;  // panels [kThinRows, K]
+struct ThinWork {
+  Scratch<T> grams;    // [parts][3][columns][stride]
+  Scratch<T> y;        // panels [2 K, 2 K]: lr/2 Q^T P, then the LU factors of I + it
+  Scratch<T> w, w2;    // panels [2 K, K]
+  Scratch<int> swaps;  // [2 K]
+  Scratch<T> m, g, d;  // panels [kThinRows, K]
+
+  bool allocate(const ThinShape& s, bool matrix) {
+    const size_t rows = s.columns * s.row_stride;
+    return m.allocate(rows, false) && g.allocate(rows, false) && d.allocate(rows, false) &&
+           (!matrix || (grams.allocate(s.parts * 3 * s.columns * s.stride, false) &&
+                        y.allocate(s.blocks * s.stride2, false) && w.allocate(s.columns * s.stride2, false) &&
+                        w2.allocate(s.columns * s.stride2, false) && swaps.allocate(2 * s.K, false)));
+  }
 };
 
 template <class T>
@@ -69,16 +74,17 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
   }
 }
 
-// The Gram matrices of m and g [N, K], in work.grams[0]: the partial ones of blocks of rows, then their sum.
+// The Gram matrices of m and g [N, K], in grams[0] of the first thread: the partial ones of blocks of rows, then their
+// sum.
 template <class T>
-void thin_grams(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
-                const T* m, const T* g, int threads) {
+void thin_grams(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, int threads) {
   const int N = s.N, K = s.K;
+  T* grams = team[0].grams;
   share(threads, min_of(threads, s.parts), [&](int t) {
-    const ThinThread<T>& own = slots[t].thread;
+    const ThinWork<T>& own = team[t];
     const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride};
     for (int part = t; part < s.parts; part += threads) {
-      const Grams<T> h = grams_of<T>(s, work.grams, part);
+      const Grams<T> h = grams_of<T>(s, grams, part);
       const int begin = part * s.part_rows, end = min_of(begin + s.part_rows, N);
       for (int row = begin; row < end; row += kThinRows) {
         const int rows = min_of(kThinRows, end - row);
@@ -92,17 +98,17 @@ void thin_grams(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMa
   });
   const ptrdiff_t whole = 3 * s.stride * s.columns;
   for (int part = 1; part < s.parts; part++)
-    for (ptrdiff_t i = 0; i < whole; i++) work.grams[i] += work.grams[part * whole + i];
+    for (ptrdiff_t i = 0; i < whole; i++) grams[i] += grams[part * whole + i];
 }
 
-// out [N, K] = sign M + factor D, where D = G upper + M lower; upper and lower [K, K].
+// out [N, K] = M - 2 D, where D = G upper + M lower; upper and lower [K, K].
 template <class T>
-void thin_result(const ThinShape& s, const Slot<ThinMatrix<T>, ThinThread<T>>* slots, const T* m, const T* g,
-                 const Panels<T>& upper, const Panels<T>& lower, T sign, T factor, T* out, int threads) {
+void thin_result(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, const Panels<T>& upper,
+                 const Panels<T>& lower, T* out, int threads) {
   const int N = s.N, K = s.K, last_columns = last_width<T>(K);
   const int pieces = ceil_div(N, kThinRows);
   share(threads, min_of(threads, pieces), [&](int task) {
-    const ThinThread<T>& own = slots[task].thread;
+    const ThinWork<T>& own = team[task];
     const Panels<T> mp = {own.m, s.row_stride}, gp = {own.g, s.row_stride}, d = {own.d, s.row_stride};
     for (int piece = task; piece < pieces; piece += threads) {
       const int rows = min_of(kThinRows, N - piece * kThinRows);
@@ -111,19 +117,20 @@ void thin_result(const ThinShape& s, const Slot<ThinMatrix<T>, ThinThread<T>>* s
       pack<T>(g + offset, K, 0, rows, 0, K, gp);
       product<T>(gp, 0, rows, 0, K, upper, s.columns, last_columns, nullptr, T(1), d);
       product<T>(mp, 0, rows, 0, K, lower, s.columns, last_columns, &d, T(1), d);
-      combine<T>(sign, mp, factor, d, rows, K, out + offset, K);
+      combine<T>(T(1), mp, T(-2), d, rows, K, out + offset, K);
     }
   });
 }
 
 // m, g, out [N, K].
 template <class T>
-void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMatrix<T>, ThinThread<T>>* slots,
-               const T* m, const T* g, double lr, T* out, int threads) {
+void thin_step(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, double lr, T* out, int threads) {
   constexpr int W = kWidth<T>;
   const int K = s.K;
-  thin_grams<T>(s, work, slots, m, g, threads);
-  const Grams<T> h = grams_of<T>(s, work.grams, 0);
+  const Panels<T> y = {team[0].y, s.stride2};
+  Panels<T> w = {team[0].w, s.stride2};
+  thin_grams<T>(s, team, m, g, threads);
+  const Grams<T> h = grams_of<T>(s, team[0].grams.get(), 0);
 
   // t is a power of two such that t G and M have about the same norm. Then t A = P' Q'^T with P' = [t G, M] and
   // Q' = [M, -t G], and the blocks of Q'^T P' have entries of similar size, as the choice of pivots requires.
@@ -145,14 +152,14 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
       const T m_m = i <= j ? element<T>(h.mm, i, j) : element<T>(h.mm, j, i);
       const T g_g = i <= j ? element<T>(h.gg, i, j) : element<T>(h.gg, j, i);
       const T top = m_m, bottom = static_cast<T>(-t) * element<T>(h.gm, i, j);
-      element<T>(work.w, i, j) = top;
-      element<T>(work.w, K + i, j) = bottom;
+      element<T>(w, i, j) = top;
+      element<T>(w, K + i, j) = bottom;
       const T y00 = static_cast<T>(c * t) * element<T>(h.gm, j, i), y01 = static_cast<T>(c) * top;
       const T y10 = static_cast<T>(-c * t * t) * g_g, y11 = static_cast<T>(c) * bottom;
-      element<T>(work.y, i, j) = y00;
-      element<T>(work.y, i, K + j) = y01;
-      element<T>(work.y, K + i, j) = y10;
-      element<T>(work.y, K + i, K + j) = y11;
+      element<T>(y, i, j) = y00;
+      element<T>(y, i, K + j) = y01;
+      element<T>(y, K + i, j) = y10;
+      element<T>(y, K + i, K + j) = y11;
       w_norm += static_cast<double>(top) * top + static_cast<double>(bottom) * bottom;
       y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
       y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
@@ -161,39 +168,29 @@ void thin_step(const ThinShape& s, const ThinMatrix<T>& work, const Slot<ThinMat
   // Bounds the second term of the series, relative to M.
   const double first = 2 * __builtin_fabs(c) * square_root((t * t * gg + mm) * w_norm) * y_norm;
   const int last = last_width<T>(K);
-  Panels<T> w = work.w;
-  bool large = false;
-  if (first <= kSymmetricRemainder * Epsilon<T>::value) {
-  } else if (first * y_norm <= kSkewRemainder * Epsilon<T>::value) {
-    product<T>(work.y, 0, 2 * K, 0, 2 * K, w, s.columns, last, &w, T(-1), work.w2);
-    w = work.w2;
-  } else {
-    large = y_norm > kLargeThinTurn * square_root(2.0 * K);
-    if (large)
-      for (int q = 0; q < s.columns; q++)
-        for (int i = 0; i < 2 * K; i++)
-          for (int j = 0; j < W; j++) w.at(i, q)[j] = i == K + q * W + j ? T(1) : T(0);
-    for (int i = 0; i < 2 * K; i++) element<T>(work.y, i, i) += T(1);
-    const Lu<T> lu = {2 * K, work.y, nullptr, work.swaps};
+  if (first > kSymmetricRemainder * kEpsilon<T> && first * y_norm <= kSkewRemainder * kEpsilon<T>) {
+    const Panels<T> w2 = {team[0].w2, s.stride2};
+    product<T>(y, 0, 2 * K, 0, 2 * K, w, s.columns, last, &w, T(-1), w2);
+    w = w2;
+  } else if (first > kSymmetricRemainder * kEpsilon<T>) {
+    for (int i = 0; i < 2 * K; i++) element<T>(y, i, i) += T(1);
+    const Lu<T> lu = {2 * K, y, team[0].swaps};
     factor<T>(lu, 1, threads);
     share(threads, min_of(threads, s.columns), [&](int task) {
       for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
     });
   }
-  // D = c P' W = G (c t W_upper) + M (c W_lower), with the upper and lower half of W, and M_new = M - 2 D. If large,
-  // D = P' W and M_new = 2 D - M.
-  const double scale = large ? 1 : c;
+  // D = c P' W = G (c t W_upper) + M (c W_lower), with the upper and lower half of W, and M_new = M - 2 D.
   for (int q = 0; q < s.columns; q++)
     for (int i = 0; i < 2 * K; i++)
-      for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? scale * t : scale);
+      for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? c * t : c);
   const Panels<T> lower = {w.p + static_cast<ptrdiff_t>(K) * W, w.stride};
-  thin_result<T>(s, slots, m, g, w, lower, large ? T(-1) : T(1), large ? T(2) : T(-2), out, threads);
+  thin_result<T>(s, team, m, g, w, lower, out, threads);
 }
 
 template <class T>
 struct ThinRoute {
-  typedef ThinMatrix<T> Matrix;
-  typedef ThinThread<T> Thread;
+  typedef ThinWork<T> Work;
   ThinShape s;
   ThinRoute(int N, int K, int) {
     constexpr int W = kWidth<T>;
@@ -209,21 +206,9 @@ struct ThinRoute {
     s.part_rows = ceil_div(N, s.parts);
     s.parts = ceil_div(N, s.part_rows);
   }
-  void take(Carver& from, Matrix* matrix) const {
-    matrix->grams = from.take<T>(s.parts * 3 * s.columns * s.stride);
-    matrix->y = {from.take<T>(s.blocks * s.stride2), s.stride2};
-    matrix->w = {from.take<T>(s.columns * s.stride2), s.stride2};
-    matrix->w2 = {from.take<T>(s.columns * s.stride2), s.stride2};
-    matrix->swaps = from.take<int>(2 * s.K);
-  }
-  void take(Carver& from, Thread* thread) const {
-    thread->m = from.take<T>(s.columns * s.row_stride);
-    thread->g = from.take<T>(s.columns * s.row_stride);
-    thread->d = from.take<T>(s.columns * s.row_stride);
-  }
-  void step(const Matrix& work, const Slot<Matrix, Thread>* slots, const T* m, const T* g, double lr, T* out,
-            int threads) const {
-    thin_step<T>(s, work, slots, m, g, lr, out, threads);
+  bool allocate(Work& work, bool matrix) const { return work.allocate(s, matrix); }
+  void step(const Work* team, const T* m, const T* g, double lr, T* out, int threads) const {
+    thin_step<T>(s, team, m, g, lr, out, threads);
   }
 };
 

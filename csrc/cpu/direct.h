@@ -6,43 +6,12 @@
 #pragma once
 
 #include "cpu/tasks.h"
+#include "cpu/transpose.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
 constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
-
-// Exchanges bit S of the row's index with that of the lane's.
-template <class T, int S>
-ORTHOKERN_INLINE void transpose_bit(V<T>* rows) {
-  constexpr int L = kLanes<T>;
-  ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
-    if (i & S) continue;
-    const V<T> a = rows[i], b = rows[i + S];
-#if defined(__clang__)
-    for (int l = 0; l < L; l++) {
-      rows[i][l] = l & S ? b[l - S] : a[l];
-      rows[i + S][l] = l & S ? b[l] : a[l + S];
-    }
-#else
-    typename Vec<T>::I low, high;
-    for (int l = 0; l < L; l++) {
-      low[l] = l & S ? L + l - S : l;
-      high[l] = l & S ? L + l : l + S;
-    }
-    rows[i] = __builtin_shuffle(a, b, low);
-    rows[i + S] = __builtin_shuffle(a, b, high);
-#endif
-  }
-}
-template <class T>
-ORTHOKERN_INLINE void transpose_square(V<T>* rows) {
-  constexpr int L = kLanes<T>;
-  if constexpr (L >= 2) transpose_bit<T, 1>(rows);
-  if constexpr (L >= 4) transpose_bit<T, 2>(rows);
-  if constexpr (L >= 8) transpose_bit<T, 4>(rows);
-  if constexpr (L >= 16) transpose_bit<T, 8>(rows);
-}
 
 // sum + the products of `a` [depth] with `count` <= L rows of w, `stride` elements apart; one lane for each row.
 template <class T>
@@ -52,8 +21,7 @@ inline V<T> direct_rows(const T* w, ptrdiff_t stride, int count, int depth, cons
   if (count == L) {
     for (; k + L <= depth; k += L) {
       V<T> square[L];
-      ORTHOKERN_UNROLL for (int i = 0; i < L; i++) square[i] = load(w + i * stride + k);
-      transpose_square<T>(square);
+      load_transposed<T>(w + k, stride, square);
       ORTHOKERN_UNROLL for (int j = 0; j < L; j++) sum += square[j] * a[k + j];
     }
   }

@@ -100,26 +100,10 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
 template <class T, bool PAIRS, int PANELS, bool PREFETCH>
 inline TileKernel<T> tile_kernel_for_rows(int rows) {
   constexpr int limit = PANELS <= 1 ? kMaxRows : PANELS == 2 ? kMaxRows / 2 : kMaxRows / 4;
-#define ORTHOKERN_ROWS(m) \
-  case m:                 \
-    return tile_kernel<T, PAIRS, (m <= limit ? m : 1), PANELS, PREFETCH>;
-  switch (rows) {
-    ORTHOKERN_ROWS(1)
-    ORTHOKERN_ROWS(2)
-    ORTHOKERN_ROWS(3)
-    ORTHOKERN_ROWS(4)
-    ORTHOKERN_ROWS(5)
-    ORTHOKERN_ROWS(6)
-    ORTHOKERN_ROWS(7)
-    ORTHOKERN_ROWS(8)
-    ORTHOKERN_ROWS(9)
-    ORTHOKERN_ROWS(10)
-    ORTHOKERN_ROWS(11)
-    ORTHOKERN_ROWS(12)
-    ORTHOKERN_ROWS(13)
-  }
+#define ORTHOKERN_ROWS(m) tile_kernel<T, PAIRS, (m <= limit ? m : 1), PANELS, PREFETCH>
+  static constexpr TileKernel<T> kernels[] = {ORTHOKERN_EACH_ROWS};
 #undef ORTHOKERN_ROWS
-  return nullptr;
+  return kernels[rows - 1];
 }
 
 // A tile of `rows` rows and `panels` panels (1, 2 or 4), or of one narrow panel.

@@ -34,15 +34,6 @@ ORTHOKERN_INLINE double max_lanes(V<double> v) {
   for (int i = 1; i < kLanes<double>; i++) m = v[i] > m ? v[i] : m;
   return m;
 }
-ORTHOKERN_INLINE float add_lanes(V<float> v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
-#else
-  return sum_lanes<float>(v);
-#endif
-}
-ORTHOKERN_INLINE double add_lanes(V<double> v) { return sum_lanes<double>(v); }
-
 template <class T>
 struct ReadoutCall {
   const LinearCrossEntropyArgs* args;
@@ -118,7 +109,7 @@ void readout_task(ReadoutCall<T>& call, int task) {
         store(at + b * block, p);
         total += p;
       }
-      const T sum = add_lanes(total);
+      const T sum = sum_lanes<T>(total);
       loss += static_cast<double>(greatest - hit) +
               static_cast<double>(sizeof(T) == 4 ? logf(static_cast<float>(sum)) : log(sum));
       if (!call.need_grad) continue;

@@ -12,11 +12,9 @@
 // Left-looking: all updates of a panel are applied when it is factored. Panels are processed in groups. If the matrix
 // does not fit into the cache, the columns of L that a group needs are read once for the whole group.
 //
-// Without pivoting, L(i, i) = I, U(i, i) is the whole diagonal block, and its inverse is stored. All other work is
-// products. This needs a positive definite symmetric part that is not small against the rest. For I + X with X skew,
-// the symmetric part of every Schur complement is at least I, and its norm at most 1 + |X|^2. With pivoting, rows are
-// exchanged within a panel as in the textbook method, the diagonal block holds unit L and U, and substitution replaces
-// the products with inverses: explicit inverses made a thin M shrink by 4e-10 per step (float32, measured).
+// Rows are exchanged within a panel as in the textbook method, and the diagonal block holds unit L and U. Substitution
+// with these blocks is more accurate than products with their inverses: those made a thin M shrink by 4e-10 per step
+// (float32, measured).
 #pragma once
 
 #include "cpu/panels.h"
@@ -27,12 +25,10 @@ template <class T>
 struct Lu {
   int n;
   Panels<T> a;  // [n, n]
-  T* inverses;  // [blocks][W][W]: U(i, i)^-1; without pivoting only
-  int* swaps;   // [n]: row i was exchanged with row swaps[i] >= i; null: no pivoting
+  int* swaps;   // [n]: row i was exchanged with row swaps[i] >= i
 
   int blocks() const { return ceil_div(n, kWidth<T>); }
   int size(int block) const { return min_of(kWidth<T>, n - block * kWidth<T>); }
-  T* inverse(int block) const { return inverses + static_cast<ptrdiff_t>(block) * kWidth<T> * kWidth<T>; }
 };
 
 // Lane numbers of the two vectors of a row, to pick out a column by comparison: writing one element of a row and
@@ -44,31 +40,6 @@ struct Columns {
     for (int i = 0; i < kLanes<T>; i++) first[i] = i, second[i] = i + kLanes<T>;
   }
 };
-
-// inverse[W, W] = a[size, size]^-1 by Gauss-Jordan without pivoting. Both have rows of W; a is left as it is.
-template <class T>
-inline void invert_block(const T* a, int size, T* inverse) {
-  constexpr int L = kLanes<T>;
-  constexpr int W = kWidth<T>;
-  const Columns<T> column;
-  const V<T> zero = V<T>{}, one = splat<T>(1);
-  memcpy(inverse, a, static_cast<size_t>(size) * W * sizeof(T));
-  for (int k = 0; k < size; k++) {
-    T* pivot_row = inverse + k * W;
-    const typename Vec<T>::I at0 = column.first == k, at1 = column.second == k;
-    const T p = T(1) / pivot_row[k];
-    const V<T> u0 = (at0 ? one : load(pivot_row)) * p, u1 = (at1 ? one : load(pivot_row + L)) * p;
-    for (int r = 0; r < size; r++) {
-      T* row = inverse + r * W;
-      const T f = row[k];
-      const V<T> x0 = at0 ? zero : load(row), x1 = at1 ? zero : load(row + L);
-      store(row, x0 - f * u0);
-      store(row + L, x1 - f * u1);
-    }
-    store(pivot_row, u0);
-    store(pivot_row + L, u1);
-  }
-}
 
 template <class T>
 inline void swap_rows(T* a, T* b) {
@@ -156,15 +127,6 @@ inline void upper_solve(const T* a, int size, T* b) {
 // Rows that one item of shared-out work covers.
 constexpr int kRowsPerItem = 4 * kMaxRows;
 
-// b = inverse . b for inverse [size, size] with rows of W and b [size, W] in the rows of one panel.
-template <class T>
-inline void apply_inverse(T* inverse, int size, int width, T* b) {
-  constexpr int W = kWidth<T>;
-  alignas(64) T right[W * W];
-  memcpy(right, b, static_cast<size_t>(size) * W * sizeof(T));
-  product<T>({inverse, 0}, 0, size, 0, size, {right, 0}, 1, width, nullptr, T(1), {b, 0});
-}
-
 // Factors lu.a in place. group: panels that share one pass over L.
 template <class T>
 void factor(const Lu<T>& lu, int group, int threads) {
@@ -176,7 +138,7 @@ void factor(const Lu<T>& lu, int group, int threads) {
     const Panels<T> c = a.from(p);
     const int depth = i * W - done;
     if (depth > 0) product<T>(a, i * W, W, done, depth, c, 1, lu.size(p), &c, T(-1), c);
-    if (lu.swaps) lower_solve<T>(a.at(i * W, i), W, c.at(i * W, 0));
+    lower_solve<T>(a.at(i * W, i), W, c.at(i * W, 0));
   };
   for (int first = 0; first < blocks; first += group) {
     const int end = min_of(first + group, blocks), panels = end - first, done = first * W;
@@ -196,25 +158,15 @@ void factor(const Lu<T>& lu, int group, int threads) {
       const Panels<T> c = a.from(p);
       const int row0 = p * W, size = lu.size(p), depth = row0 - done;
       for (int i = first; i < p; i++) finish_upper(i, p, done);
-      if (lu.swaps) {
-        if (depth > 0)
-          share(threads, ceil_div(n - row0, kRowsPerItem), [&](int t) {
-            const int row = row0 + t * kRowsPerItem;
-            product<T>(a, row, min_of(kRowsPerItem, n - row), done, depth, c, 1, size, &c, T(-1), c);
-          });
-        factor_panel<T>(c.at(row0, 0), n - row0, size, lu.swaps + row0);
-        for (int i = row0; i < row0 + size; i++) lu.swaps[i] += row0;
-        for (int q = 0; q < blocks; q++)
-          if (q != p) apply_swaps<T>(lu.swaps, row0, row0 + size, a.at(0, q));
-      } else {
-        if (depth > 0) product<T>(a, row0, size, done, depth, c, 1, size, &c, T(-1), c);
-        invert_block<T>(c.at(row0, 0), size, lu.inverse(p));
-        share(threads, ceil_div(n - row0 - size, kRowsPerItem), [&](int t) {
-          const int row = row0 + size + t * kRowsPerItem, rows = min_of(kRowsPerItem, n - row);
-          if (depth > 0) product<T>(a, row, rows, done, depth, c, 1, size, &c, T(-1), c);
-          product<T>(c, row, rows, 0, size, {lu.inverse(p), 0}, 1, size, nullptr, T(1), c);
+      if (depth > 0)
+        share(threads, ceil_div(n - row0, kRowsPerItem), [&](int t) {
+          const int row = row0 + t * kRowsPerItem;
+          product<T>(a, row, min_of(kRowsPerItem, n - row), done, depth, c, 1, size, &c, T(-1), c);
         });
-      }
+      factor_panel<T>(c.at(row0, 0), n - row0, size, lu.swaps + row0);
+      for (int i = row0; i < row0 + size; i++) lu.swaps[i] += row0;
+      for (int q = 0; q < blocks; q++)
+        if (q != p) apply_swaps<T>(lu.swaps, row0, row0 + size, a.at(0, q));
     }
   }
 }
@@ -224,20 +176,15 @@ template <class T>
 void solve(const Lu<T>& lu, const Panels<T>& b, int panels, int last) {
   constexpr int W = kWidth<T>;
   const int blocks = lu.blocks();
-  if (lu.swaps)
-    for (int q = 0; q < panels; q++) apply_swaps<T>(lu.swaps, 0, lu.n, b.at(0, q));
+  for (int q = 0; q < panels; q++) apply_swaps<T>(lu.swaps, 0, lu.n, b.at(0, q));
   for (int i = 0; i < blocks; i++) {
     if (i > 0) product<T>(lu.a, i * W, lu.size(i), 0, i * W, b, panels, last, &b, T(-1), b);
-    if (lu.swaps)
-      for (int q = 0; q < panels; q++) lower_solve<T>(lu.a.at(i * W, i), lu.size(i), b.at(i * W, q));
+    for (int q = 0; q < panels; q++) lower_solve<T>(lu.a.at(i * W, i), lu.size(i), b.at(i * W, q));
   }
   for (int i = blocks - 1; i >= 0; i--) {
     const int below = (i + 1) * W;
     if (below < lu.n) product<T>(lu.a, i * W, lu.size(i), below, lu.n - below, b, panels, last, &b, T(-1), b);
-    for (int q = 0; q < panels; q++) {
-      if (lu.swaps) upper_solve<T>(lu.a.at(i * W, i), lu.size(i), b.at(i * W, q));
-      else apply_inverse<T>(lu.inverse(i), lu.size(i), q == panels - 1 ? last : W, b.at(i * W, q));
-    }
+    for (int q = 0; q < panels; q++) upper_solve<T>(lu.a.at(i * W, i), lu.size(i), b.at(i * W, q));
   }
 }
 

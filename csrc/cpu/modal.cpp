@@ -13,14 +13,13 @@
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
-// 7: 303, and 32 for the recurrence alone wherever a chunk has more than one token id. Loads, stores, conversions and
-// shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
+// 7: 303, and 32 for the recurrence alone. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
 // (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
 #include "cpu/modal.h"
 
 #include <math.h>
 
-#include "cpu/parallel.h"
+#include "cpu/transpose.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -48,17 +47,6 @@ struct IdOf<double> {
 };
 template <class T>
 using Id = typename IdOf<T>::I;
-
-template <class T>
-ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
-#if defined(__clang__)
-  V<T> r;
-  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
-  return r;
-#else
-  return __builtin_shuffle(a, b, index);
-#endif
-}
 
 // Segments of S lanes in a and b -> segments whose lower half is a's, upper half b's, each the sum of its two halves.
 template <class T, int S>
@@ -153,10 +141,9 @@ struct Sums {
   Scratch<double> readout, bias;  // [C][Np], [C]
   Scratch<Id<T>> hits;            // [T], and room for whole vectors
   double loss;
-  bool ok;
+  bool failed;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
-    loss = 0;
     if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
     if (!a.need_grad) return true;
     return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) &&
@@ -170,7 +157,8 @@ struct Call {
   ModalTables<T> tables;
   Scratch<T> readout, bias;  // [C][Np], [C]
   int tasks;
-  Sums<T>* sums;  // [tasks]
+  Scratch<int> begin;  // [tasks + 1]: a task has the sequences [begin[i], begin[i + 1])
+  TaskSums<Sums<T>> sums;
 };
 
 template <class T>
@@ -207,7 +195,7 @@ struct Worker {
     typedef typename Vec<T>::I I;
     constexpr int L = kLanes<T>, W = kLanes<double>;
     const V<T> zero = V<T>{}, scale = splat<T>(static_cast<T>(args.scale));
-    read_column(args.target_ids, args.target_bytes, t * args.B + b, args.B, steps, targets);
+    for (int r = 0; r < steps; r++) targets[r] = static_cast<Id<T>>(args.target[(t + r) * args.B + b]);
     for (int r = steps; r % L; r++) targets[r] = -1;  // no class: counts for nothing
     V<double> loss = V<double>{}, product = loss + 1.0;
     for (int begin = 0; begin < steps; begin += L) {
@@ -324,8 +312,7 @@ struct Worker {
       memcpy(starts + i * Np, state, sizeof(double) * Np);
       if (i + 1 == chunks) break;
       input.take(b, i * kSteps, kSteps);
-      if (input.one_id() && call.tables.held) call.tables.hold(input.ids[0], state);
-      else advance<T, false>(modes, input.rows, kSteps, state, z);
+      advance<T, false>(modes, input.rows, kSteps, state, z);
     }
     for (int64_t i = chunks - 1; i >= 0; i--) chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + i * Np);
   }
@@ -346,23 +333,10 @@ struct Worker {
   }
 };
 
-template <class T>
-void loss_task(void* context, int task) {
-  const Call<T>& call = *static_cast<Call<T>*>(context);
-  const ModalArgs& args = *call.args;
-  Sums<T>& sums = call.sums[task];
-  const FlushDenormals flush;
-  Worker<T> worker(call, sums);
-  sums.ok = sums.allocate(args, call.tables.modes) && worker.allocate();
-  if (!sums.ok) return;
-  each_sequence(args, task, call.tasks, [&](int64_t b) { worker.sequence(b); });
-  if (args.need_grad) worker.flush();
-}
-
 // The sums of all tasks, in order, into sums[0]; then out.
 template <class T>
 void collect(const Call<T>& call) {
-  Sums<T>* sums = call.sums;
+  Sums<T>* sums = call.sums.get();
   const ModalArgs& args = *call.args;
   const Modes& modes = call.tables.modes;
   for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
@@ -400,63 +374,54 @@ bool run_loss(const ModalArgs& args) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
   }
-  Scratch<char> memory;
-  if (!memory.allocate(sizeof(Sums<T>) * call.tasks)) return false;
-  call.sums = reinterpret_cast<Sums<T>*>(memory.get());  // all zero bytes: empty
-  parallel_run(call.tasks, loss_task<T>, &call);
-  bool ok = true;
-  for (int i = 0; i < call.tasks; i++) ok = ok && call.sums[i].ok;
-  if (ok) collect(call);
-  for (int i = 0; i < call.tasks; i++) call.sums[i].~Sums<T>();
-  return ok;
-}
-
-template <class T>
-struct ScanCall {
-  const ModalArgs* args;
-  ModalTables<T> tables;
-  int tasks;
-  bool* failed;  // [tasks]
-};
-
-template <class T>
-void scan_task(void* context, int task) {
-  const ScanCall<T>& call = *static_cast<ScanCall<T>*>(context);
-  const ModalArgs& args = *call.args;
-  const Modes& modes = call.tables.modes;
-  const FlushDenormals flush;
-  Scratch<double> state, in;  // [Np], [kSteps][Np]
-  Scratch<T> z;               // [kSteps][Np]
-  const size_t chunk = static_cast<size_t>(kSteps) * modes.Np;
-  call.failed[task] = !state.allocate(modes.Np) || !in.allocate(chunk) || !z.allocate(chunk);
-  if (call.failed[task]) return;
-  const double* rows[kSteps];
-  for (int r = 0; r < kSteps; r++) rows[r] = in + static_cast<ptrdiff_t>(r) * modes.Np;
-  each_sequence(args, task, call.tasks, [&](int64_t b) {
-    const SequenceRows<const T> x(static_cast<const T*>(args.x), args, b, args.reverse);
-    const SequenceRows<T> out(static_cast<T*>(args.z), args, b, args.reverse);
-    spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
-    for (int64_t t = 0; t < args.T; t += kSteps) {
-      const int steps = static_cast<int>(args.T - t < kSteps ? args.T - t : kSteps);
-      read_rows(modes, x, t, steps, in.get());
-      advance<T, true>(modes, rows, steps, state, z.get());
-      write_rows<T>(modes, z, out, t, steps);
-    }
+  if (!share_rows(call.tasks, static_cast<int>(args.B), args.lengths, args.T, &call.begin) ||
+      !call.sums.allocate(call.tasks, [&](Sums<T>& one) { return one.allocate(args, modes); }))
+    return false;
+  share(call.tasks, call.tasks, [&](int task) {
+    const FlushDenormals flush;
+    Sums<T>& sums = call.sums[task];
+    Worker<T> worker(call, sums);
+    sums.failed = !worker.allocate();
+    for (int b = call.begin[task]; b < call.begin[task + 1] && !sums.failed; b++) worker.sequence(b);
+    if (args.need_grad && !sums.failed) worker.flush();
   });
+  for (int i = 0; i < call.tasks; i++)
+    if (call.sums[i].failed) return false;
+  collect(call);
+  return true;
 }
 
 template <class T>
 bool run_scan(const ModalArgs& args) {
-  ScanCall<T> call;
-  call.args = &args;
-  call.tasks = task_count(args);
+  ModalTables<T> tables;
+  const int tasks = task_count(args);
   Scratch<bool> failed;
-  if (!call.tables.allocate(args) || !failed.allocate(call.tasks)) return false;
-  call.failed = failed;
-  parallel_run(call.tasks, scan_task<T>, &call);
-  bool ok = true;
-  for (int i = 0; i < call.tasks; i++) ok = ok && !failed[i];
-  return ok;
+  if (!tables.allocate(args) || !failed.allocate(tasks)) return false;
+  const Modes& modes = tables.modes;
+  share(tasks, tasks, [&](int task) {
+    const FlushDenormals flush;
+    Scratch<double> state, in;  // [Np], [kSteps][Np]
+    Scratch<T> z;               // [kSteps][Np]
+    const size_t chunk = static_cast<size_t>(kSteps) * modes.Np;
+    failed[task] = !state.allocate(modes.Np) || !in.allocate(chunk) || !z.allocate(chunk);
+    if (failed[task]) return;
+    const double* rows[kSteps];
+    for (int r = 0; r < kSteps; r++) rows[r] = in + static_cast<ptrdiff_t>(r) * modes.Np;
+    for (int64_t b = args.B * task / tasks; b < args.B * (task + 1) / tasks; b++) {
+      const SequenceRows<const T> x(static_cast<const T*>(args.x), args, b, args.reverse);
+      const SequenceRows<T> out(static_cast<T*>(args.z), args, b, args.reverse);
+      spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
+      for (int64_t t = 0; t < args.T; t += kSteps) {
+        const int steps = static_cast<int>(args.T - t < kSteps ? args.T - t : kSteps);
+        read_rows(modes, x, t, steps, in.get());
+        advance<T, true>(modes, rows, steps, state, z.get());
+        write_rows<T>(modes, z, out, t, steps);
+      }
+    }
+  });
+  for (int i = 0; i < tasks; i++)
+    if (failed[i]) return false;
+  return true;
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
-#include "cpu/simd.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -76,9 +76,6 @@ ORTHOKERN_INLINE void pin(X& v) {
 // Vectors of double with modes in one pass of the recurrence: real and imaginary parts of states and coefficients fit
 // into the registers.
 constexpr int kModeVectors = k32Registers ? 4 : 2;
-
-// ModalTables::held is computed for at most kHeldIds token ids, with at least kHeldSteps steps for each.
-constexpr int64_t kHeldIds = 256, kHeldSteps = 16 * kSteps;
 
 struct Modes {
   int M, Mp, Np;     // Np = 2 Mp
@@ -314,25 +311,6 @@ void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradi
   for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
 }
 
-template <class I, class R>
-inline void read_column_as(const I* ids, int64_t stride, int steps, R* to) {
-  for (int r = 0; r < steps; r++) to[r] = static_cast<R>(ids[r * stride]);
-}
-// to[r] = ids[first + r stride], for ids of 1 (unsigned), 2, 4 or 8 bytes
-template <class R>
-inline void read_column(const void* ids, int64_t bytes, int64_t first, int64_t stride, int steps, R* to) {
-  switch (bytes) {
-    case 1:
-      return read_column_as(static_cast<const uint8_t*>(ids) + first, stride, steps, to);
-    case 2:
-      return read_column_as(static_cast<const int16_t*>(ids) + first, stride, steps, to);
-    case 4:
-      return read_column_as(static_cast<const int32_t*>(ids) + first, stride, steps, to);
-    default:
-      return read_column_as(static_cast<const int64_t*>(ids) + first, stride, steps, to);
-  }
-}
-
 // The inputs of a sequence in float64, [Np] each: rows of the table, or a chunk of features.
 template <class T>
 struct ModalInput {
@@ -347,19 +325,14 @@ struct ModalInput {
     args = &a, modes = &m, table = wide_table;
     return table || features.allocate(static_cast<size_t>(kSteps) * m.Np);
   }
-  // Whether all steps of a whole chunk have the same id.
-  bool one_id() const {
-    if (!table) return false;
-    int64_t other = 0;
-    for (int r = 1; r < kSteps; r++) other |= ids[r] ^ ids[0];
-    return !other;
-  }
   // Steps t .. t + steps of sequence b.
   void take(int64_t b, int64_t t, int steps) {
     const int Np = modes->Np;
     if (table) {
-      read_column(args->ids, args->id_bytes, t * args->B + b, args->B, steps, ids);
-      for (int r = 0; r < steps; r++) rows[r] = table + ids[r] * Np;
+      for (int r = 0; r < steps; r++) {
+        ids[r] = args->tokens[(t + r) * args->B + b];
+        rows[r] = table + ids[r] * Np;
+      }
       return;
     }
     read_rows<T>(*modes, SequenceRows<const T>(static_cast<const T*>(args->x), *args, b), t, steps, features.get());
@@ -372,9 +345,6 @@ template <class T>
 struct ModalTables {
   Modes modes;
   Scratch<double> coefficients, table;
-  // A whole chunk of one token id: z <- lambda^kSteps z + held[id], held[id] = sum_j lambda^j table[id] over j <
-  // kSteps; [Np], [D][Np]. Null if there are too few steps for this to pay.
-  Scratch<double> power, held;
 
   bool allocate(const ModalArgs& args) {
     modes.M = static_cast<int>(args.M);
@@ -388,28 +358,7 @@ struct ModalTables {
     if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
     const T* from = static_cast<const T*>(args.table);
     for (int64_t d = 0; d < args.D; d++) spread(modes, from + d * 2 * modes.M, table + d * modes.Np);
-    if (args.D > kHeldIds || args.T * args.B < kHeldSteps * args.D) return true;
-    if (!power.allocate(modes.Np) || !held.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
-    const double* rows[kSteps];
-    for (int64_t d = 0; d < args.D; d++) {
-      for (const double*& row : rows) row = table + d * modes.Np;
-      advance<T, false>(modes, rows, kSteps, held + d * modes.Np, static_cast<T*>(nullptr));
-    }
-    for (int m = 0; m < modes.M; m++) power[m] = 1;
-    Scratch<double> nothing;
-    if (!nothing.allocate(modes.Np)) return false;
-    for (const double*& row : rows) row = nothing;
-    advance<T, false>(modes, rows, kSteps, power, static_cast<T*>(nullptr));
     return true;
-  }
-  void hold(int64_t id, double* z) const {
-    const int Mp = modes.Mp;
-    const double* add = held + id * modes.Np;
-    for (int m = 0; m < Mp; m++) {
-      const double r = z[m], i = z[Mp + m];
-      z[m] = power[m] * r - power[Mp + m] * i + add[m];
-      z[Mp + m] = power[Mp + m] * r + power[m] * i + add[Mp + m];
-    }
   }
 };
 
@@ -448,23 +397,6 @@ struct ModalSums {
 
 inline int64_t length_of(const ModalArgs& args, int64_t b) { return args.lengths ? args.lengths[b] : args.T; }
 
-// The first sequence of a task: ranges of about the same number of steps.
-inline int64_t first_sequence(const ModalArgs& args, int task, int tasks) {
-  if (!args.lengths) return args.B * task / tasks;
-  double total = 0, before = 0;
-  for (int64_t b = 0; b < args.B; b++) total += static_cast<double>(args.lengths[b]);
-  int64_t b = 0;
-  while (b < args.B && before + 0.5 * static_cast<double>(args.lengths[b]) < total * task / tasks)
-    before += static_cast<double>(args.lengths[b++]);
-  return b;
-}
-
-// fn(b) for the sequences of a task.
-template <class F>
-void each_sequence(const ModalArgs& args, int task, int tasks, F fn) {
-  const int64_t end = first_sequence(args, task + 1, tasks);
-  for (int64_t b = first_sequence(args, task, tasks); b < end; b++) fn(b);
-}
 inline int task_count(const ModalArgs& args) { return static_cast<int>(args.B < args.threads ? args.B : args.threads); }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -199,7 +199,7 @@ struct ModalArgs {
   int reverse;       // modal_scan: from the last step to the first, with the conjugate coefficients
   const double* re;  // [M]
   const double* im;  // [M]
-  const void* x;     // [T, B, 2M], or null with ids
+  const void* x;     // [T, B, 2M], or null with tokens
   const void* z0;    // [B, 2M]
   void* z;           // [T, B, 2M]                                              (modal_scan)
 
@@ -207,16 +207,14 @@ struct ModalArgs {
   int need_grad;
   double scale;            // of the loss and its gradients: 1, or 1 / steps
   const int64_t* lengths;  // [B] in [1, T], or null
-  const void* ids;         // [T, B] in [0, D), of id_bytes: 1 (unsigned), 2, 4 or 8, or null
-  int64_t id_bytes;
+  const int64_t* tokens;   // [T, B] in [0, D), or null
   const void* table;       // [D, 2M] or null
   const int64_t* pairs;    // [P, 2] in [0, M), or null
   const void* readout;     // [C, 2M]
   const void* bias;        // [C] or null
-  const void* target_ids;  // [T, B] in [0, C), of target_bytes, as ids
-  int64_t target_bytes;
-  void* loss;     // []
-  int64_t* hits;  // [T]
+  const int64_t* target;   // [T, B] in [0, C)
+  void* loss;              // []
+  int64_t* hits;           // [T]
   // gradients, all or none (but for grad_x)
   void* grad_x;        // [T, B, 2M] or null
   void* grad_z0;       // [B, 2M]
@@ -240,8 +238,8 @@ struct ModalArgs {
   template <class Visit>
   void cross_entropy(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, D, C, P, need_grad, scale, lengths, ids, id_bytes, table, pairs, readout, bias, target_ids,
-                     target_bytes, loss, hits);
+    ORTHOKERN_FIELDS(visit, D, C, P, need_grad, scale, lengths, tokens, table, pairs, readout, bias, target, loss,
+                     hits);
     ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_readout, grad_bias, grad_re, grad_im, grad_pairs);
     ORTHOKERN_FIELDS(visit, K, steps, step_states, step_adjoints);
   }

@@ -20,10 +20,7 @@
 #pragma once
 
 #include "cpu/tasks.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "cpu/transpose.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -33,23 +30,6 @@ constexpr int kWidth = 2 * kLanes<T>;  // W
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 inline int min_of(int a, int b) { return a < b ? a : b; }
 inline int max_of(int a, int b) { return a > b ? a : b; }
-
-// Divides one allocation into consecutive pieces. With a null base it only counts the bytes.
-class Carver {
- public:
-  explicit Carver(char* base) : base_(base), used_(0) {}
-  template <class T>
-  T* take(size_t count) {
-    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return p;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_;
-};
 
 template <class T>
 struct Panels {
@@ -116,10 +96,7 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
 template <class T, int NV, bool TRANSPOSED>
 inline ProductTile<T> product_tile_for_rows(int rows) {
 #define ORTHOKERN_ROWS(m) product_tile<T, (m <= kMaxRows ? m : 1), NV, TRANSPOSED>
-  static constexpr ProductTile<T> tiles[] = {
-      ORTHOKERN_ROWS(1),  ORTHOKERN_ROWS(2),  ORTHOKERN_ROWS(3), ORTHOKERN_ROWS(4), ORTHOKERN_ROWS(5),
-      ORTHOKERN_ROWS(6),  ORTHOKERN_ROWS(7),  ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10),
-      ORTHOKERN_ROWS(11), ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)};
+  static constexpr ProductTile<T> tiles[] = {ORTHOKERN_EACH_ROWS};
 #undef ORTHOKERN_ROWS
   return tiles[rows - 1];
 }
@@ -176,80 +153,6 @@ inline void pack(const T* source, ptrdiff_t ld, int row0, int rows, int col0, in
         for (int j = 0; j < W; j++) out[j] = j < width ? from[j] : T(0);
       }
     }
-  }
-}
-
-template <class T>
-ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
-#if defined(__clang__)
-  V<T> r;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
-  return r;
-#else
-  return __builtin_shuffle(a, b, index);
-#endif
-}
-
-// Pieces of 16 bytes, `step` elements apart, side by side in one vector.
-template <class T>
-ORTHOKERN_INLINE V<T> gather_pieces(const T* from, ptrdiff_t step) {
-#if defined(__AVX512F__)
-  __m128 p[4];
-  ORTHOKERN_UNROLL for (int i = 0; i < 4; i++) memcpy(&p[i], from + i * step, sizeof p[i]);
-  __m512 v = _mm512_castps128_ps512(p[0]);
-  v = _mm512_insertf32x4(v, p[1], 1);
-  v = _mm512_insertf32x4(v, p[2], 2);
-  return (V<T>)_mm512_insertf32x4(v, p[3], 3);
-#elif defined(__AVX2__)
-  __m128 p[2];
-  memcpy(&p[0], from, sizeof p[0]);
-  memcpy(&p[1], from + step, sizeof p[1]);
-  return (V<T>)_mm256_insertf128_ps(_mm256_castps128_ps256(p[0]), p[1], 1);
-#else
-  (void)step;
-  return load(from);
-#endif
-}
-
-// Interleaves the halves of every 16 bytes of a and b: a becomes the lower halves of both, b the upper ones, in units
-// of `unit` elements.
-//     float, unit 1:   a0 b0 a1 b1 | a2 b2 a3 b3
-//     float, unit 2:   a0 a1 b0 b1 | a2 a3 b2 b3
-//     double, unit 1:  a0 b0 | a1 b1
-template <class T>
-ORTHOKERN_INLINE void interleave(V<T>& a, V<T>& b, int unit) {
-  constexpr int L = kLanes<T>;
-  constexpr int P = 16 / sizeof(T);  // elements of a piece
-  typename Vec<T>::I low, high;
-  ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
-    const int piece = i / P * P, at = i % P, from_b = at / unit % 2;
-    low[i] = piece + at / (2 * unit) * unit + at % unit + from_b * L;
-    high[i] = low[i] + P / 2;
-  }
-  const V<T> x = a, y = b;
-  a = pick<T>(x, y, low);
-  b = pick<T>(x, y, high);
-}
-
-// v[j][i] = from[i * step + j], an L x L block. Most of the transpose is done by loads of 16 bytes: only one port
-// shuffles.
-template <class T>
-ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[kLanes<T>]) {
-  constexpr int L = kLanes<T>;
-  constexpr int P = 16 / sizeof(T);
-  ORTHOKERN_UNROLL for (int c = 0; c < L; c += P) {
-    ORTHOKERN_UNROLL for (int i = 0; i < P; i++) v[c + i] = gather_pieces(from + i * step + c, P * step);
-    interleave<T>(v[c], v[c + 1], 1);
-    if (P == 2) continue;
-    V<T>&v1 = v[c + 1], &v2 = v[c + P - 2], &v3 = v[c + P - 1];
-    // v[c] has rows 0 and 1 of columns 0 and 1; v1 has those of columns 2 and 3
-    interleave<T>(v2, v3, 1);
-    interleave<T>(v[c], v2, 2);
-    interleave<T>(v1, v3, 2);
-    const V<T> second = v2;
-    v2 = v1;
-    v1 = second;
   }
 }
 

@@ -53,6 +53,11 @@ constexpr bool kLaneProducts = true;
 #else
 constexpr bool kLaneProducts = false;
 #endif
+// ORTHOKERN_ROWS(rows) for every number of rows of a register tile
+#define ORTHOKERN_EACH_ROWS                                                                                         \
+  ORTHOKERN_ROWS(1), ORTHOKERN_ROWS(2), ORTHOKERN_ROWS(3), ORTHOKERN_ROWS(4), ORTHOKERN_ROWS(5), ORTHOKERN_ROWS(6), \
+      ORTHOKERN_ROWS(7), ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10), ORTHOKERN_ROWS(11),              \
+      ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)
 constexpr bool k32Registers = kMaxRows >= 10;  // 16 otherwise
 
 template <class T>
@@ -182,6 +187,9 @@ ORTHOKERN_INLINE typename Vec<T>::I even_lanes() {
 }
 template <class T>
 ORTHOKERN_INLINE T sum_lanes(V<T> v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
+#endif
   T s = 0;
   for (int i = 0; i < kLanes<T>; i++) s += v[i];
   return s;

@@ -14,6 +14,7 @@
 
 #include "cpu/direct.h"
 #include "cpu/packed.h"
+#include "cpu/transpose.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -157,13 +158,14 @@ __attribute__((noinline)) inline void pair_rows_transposed(const float* from, pt
   constexpr int L = kLanes<float>;
   for (int b = 0; b < blocks; b++, from += block, to += L * depth) {
     for (int k = 0; k < depth; k += L) {
-      V<float> square[L];
+      alignas(64) float pairs[L * L];
       ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
         const int r = 2 * (k + i);
         const V<float> first = r < rows ? load(from + r * L) : V<float>{};
-        square[i] = pair_vectors(first, r + 1 < rows ? load(from + (r + 1) * L) : V<float>{});
+        store(pairs + i * L, pair_vectors(first, r + 1 < rows ? load(from + (r + 1) * L) : V<float>{}));
       }
-      transpose_square<float>(square);
+      V<float> square[L];
+      load_transposed<float>(pairs, L, square);
       ORTHOKERN_UNROLL for (int i = 0; i < L; i++) store(to + i * depth + k, square[i]);
     }
   }

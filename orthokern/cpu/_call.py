@@ -68,12 +68,6 @@ def new(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_C.Buffer(size), dtype=dtype).view(*shape)
 
 
-def as_bytes(ids: Tensor) -> Tensor:
-    """Ids of any integer dtype as the bytes [n] that a kernel reads. A dimension of one may have any stride, also in a
-    contiguous tensor, with which `view` refuses another dtype."""
-    return ids.contiguous().as_strided((ids.numel(),), (1,)).view(torch.uint8)
-
-
 def empty_cache() -> None:
     """Free the memory that is kept for large results."""
     if AVAILABLE:
@@ -86,7 +80,6 @@ _OWN_DTYPE = {
     "resets": torch.bool,
     **dict.fromkeys(("lr", "re", "im"), torch.float64),
     **dict.fromkeys(("grad_re", "grad_im", "grad_pairs"), torch.float64),
-    **dict.fromkeys(("ids", "target_ids"), torch.uint8),  # any integer dtype: its bytes
 }
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
-from orthokern.ops.modal.choice import Options
-from orthokern.ops.modal.loss import ScanLoss, choose_for
+from orthokern.ops.modal import choice
+from orthokern.ops.modal.loss import ScanLoss
 from orthokern.ops.modal.op import modal_last_step_norms
 
 KEY = "modal_basis_"
@@ -75,9 +75,10 @@ def last_step_norms(
     """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others; L is the mean cross-entropy of the last step
     alone. None if `loss` with the same arguments does not use the modal form."""
     (T, B), layer = x.shape[:2], weights_of(readout, len(matrix[0]))
-    choice = Options(options["activation"], options["message_clip"], options["backend"], algorithm)
+    own = {name: options[name] for name in ("activation", "message_clip", "backend")}
     ids = not x.is_floating_point()
-    modes, _ = choose_for(matrix, T, B, len(layer[0]), ids=ids, start=basis, options=choice)
+    call = choice.Call(matrix, T, B, len(layer[0]), ids, start=basis, algorithm=algorithm, **own)
+    modes, _ = choice.choose(call)
     if modes is None:
         return None
     h0 = matrix[0].new_zeros(B, len(matrix[0])) if h0 is None else h0

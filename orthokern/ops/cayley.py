@@ -73,16 +73,32 @@ def read_waits(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _backend_module(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None) -> Any:
-    """The backend of a step: the reference for a thin basis and a step above LARGE_TURN. On a GPU, where reading its
-    size would synchronise with the host, kernels take steps of every size."""
+def _prepared(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None) -> tuple[Any, Tensor, float | Tensor]:
+    """(the backend's module, g, lr) of a step.
+
+    The thin form of the kernels has g^T g, whose elements leave the range of float32 below |g| = 1e-19 and above 1e19:
+    such a g is scaled. Above LARGE_TURN its rounding error is too large: the reference takes these steps. On a GPU,
+    where reading |g| would synchronise with the host, every g is scaled, and kernels take steps of every size.
+    """
     N, K = m.shape[-2:]
     module = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=N, K=K)
-    if K < N and dispatch.backend_of(module) == "cpu":
-        rate = float(lr.abs().max()) if isinstance(lr, Tensor) else abs(lr)
-        if not rate * float(torch.linalg.vector_norm(g)) <= LARGE_TURN:
-            return dispatch.leaf("cayley", "reference")
-    return module
+    if K == N or dispatch.backend_of(module) == "reference":
+        return module, g, lr
+    if read_waits(m.device):
+        return module, *_scaled(g, lr)
+    norm = float(torch.linalg.vector_norm(g))
+    if not 2.0**-40 <= norm <= 2.0**40:
+        g, lr = _scaled(g, lr)
+        norm = float(torch.linalg.vector_norm(g))
+    rate = float(lr.abs().max()) if isinstance(lr, Tensor) else abs(lr)
+    return module if rate * norm <= LARGE_TURN else dispatch.leaf("cayley", "reference"), g, lr
+
+
+def _scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
+    """(g / k, k lr), the same step: k [...] is max|g| of each matrix where that is outside [2^-40, 2^40], else 1."""
+    size = torch.linalg.vector_norm(g, math.inf, dim=(-2, -1)).clamp_min(2.0**-100)  # a gradient may be zero
+    k = torch.where(size == size.clamp(2.0**-40, 2.0**40), torch.ones_like(size), size)
+    return g / k[..., None, None], k.double() * lr
 
 
 def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -> Tensor:
@@ -90,10 +106,7 @@ def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -
 
     m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active.
     """
-    if torch.compiler.is_compiling():
-        return cayley(m, g, lr, backend=backend)
-    stepped: Tensor = _backend_module(m, g, lr, backend).cayley(m, g, lr)
-    return stepped
+    return steps([(m, g, lr)], backend)[0]
 
 
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
@@ -101,25 +114,16 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
 
     The results are bitwise those of separate calls.
     """
-    if len(batches) == 1 or torch.compiler.is_compiling():
-        return [step(m, g, lr, backend) for m, g, lr in batches]
+    if torch.compiler.is_compiling():
+        return [cayley(m, g, lr, backend=backend) for m, g, lr in batches]
     results: dict[int, Tensor] = {}
-    together: dict[Any, list[int]] = {}
+    together: dict[Any, dict[int, tuple[Tensor, Tensor, float | Tensor]]] = {}
     for index, (m, g, lr) in enumerate(batches):
-        together.setdefault((_backend_module(m, g, lr, backend), m.dtype, m.device), []).append(index)
-    for (leaf, *_), indices in together.items():
-        results.update(zip(indices, leaf.cayley_of_many([batches[index] for index in indices]), strict=True))
+        leaf, g, lr = _prepared(m, g, lr, backend)
+        together.setdefault((leaf, m.dtype, m.device), {})[index] = m, g, lr
+    for (leaf, *_), alike in together.items():
+        results.update(zip(alike, leaf.cayley_of_many(list(alike.values())), strict=True))
     return [results[index] for index in range(len(batches))]
-
-
-def scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(g / k, k lr), the same step: k [...] is max|g| of each matrix where that is outside [2^-40, 2^40], else 1.
-
-    For thin bases: their form has g^T g, whose elements overflow float32 from |g| = 1e19. Nothing is read on the host.
-    """
-    size = torch.linalg.vector_norm(g, math.inf, dim=(-2, -1)).clamp_min(2.0**-100)  # a gradient may be zero
-    k = torch.where(size == size.clamp(2.0**-40, 2.0**40), torch.ones_like(size), size)
-    return g / k[..., None, None], k.double() * lr
 
 
 def check_finite(argument: str, tensor: Tensor) -> None:
@@ -140,7 +144,8 @@ def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Ten
         check_finite("m", m)
         check_finite("g", g)
     rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
-    stepped: Tensor = _backend_module(m, g, rate, backend).cayley(contiguous(m), contiguous(g), rate)
+    leaf, scaled, rate = _prepared(m, g, rate, backend)
+    stepped: Tensor = leaf.cayley(contiguous(m), contiguous(scaled), rate)
     return stepped
 
 

@@ -207,7 +207,7 @@ class GeodesicSGD(Optimizer):
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
             todo.moves(group, g, rate * factor)
-            steps.append((_stack(bases), *todo.in_range(g, rate * factor)))
+            steps.append((_stack(bases), g, rate * factor))
         moved = cayley.steps(steps, group["backend"])
         if todo.measure or todo.growth > group["drift_tolerance"]:
             corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
@@ -333,13 +333,9 @@ class _Work:
             if self.measure and not math.isfinite(float(self.norm)):
                 _refuse(group)
             return
-        self.norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for _, g in self.batches))
-        if math.isfinite(self.norm):
-            return
-        _refuse(group)
-        # the gradients are finite, but their squares overflow
         self.norm = math.hypot(*(_norm(g) for _, g in self.batches))
         if not math.isfinite(self.norm):
+            _refuse(group)
             raise InputError(
                 "the norm of all gradients overflows float64; accepted: smaller gradients; no parameter was changed"
             )
@@ -351,19 +347,6 @@ class _Work:
         if isinstance(self.norm, Tensor):
             return (group["max_grad_norm"] / self.norm).clamp(max=1.0)
         return group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
-
-    def in_range(self, g: Tensor, rate: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """Directions g [P,N,K] and their rate, or those of the same step whose products do not overflow."""
-        square = g.shape[-1] == g.shape[-2]
-        if square or (not isinstance(self.norm, Tensor) and 2.0**-40 <= self.norm <= 2.0**40):
-            return g, rate
-        g, rates = cayley.scaled(g, rate)
-        if not isinstance(self.norm, Tensor) and float(rates.abs().max()) > torch.finfo(g.dtype).max:
-            raise InputError(
-                f"lr times the gradient of a basis of shape {list(g.shape[-2:])} overflows {g.dtype}; accepted: a "
-                "smaller rate, or max_grad_norm"
-            )
-        return g, rates
 
     def moves(self, group: dict[str, Any], g: Tensor, rate: float | Tensor) -> None:
         """Add the contribution of a step with directions g [P,N,K] to `growth`, unless that would wait."""
@@ -380,7 +363,7 @@ class _Work:
 
 
 def _norm(g: Tensor) -> float:
-    """The Frobenius norm of finite entries, also where their squares overflow."""
+    """The Frobenius norm, also where squares overflow."""
     norm = float(torch.linalg.vector_norm(g))
     if math.isfinite(norm):
         return norm

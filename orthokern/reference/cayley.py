@@ -32,7 +32,7 @@ Note [Cayley step]
 
     This form needs no decomposition, but its error grows with the square of the step: ``orthokern.ops.cayley`` uses it
     up to LARGE_TURN. A decomposition has no derivative where columns are dependent, so that a differentiated step has
-    the form with A.
+    the form with A, in float64.
 """
 
 from __future__ import annotations
@@ -42,24 +42,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Of lr max|A|. A larger step would lose I in I + lr/2 A, which a singular A makes singular then.
+LARGEST_TURN = {torch.float32: 2.0**22, torch.float64: 2.0**26}
+
 
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     """See ``orthokern.ops.cayley`` and Note [Cayley step]."""
-    rate = lr.to(m)[..., None, None] if isinstance(lr, Tensor) else lr
     N, K = m.shape[-2:]
-    if K == N or (torch.is_grad_enabled() and (m.requires_grad or g.requires_grad)):
-        return m - _correction(m, g, rate)
+    if K == N:
+        return m - _correction(m, g, lr.to(m)[..., None, None] if isinstance(lr, Tensor) else lr)
+    rate = lr.to(m.device, torch.float64)[..., None, None] if isinstance(lr, Tensor) else lr
+    if torch.is_grad_enabled() and (m.requires_grad or g.requires_grad):
+        return m - _correction(m.double(), g.double(), rate).to(m.dtype)
     basis, coordinates = torch.linalg.qr(torch.cat([m, g], dim=-1))
-    rate = rate.double() if isinstance(rate, Tensor) else rate
     small_m, small_g = coordinates.double().split(K, dim=-1)
-    correction = _correction(small_m, small_g, rate)
-    return m - basis @ correction.to(m.dtype)
+    return m - basis @ _correction(small_m, small_g, rate).to(m.dtype)
 
 
 def _correction(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
     """lr (I + lr/2 A)^-1 A M [..., N, K]."""
     skew = g @ m.mT - m @ g.mT
     eye = torch.eye(m.shape[-2], dtype=m.dtype, device=m.device)
+    size = skew.detach().abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(m.dtype).tiny)
+    largest = LARGEST_TURN[m.dtype] / size
+    rate = torch.as_tensor(rate, dtype=m.dtype, device=m.device).clamp(-largest, largest)
     correction: Tensor = rate * torch.linalg.solve(eye + rate / 2 * skew, skew @ m)
     return correction
 

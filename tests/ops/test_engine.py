@@ -8,47 +8,12 @@ import pytest
 import torch
 from helpers import GruProblem, call_functional, leaf_tensors, scan_problem
 from torch import Tensor
-from torch.autograd.functional import hessian, jacobian
+from torch.autograd.functional import jacobian
 
 from orthokern import functional
-from orthokern.nn import GRU, FactorizedRNN, NonNormalRNN
 
-T, B, D, N = 5, 2, 3, 7
+T, B, N = 5, 2, 7
 LENGTHS, RESETS = torch.tensor([5, 3]), torch.rand(T, B) < 0.3
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "factorized": lambda: FactorizedRNN(D, N, learned_h0=True),
-    "identity": lambda: FactorizedRNN(D, N, nonlinearity="identity"),
-    "modrelu": lambda: FactorizedRNN(D, N, num_layers=2, nonlinearity="modrelu"),
-    "nonnormal": lambda: NonNormalRNN(D, N, nonlinearity="prelu"),
-    "kanai": lambda: GRU(D, N),
-    "torch": lambda: GRU(D, N, variant="torch"),
-}
-
-
-@pytest.mark.parametrize("steps", [1, T])
-@pytest.mark.parametrize("kind", MODULES)
-def test_vectorized_hessian(kind: str, steps: int) -> None:
-    torch.manual_seed(1)
-    module, x = MODULES[kind]().double(), torch.randn(steps, B, D, dtype=torch.float64)
-    names, values = zip(*module.named_parameters(), strict=True)
-
-    def loss(x: Tensor, *given: Tensor) -> Tensor:
-        states: Tensor = torch.func.functional_call(module, dict(zip(names, given, strict=True)), (x,))[0]
-        return states.sin().sum()
-
-    chosen = [value for value in values if value.numel() <= N * N][:2]  # fewer cotangents
-    rest = values[len(chosen) :]
-    if not all(a is b for a, b in zip(chosen, values, strict=False)):
-        chosen, rest = [], values
-    given = (x, *(value.detach() for value in chosen))
-
-    def of_some(*some: Tensor) -> Tensor:
-        return loss(*some, *rest)
-
-    expected = hessian(of_some, given)
-    for strategy in ("reverse-mode", "forward-mode"):
-        found = hessian(of_some, given, vectorize=True, outer_jacobian_strategy=strategy)
-        torch.testing.assert_close(found, expected)
 
 
 def cases() -> dict[str, tuple[list[Tensor | None], Callable[..., Tensor]]]:

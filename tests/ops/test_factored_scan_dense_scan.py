@@ -26,7 +26,6 @@ from helpers import (
     check_scan,
     each,
     run_scan,
-    scan_args,
     scan_cases,
     scan_problem,
     some_lengths,
@@ -80,38 +79,12 @@ def scan_params(sizes: list[dict[str, int]], one_kind: bool = False) -> list[Any
     return params
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "dtype", "backend"), [*scan_params(SIZES[:2]), *scan_params(SIZES[2:], one_kind=True)]
-)
+PARITY = [*scan_params(SIZES[:2]), *scan_params([*SIZES[2:], *LARGE], one_kind=True)]
+
+
+@pytest.mark.parametrize(("op", "case", "dtype", "backend"), PARITY)
 def test_scan_parity(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
-    check_scan(scan_problem(op, D=11, gap=1e-5 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
-
-
-@pytest.mark.parametrize(("op", "case", "dtype", "backend"), scan_params(LARGE, one_kind=True))
-def test_scan_parity_large(op: str, case: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     check_scan(scan_problem(op, D=11, gap=1e-6 if dtype == torch.float32 else 1e-12, **case), dtype, backend)
-
-
-@each(*SCANS)
-@pytest.mark.parametrize("activation", NAMES)
-def test_units_on_a_threshold(op: str, backend: str, activation: str) -> None:
-    """No care taken to keep units off the kinks: float32 flips some of them against float64, in torch as in a kernel.
-
-    One flip changes a gradient by a whole term, so the largest error says nothing. The RMS of the error is then that of
-    few flipped terms among all, and the direction is nearly the reference's.
-    """
-    problem = scan_problem(op, B=50, T=20, N=64, activation=activation, gap=-1.0, seed=1).to(torch.float32)
-    expected, actual = run_scan(problem.to(torch.float64), "reference"), run_scan(problem, backend)
-    plain = run_scan(problem, "reference")
-    for name in ("hs", *problem.grad_names()):
-        ref = expected[name]
-        if not ref.numel():
-            continue
-        rms, torch_rms = ((t[name].double() - ref).norm() / ref.norm() for t in (actual, plain))
-        # 1e-3: a handful of flips among 64 000 units, each changing O(1) of them; none gives 1e-6
-        assert rms <= 2 * torch_rms + 1e-3, f"{name}: relative RMS error {rms:.3e}, plain torch {torch_rms:.3e}"
-        cosine = torch.nn.functional.cosine_similarity(actual[name].double().flatten(), ref.flatten(), dim=0)
-        assert cosine >= 1 - 1e-6, f"{name}: cosine {cosine:.9f}"
 
 
 @each(*SCANS)
@@ -130,18 +103,6 @@ def test_checkpoints_give_the_same_bits(op: str, backend: str, dtype: torch.dtyp
 
 
 @each(*SCANS)
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("checkpoint_every", [0, 3])
-def test_forward_of_one_backward_of_the_other(op: str, backend: str, activation: str, checkpoint_every: int) -> None:
-    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
-    expected = run_scan(problem, "reference")
-    for fwd, bwd in ((backend, "reference"), ("reference", backend)):
-        actual = run_scan(problem, fwd, checkpoint_every=checkpoint_every, bwd_backend=bwd)
-        for name in problem.grad_names():
-            assert_matches_reference(actual[name], expected[name], expected[name], name=f"{fwd} + {bwd}: {name}")
-
-
-@each(*SCANS)
 @pytest.mark.parametrize("inputs", ["dense", "features", "tokens"])
 def test_any_strides(op: str, backend: str, inputs: str) -> None:
     problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
@@ -152,17 +113,6 @@ def test_any_strides(op: str, backend: str, inputs: str) -> None:
     problem.grad_hs = torch.full_like(problem.grad_hs, 0.5)
     other.grad_hs = torch.tensor(0.5).expand(problem.grad_hs.shape)
     assert_same_bits(run_scan(problem, backend), run_scan(other, backend))
-
-
-@each(*SCANS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-def test_the_same_bits_twice(op: str, backend: str, dtype: torch.dtype) -> None:
-    torch.set_num_threads(2)
-    for activation in ("tanh", "prelu", "modrelu"):
-        problem = scan_problem(op, B=50, T=11, N=66, activation=activation, inputs="tokens", D=7, gap=-1.0).to(dtype)
-        first = run_scan(problem, backend)
-        for _ in range(3):
-            assert_same_bits(first, run_scan(problem, backend))
 
 
 @each(*SCANS)
@@ -233,18 +183,6 @@ def test_nothing_writes_to_inputs(op: str, backend: str) -> None:
 
 
 @each(*SCANS)
-def test_gradcheck_of_the_kernels(op: str, backend: str) -> None:
-    """Finite differences of the kernel itself, through its registered autograd."""
-    fwd = getattr(torch.ops.orthokern, f"{op}_fwd")
-    for activation in NAMES:
-        for inputs in ("features", "tokens"):
-            problem = scan_problem(op, B=2, T=3, N=4, D=3, activation=activation, inputs=inputs, gap=1e-3)
-            leaves = [t if t is None or not t.is_floating_point() else t.requires_grad_() for t in problem.inputs()]
-            run = lambda *args, a=activation: fwd(*scan_args(op, args, a, backend=backend))[0]  # noqa: E731
-            assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
-
-
-@each(*SCANS)
 def test_a_long_scan_stays_exact(op: str, backend: str) -> None:
     """Near-orthogonal and linear: the gradient of a thousand steps is neither exploded nor gone."""
     problem = scan_problem(op, B=3, T=1000, N=16, activation="identity", inputs="tokens")
@@ -311,21 +249,6 @@ def test_padding_plays_no_part(op: str, backend: str, dtype: torch.dtype, activa
 
 
 @each(*SCANS)
-def test_lengths_in_two_threads(op: str, backend: str) -> None:
-    for B in (2, 3, 50):
-        problem = scan_problem(op, B=B, T=12, N=33, activation="prelu", inputs="tokens", gap=1e-6).to(torch.float32)
-        for order in ORDERS:
-            lengths = some_lengths(B, 12, order)
-            results = []
-            for threads in (1, 2, 2):
-                torch.set_num_threads(threads)
-                results.append(run_scan(problem, backend, lengths=lengths))
-            assert torch.equal(results[0]["hs"], results[1]["hs"])
-            assert_same_bits(results[1], results[2])
-            check_scan(problem, torch.float32, backend, lengths=lengths)
-
-
-@each(*SCANS)
 @pytest.mark.parametrize("inputs", ["dense", "features"])
 def test_lengths_of_results_past_the_caches(op: str, backend: str, inputs: str) -> None:
     """More than 8 MiB of states: other stores than those of small results. Checked against halves of the batch."""
@@ -349,11 +272,11 @@ def test_lengths_of_results_past_the_caches(op: str, backend: str, inputs: str) 
 
 
 @each(*SCANS)
+@pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("checkpoint_every", [0, 3])
-def test_lengths_of_one_backend_in_the_other(op: str, backend: str, checkpoint_every: int) -> None:
-    for activation in ("tanh", "prelu", "oplu"):
-        problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
-        options: dict[str, Any] = {"lengths": some_lengths(4, 7, "any"), "message_clip": 0.3}
+def test_forward_of_one_backward_of_the_other(op: str, backend: str, activation: str, checkpoint_every: int) -> None:
+    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+    for options in ({}, {"lengths": some_lengths(4, 7, "any"), "message_clip": 0.3}):
         expected = run_scan(problem, "reference", **options)
         for fwd, bwd in ((backend, "reference"), ("reference", backend)):
             actual = run_scan(problem, fwd, checkpoint_every=checkpoint_every, bwd_backend=bwd, **options)

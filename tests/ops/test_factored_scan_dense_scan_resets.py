@@ -9,9 +9,7 @@ import pytest
 import torch
 from helpers import (
     SCANS,
-    ClipGradient,
     ScanProblem,
-    assert_same_bits,
     call_functional,
     check_scan,
     compiled,
@@ -61,7 +59,8 @@ def cut_by_hand(
             for t in range(start, stop):
                 e = x[t, b] if weight is None else weight @ x[t, b] if x.is_floating_point() else weight[:, x[t, b]]
                 a = h @ w.mT + (e if bias is None else e + bias)
-                a = ClipGradient.apply(a, clip) if clip else a
+                if clip:
+                    a.register_hook(lambda g: g.clamp(-clip, clip))
                 h = activation_fwd(a, act_param, activation=problem.activation)
                 states.append(h)
         rows.append(torch.cat([*states, h0.new_zeros(len(x) - length, h0.shape[1])]))
@@ -137,20 +136,6 @@ def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
     assert apart.grad is not None and apart.grad.abs().max() > 0 and not torch.equal(one.grad, apart.grad)
     zeros = torch.zeros_like(h0)
     assert torch.equal(scan(x, *matrices, resets=resets), scan(x, *matrices, zeros, resets=resets, reset_state=zeros))
-
-
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("backend", SERVED)
-def test_without_a_true_one_resets_change_no_bit(op: str, backend: str) -> None:
-    dtype = torch.float32
-    problem = scan_problem(op, B=5, T=12, N=19, activation="tanh", inputs="dense").to(dtype)
-    resets, state = torch.zeros(12, 5, dtype=torch.bool), state_for(problem).to(dtype)
-    with_none = dataclasses.replace(problem, resets=resets, reset_state=state)
-    for every in (0, 5):
-        plain = run_scan(problem, backend, checkpoint_every=every, algorithm="sequential")
-        cut = run_scan(with_none, backend, checkpoint_every=every, algorithm="sequential")
-        assert_same_bits(plain, cut, skip=("grad_reset_state",))
-        assert not cut["grad_reset_state"].any()
 
 
 @pytest.mark.parametrize("op", SCANS)

@@ -113,25 +113,6 @@ def test_public_function_differentiates_as_the_reference(op: str, inputs: str) -
 
 
 @pytest.mark.parametrize("op", SCANS)
-def test_each_input_on_its_own(op: str) -> None:
-    """Only what requires a gradient gets one, whichever it is."""
-    problem = scan_problem(op, B=3, T=4, N=4, activation="prelu", inputs="features")
-    expected = gradients(problem, call_functional)[1:]
-    for index, gradient in enumerate(expected):
-        inputs = list(problem.inputs())
-        leaf = inputs[index] = inputs[index].clone().requires_grad_()  # type: ignore[union-attr]
-        call_functional(problem, inputs).backward(problem.grad_hs)
-        torch.testing.assert_close(leaf.grad, gradient)
-
-
-def test_int32_tokens() -> None:
-    problem = scan_problem("dense_scan", B=2, T=3, N=4, inputs="tokens")
-    expected = call_functional(problem, list(problem.inputs()))
-    problem.x = problem.x.to(torch.int32)
-    assert torch.equal(call_functional(problem, list(problem.inputs())), expected)
-
-
-@pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("every", [0, 4])
 def test_what_is_saved(op: str, every: int) -> None:
     """The docstring's Saved part, by shape: a training run's memory is made of it."""
@@ -151,35 +132,6 @@ def test_what_is_saved(op: str, every: int) -> None:
         states = [(-(-T // 4), B, N)] if every else [(T, B, N)] * (2 if activation == "prelu" else 1)
         x = {"features": [(T, B, D)], "tokens": [(T, B)], "dense": [(T, B, N)] if every else []}[inputs]
         assert large == sorted(states + x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
-def test_an_op_alone_refuses_forward_mode_and_serves_one_gradient() -> None:
-    """The op raises for a tangent, which would be lost without a message; forward mode has its rule in the functionals.
-    One derivative of torch.func, alone or with vmap, is that of autograd."""
-    problem = scan_problem("dense_scan", B=2, T=3, N=4)
-    x, w, *others = problem.inputs()
-    assert w is not None
-
-    def call(w: Tensor) -> Tensor:
-        args = scan_args("dense_scan", (x, w, *others), "tanh")
-        return torch.ops.orthokern.dense_scan_fwd(*args)[0].square().sum()
-
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            call(dual)
-    several = torch.stack([w, 2 * w])
-    ones = [one.clone().requires_grad_() for one in several]
-    expected = torch.stack([torch.autograd.grad(call(one), one)[0] for one in ones])
-    for transform in (torch.func.grad, torch.func.jacrev):
-        torch.testing.assert_close(transform(call)(w), expected[0])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(call))(several), expected)
-    leaf = several.clone().requires_grad_()
-    losses = torch.func.vmap(call)(leaf)
-    torch.testing.assert_close(torch.autograd.grad(losses.sum(), leaf)[0], expected)
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(call, (w,), (w,))
 
 
 @pytest.mark.parametrize("inputs", ["features", "tokens"])

@@ -81,16 +81,25 @@ SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), 
 @needs_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cpu_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_cpu_matches_the_reference(ragged: bool, variant: str, dtype: torch.dtype) -> None:
     for index, (T, B, N) in enumerate(SIZES):
         torch.set_num_threads(1 + index % 2)
+        options: dict[str, Any] = {}
+        if ragged:
+            lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+            lengths -= (lengths == T).long() * (index % 2)  # no sequence has the last step
+            options["lengths"] = lengths.clamp(min=1)
         inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
-        expected = inexact.map(Tensor.double).run("reference")
-        plain, actual = inexact.run("reference"), inexact.run("cpu")
+        expected = inexact.map(Tensor.double).run("reference", **options)
+        plain, actual = inexact.run("reference", **options), inexact.run("cpu", **options)
         for name in actual:
             assert_matches_reference(
                 actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
             )
+        if ragged:
+            assert_same_bits(actual, inexact.with_poisoned_padding(options["lengths"]).run("cpu", **options))
+    assert_same_bits(inexact.run("cpu"), inexact.run("cpu", lengths=torch.full((B,), T)))
 
 
 @needs_cpu
@@ -156,28 +165,6 @@ def test_reference_with_lengths_is_every_sequence_on_its_own(variant: str) -> No
         grad_w, grad_bias = grad_w + result["grad_w"], grad_bias + result["grad_bias"]
     torch.testing.assert_close(together["grad_w"], grad_w, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(together["grad_bias"], grad_bias, rtol=1e-12, atol=1e-12)
-
-
-@needs_cpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_cpu_with_lengths_matches_the_reference(variant: str, dtype: torch.dtype) -> None:
-    for index, (T, B, N) in enumerate([(7, 3, 63), (5, 2, 1), (9, 1, 16), (6, 26, 33), (4, 230, 20), (12, 9, 40)]):
-        torch.set_num_threads(1 + index % 2)
-        lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
-        lengths -= (lengths == T).long() * (index % 2)  # nobody has the last step
-        lengths.clamp_(min=1)
-        inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
-        expected = inexact.map(Tensor.double).run("reference", lengths=lengths)
-        plain = inexact.run("reference", lengths=lengths)
-        actual = inexact.run("cpu", lengths=lengths)
-        for name in actual:
-            assert_matches_reference(
-                actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
-            )
-        assert_same_bits(actual, inexact.with_poisoned_padding(lengths).run("cpu", lengths=lengths))
-    p = inexact
-    assert_same_bits(p.run("cpu"), p.run("cpu", lengths=torch.full((p.h0.shape[0],), p.x.shape[0])))
 
 
 # ------------------------------------------------------------------------------------------------------------------- op

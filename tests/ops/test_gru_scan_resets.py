@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, assert_matches_reference, assert_same_bits, compiled, gru_needs, served, some_lengths
+from helpers import GruProblem, assert_matches_reference, compiled, gru_needs, served, some_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -107,17 +106,6 @@ def test_parity_with_resets(variant: str, dtype: torch.dtype, backend: str) -> N
             assert_matches_reference(tensor, expected[name], plain[name], name=what, gradient="grad" in name)
 
 
-@pytest.mark.parametrize("backend", SERVED)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_without_a_true_one_resets_change_no_bit(variant: str, backend: str) -> None:
-    p = GruProblem.random(variant, 12, 5, 19).map(Tensor.float)
-    cut = p.with_resets(0.0)
-    for lengths in (None, torch.tensor([3, 12, 7, 1, 12])):
-        found = cut.run(backend, lengths=lengths)
-        assert not found["grad_reset_state"].any() and found["grad_reset_state"].shape == p.h0.shape
-        assert_same_bits(p.run(backend, lengths=lengths), found, skip=("grad_reset_state",))
-
-
 def test_reset_state_defaults_to_h0_and_then_to_zeros() -> None:
     p = GruProblem.random("kanai", 6, 3, 5).with_resets()
     h0, apart, both = (p.h0.clone().requires_grad_() for _ in range(3))
@@ -167,49 +155,3 @@ def test_opcheck_and_compile_with_resets(variant: str) -> None:
 
     for one, other in zip(run(compiled(functional.gru_scan)), run(functional.gru_scan), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_modules_start_anew(batch_first: bool, learned: bool) -> None:
-    """A sequence with a reset is two sequences; all layers, every layout, and the gradients of a learned state."""
-    module = GRU(3, 5, num_layers=2, batch_first=batch_first, learned_h0=learned, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.5)
-    x, resets = torch.randn(7, 2, 3, dtype=torch.float64), torch.zeros(7, 2, dtype=torch.bool)
-    resets[4] = True
-
-    def layout(t: Tensor) -> Tensor:
-        return t.transpose(0, 1) if batch_first else t
-
-    states, last = module(layout(x), resets=layout(resets))
-    parts = [module(layout(part)) for part in (x[:4], x[4:])]
-    expected = torch.cat([part[0] for part in parts], int(batch_first))
-    torch.testing.assert_close(states, expected)
-    torch.testing.assert_close(last, parts[1][1])
-    weights, g = list(module.parameters()), torch.randn_like(states)
-    for one, other in zip(
-        torch.autograd.grad(states, weights, g), torch.autograd.grad(expected, weights, g), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-    alone = module(x[:, 0], resets=resets[:, 0])[0]
-    torch.testing.assert_close(alone, layout(states)[:, 0])
-
-
-def test_packed_sequences_start_anew() -> None:
-    module = GRU(3, 5, dtype=torch.float64)
-    x, lengths = torch.randn(6, 3, 3, dtype=torch.float64), torch.tensor([2, 6, 4])
-    resets = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) < 0.4
-    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-    states, _ = torch.nn.utils.rnn.pad_packed_sequence(module(packed, resets=resets)[0])
-    dense = module(x, resets=resets)[0]
-    for b, length in enumerate(lengths.tolist()):
-        torch.testing.assert_close(states[:length, b], dense[:length, b])
-
-
-def test_a_strided_problem_with_resets() -> None:
-    p = GruProblem.random("torch", 6, 4, 7).with_resets()
-    assert p.resets is not None
-    strided = dataclasses.replace(p, resets=p.resets.mT.contiguous().mT)
-    assert_same_bits(p.run("auto"), strided.run("auto"))

@@ -29,7 +29,7 @@ def fake_leaf(monkeypatch: pytest.MonkeyPatch, **changes: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("field", ScanGradients._fields)
+@pytest.mark.parametrize("field", [field for field in ScanGradients._fields if field != "leak"])
 def test_harness_rejects_a_wrong_gradient(op: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of one gradient, wrong by a hundredth of a percent of the largest."""
     problem = with_resets(scan_problem(op, B=3, T=5, N=9, activation="prelu", inputs="features"))
@@ -44,17 +44,3 @@ def test_harness_rejects_a_wrong_gradient(op: str, field: str, monkeypatch: pyte
     fake_leaf(monkeypatch, **{f"{op}_bwd": wrong})
     with pytest.raises(AssertionError, match=problem.grad_names()[1] if field == "m" else f"grad_{field}"):
         check_scan(problem, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("op", SCANS)
-def test_harness_rejects_unwritten_memory(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_fwd = getattr(dispatch.leaf(op, "reference"), f"{op}_fwd")
-
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        states = true_fwd(*args, **kwargs)
-        states.hs[-1, -1, -1] = float("nan")
-        return states
-
-    fake_leaf(monkeypatch, **{f"{op}_fwd": wrong})
-    with pytest.raises(AssertionError, match="hs: 1 of 135 elements are NaN or infinite"):
-        check_scan(scan_problem(op, B=3, T=5, N=9), torch.float64, "cpu")

@@ -123,15 +123,6 @@ def test_long_sequences_keep_their_digits_in_float32(blanks: bool) -> None:
     assert_near(problem.loss(cpu), by_autograd(problem), 1e-7)
 
 
-def test_long_runs_of_one_id() -> None:
-    """The recurrence jumps over chunks of time with one id only."""
-    problem = Problem(5, 1200, 4, D=3)
-    problem.x[100:1100] = 1
-    problem.x[500, 2] = 2
-    for lengths in (None, torch.tensor([1200, 700, 1000, 130])):
-        assert_near(problem.loss(cpu, lengths=lengths), problem.loss(reference, lengths=lengths), 1e-11)
-
-
 @pytest.mark.parametrize("dtype", ID_DTYPES)
 def test_every_dtype_of_ids(dtype: torch.dtype) -> None:
     problem = Problem(3, 70, 3, 5)

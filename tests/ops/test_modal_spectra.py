@@ -96,9 +96,10 @@ def near_block(N: int, gap: float, kind: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("N", [2, 8, 32])
 @pytest.mark.parametrize("kind", ["real", "pair"])
-def test_gaps(kind: str, N: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("T", [1, 60])
+def test_gaps(T: int, kind: str, N: int, dtype: torch.dtype) -> None:
     """Of two eigenvalues with nearly parallel eigenvectors: states, loss and gradients are right or refused."""
-    target, cotangent = torch.arange(180).view(60, 3) % 4, randn(60, 3, N, seed=6)
+    target, cotangent = torch.arange(3 * T).view(T, 3) % 4, randn(T, 3, N, seed=6)
     bound, accepted = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype], []
 
     def results(leaves: list[Tensor], algorithm: str, dtype: torch.dtype) -> list[Tensor]:
@@ -110,7 +111,8 @@ def test_gaps(kind: str, N: int, dtype: torch.dtype) -> None:
         return [hs, loss, *of_states, *torch.autograd.grad(loss, leaves)]
 
     for gap in (1e-12, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3):
-        args = [near_block(N, gap, kind), *(randn(*size, seed=5) for size in ((60, 3, N), (3, N), (4, N)))]
+        args = [near_block(N, gap, kind), *(randn(*size, seed=5) for size in ((T, 3, N), (3, N), (4, N)))]
+        args[-1] /= N**0.5  # a saturated softmax has gradients of rounding errors
         leaves = [tensor.to(dtype).requires_grad_() for tensor in args]
         try:
             result = results(leaves, "modal", dtype)

@@ -150,21 +150,6 @@ def test_the_basis_is_part_of_the_state() -> None:
             other.load_state_dict(state)
 
 
-def test_the_basis_in_a_state_of_torch_distributed_checkpoint() -> None:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
-    def model() -> nn.ModuleDict:
-        return nn.ModuleDict({"rnn": FactorizedRNN(5, 24, nonlinearity="identity"), "readout": nn.Linear(24, 4)})
-
-    ids, trained, loaded = torch.randint(5, (40, 3)), model(), model()
-    trained["rnn"].loss(ids, trained["readout"], ids % 4, algorithm="modal")
-    state = copy.deepcopy(get_model_state_dict(trained))
-    assert not set_model_state_dict(loaded, state).unexpected_keys
-    result = get_model_state_dict(loaded)
-    assert "rnn.modal_basis_l0" in result and result.keys() == state.keys()
-    assert all(torch.equal(result[name], value) for name, value in state.items())
-
-
 def test_norms_through_time() -> None:
     """A sparse tap gets the norms of the sequential scan at the steps that a record keeps; a full one makes it run."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_modal_basis import MARGINS, factored, randn
+from test_modal_basis import factored, randn
 from torch import Tensor, nn
 
 from orthokern import functional
@@ -152,36 +152,6 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
     assert torch.equal(chunked.hits, result.hits) and (chunked.loss - loss).abs() < 1e-14
     for a, b in zip(torch.autograd.grad(factor * chunked.loss, required), expected, strict=True):
         assert (a - b).norm() <= 1e-13 * b.norm()
-
-
-def test_chunks_with_a_message_clip_notice_changed_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their backward reads the inputs again."""
-    required, arguments = problem(FEATURES, 8, 8, 19, 3, lengths=True)
-    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
-    for name in ("target", "lengths"):
-        loss = functional.scan_cross_entropy(**arguments, message_clip=0.1).loss
-        arguments[name].copy_(arguments[name].clone())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(loss, required)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_one_id_of_any_strides(dtype: torch.dtype) -> None:
-    required, arguments = problem(IDS, 8, 8, 1, 1)
-    for name in ("x", "target"):
-        arguments[name] = arguments[name].to(dtype).repeat(1, 2)[:, ::2]
-        assert arguments[name].stride() == (2, 2)
-    compare(required, arguments, 1e-10, algorithm="modal")
-
-
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize(
-    ("N", "K", "T"),
-    [(1, 1, 1), (2, 2, 30), (17, 17, 1), (33, 33, 30), (250, 250, 20), (2, 1, 20), (17, 1, 20), (33, 32, 20)],
-)
-def test_margins(N: int, K: int, T: int, margin: float | None) -> None:
-    required, arguments = problem(IDS, N, K, T, 3, margin=margin)
-    compare(required, arguments, 1e-7 if margin is None or N == 250 else 1e-8, algorithm="modal")
 
 
 def test_the_answer_depends_on_the_arguments_alone() -> None:

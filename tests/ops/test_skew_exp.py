@@ -114,12 +114,6 @@ def test_gradcheck(norm: float) -> None:
     assert torch.autograd.gradcheck(lambda t: functional.skew_exp(t, backend="reference"), (x,))
 
 
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_second_derivative(backend: str | None) -> None:
-    x = skew(3, 2.0).requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda t: functional.skew_exp(t, backend=backend), (x,))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [0.3, 3.0, 25.0])
 def test_gradient_against_torch(dtype: torch.dtype, norm: float) -> None:

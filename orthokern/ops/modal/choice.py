@@ -15,7 +15,7 @@ Note [When a basis is accurate enough]
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ dispatch.register("modal", SUPPORT)
 
 INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"
 # Errors that a call with an explicit algorithm="modal" may always have.
-LEAST_LIMIT = {torch.float32: 4e-6, torch.float64: 1e-10}
+LEAST_LIMIT = {torch.float32: 4e-6, torch.float64: 3e-11}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +60,6 @@ class Modes:
     backend: Any  # the module with the functions of `reference`
 
 
-class Options(NamedTuple):
-    """The options of a scan that the choice depends on."""
-
-    activation: str = "identity"
-    message_clip: float = 0.0
-    backend: str | None = None
-    algorithm: str = "auto"
-    lengths: bool = False  # the call has them
-    resets: bool = False
-    leak: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What the choice of an algorithm depends on."""
@@ -81,9 +69,15 @@ class Call:
     B: int
     C: int  # classes of the readout, 0 for states
     ids: bool  # the inputs are token ids
-    backward: bool  # gradients are needed
-    started: bool  # the call starts from an earlier basis
-    options: Options
+    backward: bool = True  # gradients are needed
+    start: Tensor | None = None  # R [N, 2M] of an earlier call
+    activation: str = "identity"
+    message_clip: float = 0.0
+    backend: str | None = None
+    algorithm: str = "auto"
+    lengths: bool = False  # the call has them
+    resets: bool = False
+    leak: bool = False
 
     @property
     def N(self) -> int:
@@ -115,7 +109,14 @@ def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Ca
     x, layer = args.x, (None, None) if readout is None else readout[:2]
     assert x is not None
     tensors = (value for value in args if isinstance(value, Tensor))
-    options = Options(
+    return Call(
+        matrix_of(args),
+        x.shape[0],
+        x.shape[1],
+        0 if readout is None else len(readout.weight),
+        not x.is_floating_point(),
+        needs_grad(*layer, *tensors),
+        start,
         args.activation,
         args.message_clip,
         args.backend,
@@ -124,34 +125,24 @@ def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Ca
         args.resets is not None,
         args.leak is not None,
     )
-    return Call(
-        matrix_of(args),
-        x.shape[0],
-        x.shape[1],
-        0 if readout is None else len(readout.weight),
-        not x.is_floating_point(),
-        needs_grad(*layer, *tensors),
-        start is not None,
-        options,
-    )
 
 
 def backend_name(call: Call) -> str:
     """The backend that serves a call; BackendUnavailable if there is none."""
     facts = {"N": call.N, "C": call.C}
-    return dispatch.choose("modal", call.options.backend, dispatch.Call(call.device, call.dtype, facts))
+    return dispatch.choose("modal", call.backend, dispatch.Call(call.device, call.dtype, facts))
 
 
 def why_never(call: Call) -> str | None:
     """Why the modal form is not possible for any W, or None if it is."""
-    options, device = call.options, call.device
-    if options.activation != "identity":
-        return f"the activation is {options.activation!r}, and modes are for 'identity'"
-    if options.message_clip > 0:
-        return f"message_clip is {options.message_clip:g}, and clipping works on units, not on modes"
-    if options.leak:
+    device = call.device
+    if call.activation != "identity":
+        return f"the activation is {call.activation!r}, and modes are for 'identity'"
+    if call.message_clip > 0:
+        return f"message_clip is {call.message_clip:g}, and clipping works on units, not on modes"
+    if call.leak:
         return "leak changes the recurrence, and the modes are those of W"
-    if options.resets:
+    if call.resets:
         return "resets replace states between steps, so the recurrence runs step by step"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the stream is being captured in a graph, and the host has to read the modes of every call"
@@ -159,7 +150,7 @@ def why_never(call: Call) -> str | None:
         name = backend_name(call)
     except BackendUnavailable as error:
         return str(error)
-    if device.type == "cuda" and name == "reference" and dispatch.requested(options.backend) != "reference":
+    if device.type == "cuda" and name == "reference" and dispatch.requested(call.backend) != "reference":
         return NEEDS_CUDA
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the call, and the host has to read the modes of one W"
@@ -180,7 +171,7 @@ def multiply_adds(call: Call) -> tuple[float, float]:
     rows, N, step = float(call.T * call.B), call.N, 2.0 * call.N * call.matrix[-1].shape[1]
     passes, directions = (4, 2) if call.backward else (1, 1)
     readout = float(call.C * N * (3 if call.backward else 1))
-    modal = rows * (passes * 4 * N + 2 * readout) + (40 if call.started else 250) * N**3
+    modal = rows * (passes * 4 * N + 2 * readout) + (40 if call.start is not None else 250) * N**3
     sequential = rows * (directions * step + (N * N if call.backward else 0) + readout)
     return modal, sequential
 
@@ -190,11 +181,11 @@ def why_not_now(call: Call) -> str | None:
 
     (It is never used for states: transforming them to modes and back takes products as large as those of the scan.)
     """
-    if dispatch.plain_reference(call.options.backend):
+    if dispatch.plain_reference(call.backend):
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if backend_name(call) == "reference":
         return f"modal has no kernel for {call.device.type} tensors"
-    if any(call.options.lengths or not sink.sparse for sink in _taps.SINKS):
+    if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
     size = 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
     if size > kept_states(call.device):
@@ -214,7 +205,7 @@ def check_accuracy(basis: Basis, w: Tensor, call: Call) -> None:
     error = eps * (condition**2 if call.backward else condition)
     error += condition * (horizon * wide + basis.neglected(w, call.T))
     limit = 2 * eps * horizon**0.5
-    if call.options.algorithm == "modal":
+    if call.algorithm == "modal":
         limit = max(limit, LEAST_LIMIT[call.dtype], 2 * horizon * wide)
     if not error <= limit:
         raise NoBasis(
@@ -223,8 +214,8 @@ def check_accuracy(basis: Basis, w: Tensor, call: Call) -> None:
         )
 
 
-def find_modes(call: Call, start: Tensor | None) -> Modes:
-    """The modes of the matrix of a call; NoBasis if they cannot be used. start: R [N, 2M] of an earlier call."""
+def find_modes(call: Call) -> Modes:
+    """The modes of the matrix of a call; NoBasis if they cannot be used."""
     if len(call.matrix) == 1:
         w, thin = call.matrix[0].double(), None
     else:
@@ -233,21 +224,21 @@ def find_modes(call: Call, start: Tensor | None) -> Modes:
         thin = v.detach() if v.shape[1] < v.shape[0] else None
     with torch.no_grad():
         fixed = w.detach()
-        basis = diagonalise(fixed, None if start is None else start.to(w), v=thin, dtype=call.dtype)
+        basis = diagonalise(fixed, None if call.start is None else call.start.to(w), v=thin, dtype=call.dtype)
         check_accuracy(basis, fixed, call)
         pairs = torch.empty(0, 2, dtype=torch.int64, device=w.device)
         if call.backward:
             pairs = close_pairs(basis, call.T)
-    if len(pairs) > 2 * call.N and call.options.algorithm != "modal":
+    if len(pairs) > 2 * call.N and call.algorithm != "modal":
         raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
     backend = {"reference": reference, "cpu": cpu, "cuda": cuda}[backend_name(call)]
     return Modes(w, basis, pairs, call.backward, backend)
 
 
-def choose(call: Call, start: Tensor | None) -> tuple[Modes | None, str]:
+def choose(call: Call) -> tuple[Modes | None, str]:
     """(modes, "") for a call that uses the modal form, else (None, the reason). For the algorithm "modal" the reason is
     an InputError."""
-    algorithm = call.options.algorithm
+    algorithm = call.algorithm
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
     if algorithm == "auto" and torch.compiler.is_compiling():  # before the look for a kernel, which has no graph either
@@ -257,7 +248,7 @@ def choose(call: Call, start: Tensor | None) -> tuple[Modes | None, str]:
         why = why_not_now(call)
     if why is None:
         try:
-            return find_modes(call, start), ""
+            return find_modes(call), ""
         except NoBasis as error:
             why = f"{call.name} is not safely diagonalisable: {error}"
     if algorithm == "modal":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern._scan_contract import Readout
-from orthokern.cpu._call import as_bytes, call, new
+from orthokern.cpu._call import call, new
 from orthokern.ops.modal.reference import Gradients, Inputs, Loss
 
 
@@ -21,7 +21,7 @@ def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False
 
 
 def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
-    """See ``reference.loss``. Ids are passed as bytes, with their width."""
+    """See ``reference.loss``."""
     x, re, im, z0, table, lengths, pairs = inputs
     weight, bias, target, reduction = readout
     (T, B), dtype, ids = target.shape, z0.dtype, None if table is None else x
@@ -51,13 +51,11 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
         "scale": 1.0 / count if reduction == "mean" else 1.0,
         "need_grad": int(need_grad),
         "K": len(profile),
-        "id_bytes": 0 if ids is None else ids.element_size(),
-        "target_bytes": target.element_size(),
     }
     named["readout"] = named.pop("weight")
     tensors = {
         "x": x if ids is None else None,
-        "ids": None if ids is None else as_bytes(ids),
+        "tokens": None if ids is None else ids.to(torch.int64),
         "re": re,
         "im": im,
         "z0": z0,
@@ -66,7 +64,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
         "pairs": pairs,
         "readout": weight,
         "bias": bias,
-        "target_ids": as_bytes(target),
+        "target": target.to(torch.int64),
         "loss": result.loss,
         "hits": result.hits,
         "steps": torch.tensor(profile, dtype=torch.int64, device="cpu"),

@@ -24,7 +24,6 @@ from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
-from orthokern.ops.modal.choice import Call, Matrix, Modes, Options
 from orthokern.ops.modal.op import modal_loss
 
 CHUNK = 2**24  # bytes of a chunk's states
@@ -208,18 +207,10 @@ def _sequential(args: ScanArgs, readout: Readout) -> tuple[Tensor, Tensor]:
     return loss.to(h0.dtype), hits
 
 
-@torch.no_grad()
-def choose_for(
-    matrix: Matrix, T: int, B: int, C: int, *, ids: bool, start: Tensor | None, options: Options
-) -> tuple[Modes | None, str]:
-    """(modes or None, why there are none) for a training step with ``scan_loss``; see ``choice.choose``."""
-    return choice.choose(Call(matrix, T, B, C, ids, True, start is not None, options), start)
-
-
 @keeps_dtype
 def scan_loss(args: ScanArgs, readout: Readout, start: Tensor | None = None) -> ScanLoss:
     """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Arguments are taken as checked."""
-    modes, why = choice.choose(choice.call_of(args, readout, start), start)
+    modes, why = choice.choose(choice.call_of(args, readout, start))
     if modes is None:
         return ScanLoss(*_sequential(args, readout), None, why)
     return ScanLoss(*modal_loss(args, readout, modes), modes.basis.right, "")

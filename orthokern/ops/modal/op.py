@@ -149,7 +149,7 @@ class _ModalStates(torch.autograd.Function):
 def modal_scan(args: ScanArgs) -> Tensor:
     """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
     x, h0, weight, bias, lengths = args.x, args.h0, args.weight, args.bias, args.lengths
-    modes, _ = choose(call_of(args, None, None), None)
+    modes, _ = choose(call_of(args, None, None))
     assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
