@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from orthokern import InputError
@@ -45,6 +46,7 @@ def test_only_the_optimizer_that_holds_a_module_checks_it() -> None:
     rnn.skew_l0 = nn.Parameter(torch.zeros(4, 4, dtype=F64))
     step_of_another_model()
     optimizer.add_param_group({"params": [rnn.skew_l0]})
+    rnn.skew_l0.grad = torch.zeros(4, 4, dtype=F64)
     with pytest.raises(InputError, match="skew_l0"):
         optimizer.step()
 
@@ -99,10 +101,49 @@ def test_a_step_at_a_rate_of_zero_moves_no_base(kind: type[ExpRNN] | type[NonNor
     after = rnn.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items() if isinstance(value, Tensor))
     train(rnn, optimizer, 2)
-    assert torch.equal(rnn.base_l0, before["base_l0"]) and rnn.get_extra_state() == {"uses": 0, "rebases": 0}
+    assert torch.equal(rnn.base_l0, before["base_l0"]) and rnn.get_extra_state().tolist() == [0, 0]
     next(group for group in optimizer.param_groups if group["role"] == "skew")["lr"] = 0.1
     train(rnn, optimizer, 1)
     assert not torch.equal(rnn.base_l0, before["base_l0"])
+
+
+@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
+def test_a_step_without_gradients_moves_no_base(kind: type[ExpRNN] | type[NonNormalRNN]) -> None:
+    rnn = kind(3, 6, dtype=F64, rebase_every=1)
+    with torch.no_grad():
+        rnn.skew_l0.normal_()
+    base, optimizer = rnn.base_l0.clone(), torch.optim.SGD(rnn.parameters(), lr=0.1)
+    optimizer.step()
+    assert torch.equal(rnn.base_l0, base) and rnn.get_extra_state().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
+def test_a_state_of_the_optimizer_before_the_first_step_changes_nothing(
+    kind: type[ExpRNN] | type[NonNormalRNN],
+) -> None:
+    """get_optimizer_state_dict then takes a step with gradients of zero at a rate of 0."""
+
+    def trained(looks: bool) -> nn.Module:
+        torch.manual_seed(0)
+        rnn = kind(3, 6, dtype=F64, rebase_every=2)
+        optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1, momentum=0.9)
+        if looks:
+            get_optimizer_state_dict(rnn, optimizer)
+        train(rnn, optimizer, 5)
+        return rnn
+
+    for one, other in zip(trained(True).state_dict().values(), trained(False).state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_states_of_earlier_versions_are_loaded() -> None:
+    rnn = make(rebase_every=5)
+    state = {**rnn.state_dict(), "_extra_state": {"uses": 3, "rebases": 2}}
+    rnn.load_state_dict(state)
+    assert rnn.get_extra_state().tolist() == [3, 2]
+    for wrong in ({"uses": 1}, torch.tensor([1]), torch.tensor([-1, 2]), None):
+        with pytest.raises(InputError, match="extra state is .*; accepted: a tensor of the counts"):
+            rnn.load_state_dict({**state, "_extra_state": wrong})
 
 
 @pytest.fixture
@@ -127,7 +168,7 @@ def test_an_optimizer_that_steps_in_the_backward_is_refused() -> None:
     optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
     optimizer._overlap_with_ddp = True  # type: ignore[attr-defined]  # of a ZeroRedundancyOptimizer
     with pytest.raises(InputError, match="overlap_with_ddp=True; accepted: False"):
-        optimizer.step()
+        train(rnn, optimizer, 1)
 
 
 class Pair(nn.Module):

@@ -135,37 +135,6 @@ def test_the_state_may_be_a_list() -> None:
             module(x, [h])
 
 
-BAD_CALLS: list[tuple[Any, Any, str]] = [
-    ([1.0], None, "input must be a Tensor or a PackedSequence, got list"),
-    (torch.zeros(2, 3, 4), None, r"input has 4 features \(shape \(2, 3, 4\)\); accepted: input_size = 3"),
-    (torch.zeros(2, 3, 3, dtype=F64), None, "input has dtype torch.float64; accepted: torch.float32"),
-    (torch.zeros(0, 2, 3), None, "input has T=0 and B=2; accepted: at least 1"),
-    (torch.tensor([0, 3]), None, r"token ids from 0 to 3; accepted: ids in \[0, input_size = 3\)"),
-    (torch.zeros(2, 5, 3), torch.zeros(1, 5, 4), r"hx must be a pair of tensors \(h, c\) or None, got Tensor"),
-    (torch.zeros(2, 5, 3), (torch.zeros(1, 5, 4), torch.zeros(1, 4, 5)), r"c of hx is \(1, 4, 5\); accepted: \(1, 5, "),
-]
-
-
-@pytest.mark.parametrize(("x", "hx", "message"), BAD_CALLS)
-def test_refused_calls(x: Any, hx: Any, message: str) -> None:
-    with pytest.raises(InputError, match=f"^.*{message}"):
-        PeepholeLSTM(3, 4)(x, hx)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"input_size": 0}, "input_size must be at least 1, got 0"),
-        ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\], got 1.5"),
-        ({"forget_bias": float("nan")}, "forget_bias must be a finite number, got nan"),
-        ({"dtype": torch.bfloat16}, "dtype torch.bfloat16 is not supported"),
-    ],
-)
-def test_refused_arguments(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        PeepholeLSTM(**{"input_size": 3, "hidden_size": 4, **kwargs})
-
-
 @pytest.mark.parametrize("how", ["forward mode", "reference"])
 def test_tangents_and_second_derivatives(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward mode, and on the reference backend in both modes, the recurrence is plain torch code."""

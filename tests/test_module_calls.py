@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_kinds import KINDS, D, N, made
+from module_kinds import EVERY, KINDS, D, N, made
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,18 +166,29 @@ def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, 
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 3, 1], [2, 5, 3]])
-def test_packed_rows_and_their_derivatives(lengths: list[int], bidirectional: bool) -> None:
-    """Against each sequence alone; batches of one length are not copied; the copy of rows has both derivatives."""
-    module = made("rnn", dtype=torch.float64, bidirectional=bidirectional)
+def test_packed_sequences_are_each_on_its_own(lengths: list[int], kind: str, bidirectional: bool) -> None:
+    """Values and gradients of a packed batch are those of its sequences, at two layers."""
+    module = made(kind, dtype=torch.float64, bidirectional=bidirectional, num_layers=2)
     sequences = [torch.randn(n, D, dtype=torch.float64) for n in lengths]
-    packed = nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
     parameters = list(module.parameters())
-    output, h_n = module(packed)
-    found = torch.autograd.grad(output.data.square().sum() + h_n.sum(), parameters)
-    alone = [module(one) for one in sequences]
-    loss = sum(y.square().sum() + h.sum() for y, h in alone)
+    output, last = module(nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False))
+    outputs, lasts = zip(*[module(one) for one in sequences], strict=True)
+    padded = nn.utils.rnn.pad_packed_sequence(output)[0]
+    states = [last] if isinstance(last, Tensor) else last
+    single = list(zip(*[[h] if isinstance(h, Tensor) else h for h in lasts], strict=True))
+    for b, one in enumerate(outputs):
+        torch.testing.assert_close(padded[: len(one), b], one)
+        assert not padded[len(one) :, b].any()
+    for state, parts in zip(states, single, strict=True):
+        torch.testing.assert_close(state, torch.stack(parts, 1))
+    found = torch.autograd.grad(output.data.square().sum() + sum(h.sum() for h in states), parameters)
+    loss = sum(y.square().sum() for y in outputs) + sum(h.sum() for parts in single for h in parts)
     torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))
+
+
+def test_rows_have_both_derivatives() -> None:
     rows, place = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 3])
     assert torch.autograd.gradcheck(lambda rows: _layouts._rows(rows, place), rows)
     assert torch.autograd.gradgradcheck(lambda rows: _layouts._rows(rows, place).square(), rows)

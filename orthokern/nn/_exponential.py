@@ -14,9 +14,10 @@ Note [Dynamic trivialisation]
     step the parameters of its rank before it sends them to the other ranks, the step of the outer one counts. A forward
     changes nothing, so it may run any number of times: for accumulated gradients, again in a backward
     (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all replicas move
-    after the same steps. Steps that are not taken by a torch.optim.Optimizer (captured in a CUDA graph, or in a loop
-    that changes parameters itself) do not move the base: call `rebase` between such steps. A backward through a forward
-    before the move raises torch's error about a tensor modified in place, as after any step.
+    after the same steps. Steps without gradients or at a learning rate of 0 do not count. Steps that are not taken by a
+    torch.optim.Optimizer (captured in a CUDA graph, or in a loop that changes parameters itself) do not move the base:
+    call `rebase` between such steps. A backward through a forward before the move raises torch's error about a tensor
+    modified in place, as after any step.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -33,12 +34,10 @@ Note [Optimizer state at a move]
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
-from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, positive_int
+from orthokern.errors import InputError
+from orthokern.nn._checks import (
+    check_exponential,
+    check_loaded_orthogonal,
+    integer,
+    largest_deviation,
+    new_parameter,
+    one_of,
+)
 from orthokern.nn._recurrent import Recurrent
 from orthokern.ops._checks import whole
 from orthokern.ops._register import untraced
@@ -58,10 +64,9 @@ OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # names in torch.optim
 FLATTEST = 0.1
 
-# Complete modules by id, and module -> its optimizers; not attributes, so that a module can be copied and pickled.
-# The first is not a WeakSet, which must not be iterated over while another thread makes a module.
-_modules: weakref.WeakValueDictionary[int, _Exponential] = weakref.WeakValueDictionary()
-_optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
+# Complete modules -> the optimizers that step their A. An optimizer of torch knows parameters and no modules; and as an
+# attribute of a module, its optimizers would be copied and pickled with it.
+_followed: weakref.WeakKeyDictionary[_Exponential, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
 
 def skew_from(parameter: Tensor) -> Tensor:
@@ -90,8 +95,8 @@ def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
 class _Exponential(Recurrent):
     """A recurrence with an orthogonal P = B exp(A) per direction and layer. A subclass computes its matrix from P."""
 
-    _half_ok = False
     _inits: tuple[str, ...] = INITS
+    _roles: ClassVar = {"skew": "skew"}
 
     def _set_up_exponential(
         self,
@@ -101,26 +106,28 @@ class _Exponential(Recurrent):
         optimizer_state: str,
         max_angle: float | None = None,
     ) -> None:
-        if init not in self._inits:
-            raise unknown_name("init", init, self._inits)
+        one_of("init", init, self._inits)
         if max_angle is not None:
             init_.check_rotations(init, max_angle, init_.SKEW_ANGLES)
         self.init, self.max_angle = init, max_angle
-        self.rebase_every = None if rebase_every is None else positive_int("rebase_every", rebase_every)
-        self.project_every = positive_int("project_every", project_every)
-        if optimizer_state not in OPTIMIZER_STATES:
-            raise unknown_name("optimizer_state", optimizer_state, OPTIMIZER_STATES)
-        self.optimizer_state = optimizer_state
+        self.rebase_every = None if rebase_every is None else integer("rebase_every", rebase_every)
+        self.project_every = integer("project_every", project_every)
+        self.optimizer_state = one_of("optimizer_state", optimizer_state, OPTIMIZER_STATES)
         self._uses = 0  # steps of an optimizer since the last move of the base
         self._rebases = 0
 
-    def _register_exponential(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
-        n = self.hidden_size
-        self._register(f"skew_{suffix}", (n, n), device, dtype)
-        self.register_buffer(f"base_{suffix}", torch.empty(n, n, device=device, dtype=dtype))
+    def _build(self) -> None:
+        for name in (f"base_{suffix}" for suffix in self._suffixes()):
+            shape = (self.hidden_size, self.hidden_size)
+            self.register_buffer(name, new_parameter(name, shape, **self._placement).detach())
+        super()._build()
+        _followed[self] = weakref.WeakSet()
+
+    def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"skew": (self.hidden_size, self.hidden_size)}
 
     @torch.no_grad()
-    def _reset_exponential(self, suffix: str, generator: torch.Generator | None) -> None:
+    def _reset_matrix(self, suffix: str, generator: torch.Generator | None) -> None:
         parameter, base = self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
         if self.init == "orthogonal":
             nn.init.zeros_(parameter)
@@ -145,22 +152,6 @@ class _Exponential(Recurrent):
         check_exponential(f"skew_{suffix}", parameter, p)
         return self._tensor(f"base_{suffix}") @ p
 
-    def _composed(self, suffix: str) -> Tensor:
-        """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
-        raise NotImplementedError
-
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """The matrix [N,N] of one recurrence, without the gain, differentiable: W = B exp(A) of an ExpRNN,
-        V = P Theta P^T of a NonNormalRNN."""
-        return self._composed(self._suffix(layer, reverse))
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [self._composed(suffix) for suffix in self._suffixes()]
-
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._gained(self._composed(suffix)),)
-
     @torch.no_grad()
     def orthogonality_error(self) -> float:
         """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences, NaN included."""
@@ -170,11 +161,7 @@ class _Exponential(Recurrent):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._follow_steps()
-
-    def _follow_steps(self) -> None:
-        """Called when the module is complete: from then on, its base moves after steps of its optimizers."""
-        _modules[id(self)] = self
+        _followed[self] = weakref.WeakSet()
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
         """Apply `optimizer_state` to this optimizer at moves of the base that come before its first step.
@@ -183,68 +170,50 @@ class _Exponential(Recurrent):
 
         Raises InputError if the optimizer does not train this module's skew parameters.
         """
-        if not self._held_by(optimizer):
+        holders = [part for part in _parts(optimizer) if self._groups(part)]
+        if not holders:
             raise InputError(
                 "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
             )
-        for part in _parts(optimizer):
-            if self._held_by(part):
-                _optimizers.setdefault(self, weakref.WeakSet()).add(part)
+        _followed[self].update(holders)
 
-    def _held_by(self, optimizer: Optimizer) -> bool:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(parameter) in held for parameter, _ in self._raw_skews() if parameter is not None)
+    def _raw_skews(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+        """(suffix, parameter, base) of every recurrence without checks, for modules that the step at hand may not
+        concern; None for one that is replaced by another attribute."""
+        for suffix in self._suffixes():
+            yield suffix, self._parameters.get(f"skew_{suffix}"), self._buffers.get(f"base_{suffix}")
 
-    def _rests_in(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's learning rate of this module's skew parameters is 0. A rate on a GPU is not read."""
-        own = {id(parameter) for parameter, _ in self._raw_skews()}
-        rates = [g.get("lr") for g in optimizer.param_groups if any(id(p) in own for p in g["params"])]
-        return all(rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and rate == 0 for rate in rates)
+    def _groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor]]:
+        """The skew parameters that an optimizer holds, with their groups of options."""
+        own = {id(parameter) for _, parameter, _ in self._raw_skews()}
+        return [(group, p) for group in optimizer.param_groups for p in group["params"] if id(p) in own]
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        """Called after a step of an optimizer that holds this module's skew parameters: moves the base after every
-        `rebase_every` steps. A step at a learning rate of 0 changes nothing and does not count."""
-        assert self.rebase_every is not None
-        if self._rests_in(optimizer):
+        """Called after a step of any optimizer: moves the base after every `rebase_every` steps of those that hold a
+        skew parameter. A step without gradients or at a learning rate of 0 changes nothing and does not count."""
+        if all(p.grad is None or _rests(group.get("lr")) for group, p in self._groups(optimizer)):
             return
-        _optimizers.setdefault(self, weakref.WeakSet()).add(optimizer)
-        if any(self._held_by(outer) for outer in _around(optimizer)):
+        _followed[self].add(optimizer)
+        if any(self._groups(outer) for outer in _around(optimizer)):
             return
         if getattr(optimizer, "_overlap_with_ddp", False):  # what it steps in the backward may still be under way
             raise InputError("rebase_every is set, and the optimizer has overlap_with_ddp=True; accepted: False")
         self._uses += 1
-        if self._uses >= self.rebase_every:
+        if self.rebase_every is not None and self._uses >= self.rebase_every:
+            self._check_ties()
             self.rebase()
-
-    def _raw_skews(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """(parameter, base) of every recurrence without checks, for modules that the step at hand may not concern; None
-        for one that is replaced by another attribute."""
-        for suffix in self._suffixes():
-            yield self._parameters.get(f"skew_{suffix}"), self._buffers.get(f"base_{suffix}")
 
     def _check_ties(self) -> None:
         """Rejects a skew parameter of this module that is also that of a recurrence with another base: a move would set
         it to 0 and change one of the bases."""
-        suffix = self._tied_without_base()
-        if suffix is not None:
-            raise InputError(
-                f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
-                f"{self.rebase_every}; accepted: tie base_{suffix} too, rebase_every=None, or delete one of the modules"
-            )
-
-    def _tied_without_base(self) -> str | None:
-        """The recurrence of any module that shares a skew parameter of this one and has another base, or None."""
-        own = {id(parameter): base for parameter, base in self._raw_skews() if parameter is not None}
+        own = {id(parameter): base for _, parameter, base in self._raw_skews() if parameter is not None}
         for module in _alive():
-            for suffix, (parameter, base) in zip(module._suffixes(), module._raw_skews(), strict=True):
-                if parameter is not None and id(parameter) in own and base is not own[id(parameter)]:
-                    return suffix
-        return None
-
-    def _skews(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter, base) of every recurrence."""
-        for suffix in self._suffixes():
-            yield self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
+            for suffix, parameter, base in module._raw_skews():
+                if own.get(id(parameter), base) is not base:
+                    raise InputError(
+                        f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
+                        f"{self.rebase_every}; accepted: tie base_{suffix} too, or rebase_every=None"
+                    )
 
     @torch.no_grad()
     @_autocast.off()
@@ -256,17 +225,18 @@ class _Exponential(Recurrent):
         of an optimizer of A. Call it between a step and the next forward: gradients of A belong to the base with which
         they were computed.
         """
-        for suffix in self._suffixes():
-            whole(f"skew_{suffix}", self._tensor(f"skew_{suffix}"))
+        skews = [(self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")) for suffix in self._suffixes()]
+        for suffix, (parameter, _) in zip(self._suffixes(), skews, strict=True):
+            whole(f"skew_{suffix}", parameter)
         self._rebases += 1
         self._uses = 0
-        for parameter, base in self._skews():
+        for parameter, base in skews:
             moved = base.double() @ functional.skew_exp(
                 skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)
             )
             if self._rebases % self.project_every == 0:
                 moved = _nearest_orthogonal(moved)
-            for optimizer in _optimizers.get(self, ()):
+            for optimizer in _followed[self]:
                 self._move_state(optimizer, parameter)
             base.copy_(moved)
             parameter.zero_()
@@ -286,15 +256,16 @@ class _Exponential(Recurrent):
 
     # -- state
 
-    def get_extra_state(self) -> dict[str, int]:
-        """Steps since the last move of the base ("uses"), and moves so far."""
-        return {"uses": self._uses, "rebases": self._rebases}
+    def get_extra_state(self) -> Tensor:
+        """int64 [2]: steps since the last move of the base, and moves so far."""
+        return torch.tensor([self._uses, self._rebases], device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        if not isinstance(state, dict) or set(state) != {"uses", "rebases"}:
-            raise InputError(f"extra state is {state!r}; accepted: the counters 'uses' and 'rebases'")
-        self._uses = positive_int("uses", state["uses"], minimum=0)
-        self._rebases = positive_int("rebases", state["rebases"], minimum=0)
+        if isinstance(state, dict):  # of earlier versions
+            state = torch.tensor([int(state.get(name, -1)) for name in ("uses", "rebases")], device="cpu")
+        if not isinstance(state, Tensor) or state.shape != (2,) or bool((state < 0).any()):
+            raise InputError(f"extra state is {state!r}; accepted: a tensor of the counts of steps and of moves")
+        self._uses, self._rebases = (int(count) for count in state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for suffix in self._suffixes():
@@ -302,11 +273,9 @@ class _Exponential(Recurrent):
             check_loaded_orthogonal(prefix + name, state_dict.get(prefix + name), self._tensor(name))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _repr_exponential(self) -> str:
-        text = self._repr_common() + self._repr_init(False, self.init, self.max_angle)
-        if self.rebase_every is not None:
-            text += f", rebase_every={self.rebase_every}, project_every={self.project_every}"
-        return text
+    def _text(self, **usual: Any) -> str:
+        names = {"rebase_every": None, "project_every": 100, "optimizer_state": "transport"}
+        return super()._text(init="henaff", max_angle=None, **names, **usual)
 
 
 def _parts(optimizer: Optimizer) -> list[Optimizer]:
@@ -317,26 +286,14 @@ def _parts(optimizer: Optimizer) -> list[Optimizer]:
     return list(parts.values())
 
 
-def _alive() -> Iterator[_Exponential]:
+def _rests(rate: Any) -> bool:
+    """Whether a learning rate is 0. A rate on a GPU is not read."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)
+
+
+def _alive() -> list[_Exponential]:
     """All modules that are complete."""
-    for reference in _modules.valuerefs():
-        module = reference()
-        if module is not None:
-            yield module
-
-
-def _moved_by(optimizer: Optimizer) -> list[_Exponential]:
-    """The modules whose bases move after steps of this optimizer."""
-    return [module for module in _alive() if module.rebase_every is not None and module._held_by(optimizer)]
-
-
-def _place(code: CodeType) -> tuple[str, int, str]:
-    """Where a function is defined. Dynamo runs copies of code objects, which keep this."""
-    return code.co_filename, code.co_firstlineno, code.co_name
-
-
-# of the frame in which torch runs a step of an optimizer, with its hooks
-_STEP = _place(Optimizer.profile_hook_step(lambda optimizer: None).__code__)
+    return [module for reference in _followed.keyrefs() if (module := reference()) is not None]
 
 
 def _around(optimizer: Optimizer) -> list[Optimizer]:
@@ -347,27 +304,22 @@ def _around(optimizer: Optimizer) -> list[Optimizer]:
     result: list[Optimizer] = []
     frame = sys._getframe().f_back
     while frame is not None:
-        if _place(frame.f_code) == _STEP:
-            result.append(frame.f_locals["args"][0])
+        outer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(outer, Optimizer) and outer is not optimizer and _parts(outer) == [outer]:
+            result.append(outer)
         frame = frame.f_back
-    return [outer for outer in result if outer is not optimizer and _parts(outer) == [outer]]
+    return result
 
 
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # the hook also runs for each part of a combined optimizer
-    if not _modules or _parts(optimizer) != [optimizer] or _capturing():
+    if not _followed or _parts(optimizer) != [optimizer] or _capturing():
         return
-    moved = _moved_by(optimizer)
-    if any(module._tied_without_base() is not None for module in moved):
-        del moved
-        gc.collect()  # the other module may be a discarded one in a reference cycle
-        moved = _moved_by(optimizer)
-        for module in moved:
-            module._check_ties()
-    for module in moved:
-        module._stepped(optimizer)
+    for module in _alive():
+        if module.rebase_every is not None:
+            module._stepped(optimizer)
 
 
 def _capturing() -> bool:

@@ -12,7 +12,7 @@ from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, check_device, positive_int, refuse_proxy
+from orthokern.nn._checks import check_backend, check_device, integer, refuse_proxy
 from orthokern.nn._draws import draw
 
 
@@ -53,7 +53,7 @@ class ModReLU(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.features = None if features is None else positive_int("features", features)
+        self.features = None if features is None else integer("features", features)
         self.backend = check_backend(backend)
         self.bias = nn.Parameter(torch.empty(self.features or 1, device=check_device(device), dtype=dtype))
         self.reset_parameters()

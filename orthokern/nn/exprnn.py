@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from typing_extensions import Unpack
 
-from orthokern.nn._base import RecurrentOptions
-from orthokern.nn._checks import check_device, parameter_dtype
 from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
+from orthokern.nn._recurrent import RecurrentOptions
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
 
@@ -56,15 +56,7 @@ class ExpRNN(_Exponential):
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         init: str = "henaff",
         max_angle: float | None = None,
         rebase_every: int | None = None,
@@ -72,33 +64,9 @@ class ExpRNN(_Exponential):
         optimizer_state: str = "transport",
         **options: Unpack[RecurrentOptions],
     ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
-        )
+        super().__init__(input_size, hidden_size, *args, **options)
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
-        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        for suffix in self._suffixes():
-            self._register_input(suffix, device, dtype)
-            self._register_exponential(suffix, device, dtype)
-            self._register_common(suffix, device, dtype)
-        self.reset_parameters()
-        self._follow_steps()
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`; `generator`
-        as in RNN.reset_parameters."""
-        for suffix in self._suffixes():
-            self._reset_input(suffix, generator)
-            self._reset_exponential(suffix, generator)
-            self._reset_common(suffix, generator)
+        self._build()
 
     def _composed(self, suffix: str) -> Tensor:
         return self._orthogonal(suffix)
-
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "skew" (A) or "other"."""
-        names = [name for name, _ in self.named_parameters(recurse=False)]
-        return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
-
-    def extra_repr(self) -> str:
-        return self._repr_exponential()

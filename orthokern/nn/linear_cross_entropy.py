@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int, refuse_proxy
+from orthokern.errors import InputError
+from orthokern.nn._checks import check_backend, check_device, flag, integer, new_parameter, one_of, refuse_proxy
 from orthokern.nn._draws import draw
 
 REDUCTIONS = ("mean", "sum")
@@ -54,11 +54,9 @@ class LinearCrossEntropy(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.hidden = positive_int("hidden", hidden)
-        self.classes = positive_int("classes", classes)
-        if reduction not in REDUCTIONS:
-            raise unknown_name("reduction", reduction, REDUCTIONS)
-        self.reduction = reduction
+        self.hidden = integer("hidden", hidden)
+        self.classes = integer("classes", classes)
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self.backend = check_backend(backend)
         device = check_device(device)
         self.weight = new_parameter("weight", (self.classes, self.hidden), device, dtype)
