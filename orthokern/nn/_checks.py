@@ -75,9 +75,9 @@ def one_of(name: str, value: Any, names: Iterable[str]) -> str:
     return str(value)
 
 
-def check_backend(value: str | None) -> str | None:
+def check_backend(name: str, value: str | None) -> str | None:
     """A backend name. Whether the backend supports the call is only known in forward."""
-    return None if value is None else one_of("backend", value, ("auto", *BACKENDS))
+    return None if value is None else one_of(name, value, ("auto", *BACKENDS))
 
 
 def check_dtype(dtype: torch.dtype, *, half: bool) -> None:

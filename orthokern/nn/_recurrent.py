@@ -1,10 +1,20 @@
-"""The base class of the recurrences with one matrix: the arguments of their scan, and the sequence loss."""
+"""The base class of the recurrences with one matrix: the arguments of their scan, and the loss with a linear readout.
+
+Note [The basis that a module keeps]
+    In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on that start.
+    So the basis is part of a module's state. It changes only in a forward in training mode with gradients, is in the
+    state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. It is an attribute of
+    the module by this name, since torch.distributed.checkpoint resolves the keys of a state_dict, but not a buffer,
+    whose absence load_state_dict would report. The same parameters, basis and inputs give the same bits, also after a
+    resume, and after any number of evaluations in between. A replica of torch.nn.DataParallel does not return its
+    basis; DistributedDataParallel keeps it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +23,19 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
-from orthokern.nn import _loss
 from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
+from orthokern.ops.modal.choice import Options
+from orthokern.ops.modal.loss import choose_for
+from orthokern.ops.modal.op import modal_last_step_norms
 
 NONLINEARITIES = tuple(ACTIVATIONS)
+BASIS = "modal_basis_"
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
 
 # torch 2.6 has no is_exporting: there, compiled programs keep all states, as exported ones do
@@ -30,28 +43,21 @@ _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torc
 
 
 class RecurrentOptions(LayerOptions, total=False):
-    """The options that all modules with a scan of one matrix share; see orthokern.nn.RNN."""
+    """The options that all modules with a scan of one matrix share; see orthokern.nn.RNN. Those that are annotated have
+    a default and a check, (name, value) -> value."""
 
     nonlinearity: str
-    negative_slope: float
-    learned_h0: bool
-    checkpoint_every: int
-    backend: str | None
-    precision: str
-    message_clip: float
-    gain: float
+    learned_h0: Annotated[bool, False, flag]
+    checkpoint_every: Annotated[int, 0, functools.partial(integer, minimum=0)]
+    backend: Annotated[str | None, None, check_backend]
+    precision: Annotated[str, "ieee", functools.partial(one_of, names=functional.PRECISIONS)]
+    message_clip: Annotated[float, 0.0, at_least_zero]
+    gain: Annotated[float, 1.0, above_zero]
+    negative_slope: Annotated[float, 0.01, number]
 
 
-# option -> its default, and the check (name, value) -> value
-OPTIONS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
-    "learned_h0": (False, flag),
-    "checkpoint_every": (0, functools.partial(integer, minimum=0)),
-    "backend": (None, lambda _, value: check_backend(value)),
-    "precision": ("ieee", functools.partial(one_of, names=functional.PRECISIONS)),
-    "message_clip": (0.0, at_least_zero),
-    "gain": (1.0, above_zero),
-    "negative_slope": (0.01, number),
-}
+_HINTS = get_type_hints(RecurrentOptions, include_extras=True)
+OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
 
 
 class Recurrent(Layers):
@@ -275,9 +281,13 @@ class Recurrent(Layers):
         suffix = self._suffix(-1, False)
         h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
         matrix, arguments = self._loss_arguments(lengths, None if cuts is None else cuts.of(self.num_layers - 1))
-        result = _loss.loss(readout, target, data, matrix, h0, reduction=reduction, algorithm=algorithm, **arguments)
+        layer, bias = _weights_of(readout, self.hidden_size)
+        if reduction is None:
+            reduction = getattr(readout, "reduction", "mean")
+        arguments |= {"readout_bias": bias, "reduction": reduction, "algorithm": algorithm}
+        result = functional.scan_cross_entropy(data, matrix, layer, target, h0, **arguments)
         if self.training and torch.is_grad_enabled() and result.basis is not None:
-            setattr(self, _loss.KEY + suffix, result.basis)
+            setattr(self, BASIS + suffix, result.basis)
         return result.loss, result.hits
 
     def _loss_arguments(
@@ -288,15 +298,25 @@ class Recurrent(Layers):
         matrix, bias = self._factors(suffix)
         options = self._scan_options(suffix, lengths, cuts)
         del options["checkpoint_every"]
-        return matrix, {"bias": bias, "basis": getattr(self, _loss.KEY + suffix, None), **options}
+        return matrix, {"bias": bias, "basis": getattr(self, BASIS + suffix, None), **options}
 
+    @torch.no_grad()
     def _last_step_norms(self, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str) -> Tensor | None:
-        """See ``_loss.last_step_norms``, for data [T, B] or [T, B, D] and target [T, B]; None for several layers."""
+        """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others, for data [T, B] or [T, B, D] and target
+        [T, B]; L is the mean cross-entropy of the last step alone. None for several layers, and if `loss` with the same
+        arguments does not use the modal form."""
         if self.num_layers > 1:
             return None
-        matrix, arguments = self._loss_arguments()
-        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(data.shape[1], None))
-        return _loss.last_step_norms(readout, target, data, matrix, h0, algorithm=algorithm, **arguments)
+        (matrix, arguments), layer = self._loss_arguments(), _weights_of(readout, self.hidden_size)
+        choice = Options(self.nonlinearity, self.message_clip, self.backend, algorithm)
+        (T, B), ids, start = data.shape[:2], not data.is_floating_point(), arguments["basis"]
+        modes, _ = choose_for(matrix, T, B, len(layer[0]), ids=ids, start=start, options=choice)
+        if modes is None:
+            return None
+        args = self._args(self._suffix(-1, False), (matrix, arguments["bias"]), None, data, None, None)
+        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(B))
+        args = args._replace(h0=args.h0 if h0 is None else h0)
+        return modal_last_step_norms(args, Readout(*layer, target), modes)
 
     def explain_loss(
         self,
@@ -341,9 +361,35 @@ class Recurrent(Layers):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        _loss.save(self, self._suffixes(), destination, prefix)
+        for name in (BASIS + suffix for suffix in self._suffixes()):
+            if getattr(self, name, None) is not None:
+                destination[prefix + name] = getattr(self, name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        *_, unexpected, errors = args
-        _loss.load(self, self._suffixes(), self.hidden_size, state_dict, prefix, unexpected, errors)
+        (*_, unexpected, errors), N = args, self.hidden_size
+        for name in (BASIS + suffix for suffix in self._suffixes()):
+            vars(self).pop(name, None)
+            basis = state_dict.get(prefix + name)
+            if basis is None:
+                continue
+            if prefix + name in unexpected:
+                unexpected.remove(prefix + name)
+            shape = list(basis.shape) if isinstance(basis, Tensor) else []
+            if len(shape) == 2 and shape[0] == N and shape[1] % 2 == 0 and N <= shape[1] <= 2 * N:
+                setattr(self, name, basis.detach().to(torch.float64, copy=True))
+            else:
+                errors.append(
+                    f"{prefix}{name} of shape {shape} is no basis of {N} units; accepted: [N, 2M], N <= 2M <= 2N"
+                )
+
+
+def _weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
+    """weight [C, N] and bias [C] or None of a linear layer; checks what the functional does not check."""
+    weight, bias = getattr(readout, "weight", None), getattr(readout, "bias", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != hidden:
+        got = type(readout).__name__ if not isinstance(weight, Tensor) else f"a weight of shape {list(weight.shape)}"
+        raise InputError(
+            f"readout is {got}; accepted: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy of {hidden} inputs"
+        )
+    return weight, bias

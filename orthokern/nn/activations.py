@@ -54,7 +54,7 @@ class ModReLU(nn.Module):
     ) -> None:
         super().__init__()
         self.features = None if features is None else integer("features", features)
-        self.backend = check_backend(backend)
+        self.backend = check_backend("backend", backend)
         self.bias = nn.Parameter(torch.empty(self.features or 1, device=check_device(device), dtype=dtype))
         self.reset_parameters()
 
@@ -89,7 +89,7 @@ class OPLU(nn.Module):
 
     def __init__(self, *, backend: str | None = None) -> None:
         super().__init__()
-        self.backend = check_backend(backend)
+        self.backend = check_backend("backend", backend)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, N even -> [..., N]."""

@@ -89,7 +89,7 @@ class GRU(Layers):
         if len(args) < 2:  # num_layers, bias
             options.setdefault("bias", False)
         super().__init__(input_size, hidden_size, *args, **options)
-        self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend(backend)
+        self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend("backend", backend)
         self.variant = one_of("variant", variant, VARIANTS)
         self.init = variant if init is None else one_of("init", init, INITS)
         if init_std is not None and self.init != "kanai":

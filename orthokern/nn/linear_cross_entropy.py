@@ -57,7 +57,7 @@ class LinearCrossEntropy(nn.Module):
         self.hidden = integer("hidden", hidden)
         self.classes = integer("classes", classes)
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
-        self.backend = check_backend(backend)
+        self.backend = check_backend("backend", backend)
         device = check_device(device)
         self.weight = new_parameter("weight", (self.classes, self.hidden), device, dtype)
         self.bias = new_parameter("bias", (self.classes,), device, dtype) if flag("bias", bias) else None
