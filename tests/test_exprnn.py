@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from orthokern import InputError, cpu, dispatch, functional
 from orthokern.errors import OutOfRange
 from orthokern.nn import ExpRNN, NonNormalRNN
-from orthokern.nn._exponential import FLATTEST, skew_from, transported
+from orthokern.nn.exprnn import FLATTEST, skew_from, transported
 from orthokern.optim import optimizer_for
 from orthokern.reference import skew_exp as reference
 

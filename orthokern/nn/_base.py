@@ -7,7 +7,7 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypedDict, overload
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,9 @@ from orthokern import _autocast, dispatch
 from orthokern._autocast import widened
 from orthokern.errors import InputError
 from orthokern.nn._checks import (
-    check_device,
     check_dtype,
     check_held,
     check_ids,
-    check_input,
-    check_packed,
     flag,
     integer,
     new_parameter,
@@ -32,6 +29,8 @@ from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
+
+Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
 
 class LayerOptions(TypedDict, total=False):
@@ -91,7 +90,7 @@ class Layers(nn.Module):
     def _checked_placement(self, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_dtype(dtype, half=self._half_ok)
-        return {"device": check_device(device), "dtype": dtype}
+        return {"device": device, "dtype": dtype}
 
     # -- parameters
 
@@ -256,34 +255,14 @@ class Layers(nn.Module):
 
     # -- the forward
 
-    @overload
     def forward(
         self,
-        input: Tensor,
+        input: Sequences,
         hx: Tensor | None = None,
         *,
         resets: Tensor | None = None,
         reset_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        input: PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[PackedSequence, Tensor]: ...
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
+    ) -> tuple[Sequences, Tensor]:
         """Run all layers over a batch of sequences.
 
         Args:
@@ -315,11 +294,10 @@ class Layers(nn.Module):
             >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
-        return self._forward(input, hx, resets, reset_state)
+        result: tuple[Sequences, Tensor] = self._forward(input, hx, resets, reset_state)
+        return result
 
-    def _forward(
-        self, input: Any, hx: Any, resets: Tensor | None, reset_state: Tensor | None
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
+    def _forward(self, input: Any, hx: Any, resets: Tensor | None, reset_state: Tensor | None) -> Any:
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
@@ -347,7 +325,6 @@ class Layers(nn.Module):
         self, input: PackedSequence, hx: Any, resets: Tensor | None, reset_state: Tensor | None
     ) -> tuple[PackedSequence, Tensor]:
         self._check_input(input.data, packed=True)
-        check_packed(input)
         layout, order = Packed(input.batch_sizes, input.data.device, self._serves_lengths()), input.sorted_indices
         hx = self._checked_hx(hx, layout.batch, input.data.device)
         cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
@@ -394,17 +371,36 @@ class Layers(nn.Module):
 
     # -- arguments of a forward
 
-    def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
-        """Checks the input except T and B; True for token ids."""
-        return check_input(
-            input,
-            self._tensor("weight_ih_l0"),
-            self.input_size,
-            batch_first=self.batch_first,
-            half=self._half_ok,
-            packed=packed,
-            small_ids=small_ids,
-        )
+    def _check_input(self, input: Any, *, packed: bool = False, small_ids: bool = False) -> bool:
+        """Checks the input except T and B; True for token ids.
+
+        input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
+        It must have the device of the input weight and, if it is floating, its dtype. small_ids: ids may also be uint8
+        or int16.
+        """
+        if not isinstance(input, Tensor):
+            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+        strided("input", input)
+        weight = self._tensor("weight_ih_l0")
+        if input.device != weight.device:
+            raise InputError(f"input is on {input.device}; accepted: {weight.device}, like the parameters")
+        if weight.dtype is not torch.float32:
+            check_dtype(weight.dtype, half=self._half_ok)
+        ids = (torch.int64, torch.int32, *((torch.int16, torch.uint8) if small_ids else ()))
+        tokens = input.dtype in ids
+        if not tokens and input.dtype != weight.dtype:
+            raise InputError(
+                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
+                f"or token ids in {', '.join(map(str, ids))}"
+            )
+        dims = input.dim() + tokens
+        if dims not in ((2,) if packed else (2, 3)) or (not tokens and input.shape[-1] != self.input_size):
+            kind, more = ("token ids", "") if tokens else ("floats", ", D")
+            order = "B, T" if self.batch_first else "T, B"
+            accepted = f"[rows{more}]" if packed else f"[{order}{more}] or, for one sequence, [T{more}]"
+            size = "" if tokens else f" with D = input_size = {self.input_size}"
+            raise InputError(f"input ({kind}) has shape {tuple(input.shape)}; accepted: {accepted}{size}")
+        return tokens
 
     def _time_first(self, tensor: Tensor, batched: bool) -> Tensor:
         """[T,B,...] from the layout of an input."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Unpack
 
 from orthokern import init as init_
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
-from orthokern.nn._base import LayerOptions, Layers
+from orthokern.nn._base import LayerOptions, Layers, Sequences
 from orthokern.nn._checks import number
 from orthokern.nn._layouts import Resets
 from orthokern.ops.peephole_scan import peephole_scan
@@ -76,13 +75,9 @@ class PeepholeLSTM(Layers):
                 nn.init.zeros_(self._tensor(f"bias_hh_{suffix}"))
                 nn.init.constant_(self._tensor(f"bias_ih_{suffix}").detach()[N : 2 * N], self.forget_bias)
 
-    @overload  # type: ignore[override]
-    def forward(self, input: Tensor, hx: Pair | None = None) -> tuple[Tensor, State]: ...
-
-    @overload
-    def forward(self, input: PackedSequence, hx: Pair | None = None) -> tuple[PackedSequence, State]: ...
-
-    def forward(self, input: Tensor | PackedSequence, hx: Pair | None = None) -> tuple[Tensor | PackedSequence, State]:
+    def forward(  # type: ignore[override]
+        self, input: Sequences, hx: Pair | None = None
+    ) -> tuple[Sequences, State]:
         """Run all layers over a batch of sequences.
 
         Args:

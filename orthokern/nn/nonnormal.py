@@ -13,9 +13,9 @@ from orthokern import _autocast
 from orthokern.errors import InputError
 from orthokern.nn._checks import check_finite, flag, one_of
 from orthokern.nn._draws import draw
-from orthokern.nn._exponential import INITS as _INITS
-from orthokern.nn._exponential import _Exponential
 from orthokern.nn._recurrent import RecurrentOptions
+from orthokern.nn.exprnn import INITS as _INITS
+from orthokern.nn.exprnn import _Exponential
 
 INITS = (*_INITS, "legacy")
 MASKS = ("block", "legacy")
