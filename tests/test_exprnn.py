@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from orthokern import InputError, cpu, dispatch, functional
+from orthokern import InputError
 from orthokern.errors import OutOfRange
 from orthokern.nn import ExpRNN, NonNormalRNN
 from orthokern.nn.exprnn import FLATTEST, skew_from, transported
 from orthokern.optim import optimizer_for
-from orthokern.reference import skew_exp as reference
 
 F64 = torch.float64
 
@@ -311,22 +310,6 @@ def test_a_generator_out_of_range(kind: type[ExpRNN] | type[NonNormalRNN]) -> No
         assert bool(rnn(x)[0].isfinite().all()) and rnn.orthogonality_error() < 1e-5
 
 
-@pytest.mark.parametrize(("dtype", "angle"), [(torch.float32, 600.0), (torch.float64, 200.0)])
-def test_many_angles_are_out_of_range_before_one_is(dtype: torch.dtype, angle: float) -> None:
-    """|A^6|_F^(1/6) of N equal angles is N^(1/12) times the angle. The message states what is compared."""
-    rnn = ExpRNN(3, 64, init="identity", dtype=dtype)
-    even = torch.arange(0, 64, 2)
-    with torch.no_grad():
-        rnn.skew_l0[even + 1, even] = angle
-    with pytest.raises(OutOfRange, match=rf"\^\(1/6\) is {angle * 64 ** (1 / 12):.4g}, with \|A\|_2 = {angle:g};"):
-        rnn(torch.zeros(2, 1, 3, dtype=dtype))
-    limit = reference.LARGEST[dtype]
-    a = torch.zeros(64, 64, dtype=dtype)
-    for scale, finite in ((0.999, True), (1.001, False)):
-        a[even + 1, even] = scale * limit / 64 ** (1 / 12)
-        assert bool(functional.skew_exp(a - a.mT).isfinite().all()) == finite
-
-
 def test_bad_states() -> None:
     rnn = make()
     state = rnn.state_dict()
@@ -334,26 +317,3 @@ def test_bad_states() -> None:
         rnn.load_state_dict({**state, "base_l0": 2 * state["base_l0"]})
     with pytest.raises(InputError, match="none of this module's skew parameters"):
         rnn.track_optimizer(torch.optim.SGD([rnn.bias_l0], lr=1.0))
-
-
-@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
-@pytest.mark.parametrize("backend", [None, "cpu"])
-@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
-def test_a_default_backend_without_the_exponential(
-    kind: type[ExpRNN], backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is for the recurrence alone: the cpu backend has no exponential."""
-    x = torch.randn(40, 2, 3, dtype=F64)
-
-    def results() -> list[Tensor]:
-        torch.manual_seed(3)
-        rnn = kind(3, 6, dtype=F64, backend=backend, rebase_every=1)
-        with torch.no_grad():
-            rnn.skew_l0.add_(0.3)
-        rnn.rebase()
-        return [*rnn(x), *torch.autograd.grad(loss_of(rnn, x), list(rnn.parameters()))]
-
-    expected = results()
-    monkeypatch.setattr(dispatch, "_process_default", "cpu")
-    monkeypatch.setattr(dispatch, "_chosen", {})  # kept from calls before
-    torch.testing.assert_close(results(), expected)

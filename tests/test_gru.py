@@ -6,43 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import batch_in
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
-
-F64 = torch.float64
-
-
-def results(module: nn.Module, x: Any, hx: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
-    """Output, last states, and the gradients of inputs and parameters."""
-    output, h = module(x, hx)
-    outputs = [output.data if isinstance(output, PackedSequence) else output, h]
-    generator = torch.Generator().manual_seed(1)
-    loss = sum((t * torch.randn(t.shape, dtype=t.dtype, generator=generator)).sum() for t in outputs)
-    assert isinstance(loss, Tensor)
-    return [*outputs, *torch.autograd.grad(loss, [*inputs, *module.parameters()])]
-
-
-@pytest.mark.parametrize("layout", ["time first", "batch first", "one sequence", "packed", "packed, not sorted"])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
-def test_torch_variant_is_torchs(layout: str, options: dict[str, Any]) -> None:
-    """Outputs, last states and every gradient, weights loaded, from given initial states."""
-    options = {"bias": True, **options, "batch_first": layout == "batch first"}
-    ours, theirs = GRU(3, 5, dtype=F64, variant="torch", **options), nn.GRU(3, 5, dtype=F64, **options)
-    ours.load_state_dict(theirs.state_dict())
-    x, inputs = batch_in(layout)
-    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    hx = torch.randn((rows, 5) if layout == "one sequence" else (rows, 4, 5), dtype=F64, requires_grad=True)
-    inputs = [*inputs, hx]
-    x_of_theirs = pack_sequence(inputs[:-1], enforce_sorted=layout == "packed") if layout.startswith("packed") else x
-    for a, b in zip(results(ours, x, hx, inputs), results(theirs, x_of_theirs, hx, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_first_parameters() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import batch_in
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -37,31 +36,6 @@ def results(module: nn.Module, x: Any, hx: Any, inputs: list[Tensor]) -> list[Te
     loss = torch.stack([(t * cotangent(t)).sum() for t in outputs]).sum()
     named = sorted(module.named_parameters(), key=lambda item: ("peephole" in item[0], item[0]))
     return [*outputs, *torch.autograd.grad(loss, [*inputs, *(p for _, p in named)], retain_graph=True)]
-
-
-@pytest.mark.parametrize("layout", ["time first", "batch first", "one sequence", "packed", "packed, not sorted"])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
-def test_without_peepholes_it_is_torchs(layout: str, options: dict[str, Any]) -> None:
-    """Outputs, last states and every gradient, from given initial states."""
-    options = {**options, "batch_first": layout == "batch first"}
-    ours = lstm(3, 5, peepholes=False, **options)
-    theirs = nn.LSTM(3, 5, dtype=F64, **options)
-    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
-    assert not unexpected and all("peephole" in name for name in missing)
-    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    x, inputs = batch_in(layout)
-    state = (rows, 5) if layout == "one sequence" else (rows, 4, 5)
-    hx = tuple(torch.randn(state, dtype=F64, requires_grad=True) for _ in range(2))
-    inputs += hx
-    ours_all, theirs_all = results(ours, x, hx, inputs), results(theirs, x, hx, inputs)
-    for a, b in zip(ours_all, theirs_all, strict=False):  # ours has the peepholes' gradients behind
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert len(ours_all) == len(theirs_all) + rows and float(ours_all[-1].abs().max()) > 0.01
-    if layout.startswith("packed"):
-        one, other = ours(x)[0], theirs(x)[0]
-        torch.testing.assert_close(one.data, other.data)
-        for a, b in zip(one[1:], other[1:], strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_equations() -> None:

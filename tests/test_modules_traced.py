@@ -3,7 +3,6 @@ autocast."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -78,22 +77,6 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
         expected = torch.autograd.grad(value, list(model.parameters()))
         for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
             torch.testing.assert_close(found[0][name][index], grad)
-
-
-def test_compile_does_not_depend_on_other_modules() -> None:
-    """A call that is repeated makes its module known; the compiled code of another module must not look at it."""
-    other, module, x = made("rnn"), made("rnn"), torch.randn(1, 1, D)
-    with torch.no_grad():
-        for known in (other, module):
-            for _ in range(3):
-                known(x)
-        torch._dynamo.reset()
-        compiled = torch.compile(module, backend="eager", fullgraph=True)
-        expected = compiled(x)[0]
-        del known, other
-        gc.collect()
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            assert torch.equal(compiled(x)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])

@@ -15,7 +15,7 @@ import torch
 from helpers import ClipGradient
 from module_kinds import EVERY, D, N, made
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern import functional
 from orthokern.errors import InputError
@@ -29,14 +29,6 @@ from orthokern.nn import (
     PeepholeLSTM,
 )
 from orthokern.nn.rnn import NONLINEARITIES
-
-
-def pair(*args: Any, **kwargs: Any) -> tuple[torch.nn.RNN, RNN]:
-    """torch's module and ours with the same parameters."""
-    theirs = torch.nn.RNN(*args, **kwargs)
-    ours = RNN(*args, **kwargs)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
 
 
 def run(module: torch.nn.Module, x: Any, hx: Tensor | None) -> dict[str, Tensor]:
@@ -69,77 +61,6 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
         torch.testing.assert_close(
             ours[name], expected, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-CASES = {
-    "plain": {},
-    "relu": {"nonlinearity": "relu"},
-    "layers3": {"num_layers": 3},
-    "bidirectional": {"bidirectional": True},
-    "batch_first": {"batch_first": True},
-    "no bias": {"bias": False},
-    "all": {"num_layers": 2, "bidirectional": True, "batch_first": True, "nonlinearity": "relu"},
-    "all no bias": {"num_layers": 2, "bidirectional": True, "bias": False},
-}
-
-
-@pytest.mark.parametrize("with_hx", [False, True], ids=["zeros", "hx"])
-@pytest.mark.parametrize("case", CASES)
-def test_rnn_is_torchs_rnn(case: str, with_hx: bool) -> None:
-    theirs, ours = pair(3, 5, **CASES[case], dtype=torch.float64)
-    x = torch.randn(4, 7, 3, dtype=torch.float64)
-    batch = 4 if theirs.batch_first else 7
-    rows = theirs.num_layers * (2 if theirs.bidirectional else 1)
-    hx = torch.randn(rows, batch, 5, dtype=torch.float64) if with_hx else None
-    assert_same(run(ours, x, hx), run(theirs, x, hx))
-    one = torch.randn(6, 3, dtype=torch.float64)
-    assert_same(run(ours, one, None if hx is None else hx[:, 0]), run(theirs, one, None if hx is None else hx[:, 0]))
-
-
-@pytest.mark.parametrize("enforce_sorted", [True, False])
-@pytest.mark.parametrize("case", ["plain", "bidirectional", "all", "no bias"])
-def test_rnn_packed_is_torchs_rnn(case: str, enforce_sorted: bool) -> None:
-    theirs, ours = pair(3, 5, **CASES[case], dtype=torch.float64)
-    lengths = [7, 4, 4, 1] if enforce_sorted else [4, 1, 7, 4]
-    x = pack_padded_sequence(
-        torch.randn(7, 4, 3, dtype=torch.float64), torch.tensor(lengths), enforce_sorted=enforce_sorted
-    )
-    rows = theirs.num_layers * (2 if theirs.bidirectional else 1)
-    for hx in (None, torch.randn(rows, 4, 5, dtype=torch.float64)):
-        assert_same(run(ours, x, hx), run(theirs, x, hx))
-    (output, _), (expected, _) = ours(x), theirs(x)
-    assert isinstance(output, PackedSequence)
-    assert torch.equal(output.batch_sizes, expected.batch_sizes)
-    for field in ("sorted_indices", "unsorted_indices"):
-        a, b = getattr(output, field), getattr(expected, field)
-        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-
-
-def test_same_seed_same_parameters_as_torch() -> None:
-    for kwargs in ({}, {"bias": False}, {"num_layers": 2, "bidirectional": True}):
-        torch.manual_seed(5)
-        theirs = torch.nn.RNN(3, 4, **kwargs).state_dict()
-        torch.manual_seed(5)
-        ours = RNN(3, 4, **kwargs).state_dict()
-        assert list(theirs) == list(ours)
-        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-    module, twin = RNN(3, 4, **kwargs), torch.nn.RNN(3, 4, **kwargs)
-    module.flatten_parameters()
-    assert [[w.shape for w in ws] for ws in twin.all_weights] == [[w.shape for w in ws] for ws in module.all_weights]
-
-
-def test_dropout_drops_what_torch_drops() -> None:
-    theirs, ours = pair(3, 8, 3, dropout=0.4, dtype=torch.float64)
-    x = torch.randn(5, 4, 3, dtype=torch.float64)
-    packed = pack_padded_sequence(x, torch.tensor([5, 3, 3, 2]))
-    for training in (True, False):
-        theirs.train(training)
-        ours.train(training)
-        for given in (x, packed):
-            torch.manual_seed(9)
-            expected = run(theirs, given, None)
-            torch.manual_seed(9)
-            assert_same(run(ours, given, None), expected)
 
 
 def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
@@ -185,42 +106,6 @@ def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, gain: floa
                 if name.startswith(("bias", "spectrum")):
                     p.add_(torch.randn_like(p))
         assert_same(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)), 1e-10)
-
-
-def test_matrices_are_told_without_the_gain() -> None:
-    torch.manual_seed(0)
-    plain_module = FactorizedRNN(3, 6, margin=0.3)
-    module = FactorizedRNN(3, 6, margin=0.3, gain=1.05)
-    module.load_state_dict(plain_module.state_dict())
-    assert torch.equal(module.recurrent_matrix(), plain_module.recurrent_matrix())
-    assert torch.equal(module.singular_values(), torch.ones(6)) and torch.equal(module.spectrum(), torch.ones(6))
-    assert torch.equal(RNN(3, 4, gain=2.0, init="identity").recurrent_matrix(), torch.eye(4))
-
-
-@pytest.mark.parametrize("case", ["plain", "all", "all no bias"])
-def test_factorized_is_torchs_rnn_with_its_matrix(case: str) -> None:
-    options: dict[str, Any] = CASES[case]
-    ours = FactorizedRNN(3, 6, **options, margin=0.5, rank=4, dtype=torch.float64)
-    theirs = torch.nn.RNN(3, 6, **options, dtype=torch.float64)
-    with torch.no_grad():
-        for name, p in ours.named_parameters():
-            if name.startswith(("bias", "spectrum")):
-                p.normal_()
-        for layer in range(ours.num_layers):
-            for reverse in (False, True) if ours.bidirectional else (False,):
-                suffix = f"l{layer}" + ("_reverse" if reverse else "")
-                getattr(theirs, f"weight_ih_{suffix}").copy_(getattr(ours, f"weight_ih_{suffix}"))
-                getattr(theirs, f"weight_hh_{suffix}").copy_(ours.recurrent_matrix(layer, reverse))
-                if ours.bias:
-                    getattr(theirs, f"bias_ih_{suffix}").copy_(getattr(ours, f"bias_{suffix}"))
-                    getattr(theirs, f"bias_hh_{suffix}").zero_()
-    x = torch.randn(5, 7, 3, dtype=torch.float64)
-    packed = pack_padded_sequence(x, torch.tensor([2, 5, 5, 1, 4, 3, 1]), enforce_sorted=False)
-    for given in (x, x[:, 0], packed):
-        mine, other = run(ours, given, None), run(theirs, given, None)
-        shared = [name for name in other if name in mine]
-        assert {"output", "h_n", "grad input", "grad weight_ih_l0"} <= set(shared)
-        assert_same({n: mine[n] for n in shared}, {n: other[n] for n in shared})
 
 
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
@@ -346,17 +231,6 @@ def test_maps_of_the_spectrum(apply: str) -> None:
     assert "spectrum_map='tanh'" in repr(tanh) and "spectrum_map" not in repr(sigmoid)
     with pytest.raises(InputError, match="unknown spectrum_map 'tahn': did you mean 'tanh'"):
         FactorizedRNN(2, 4, spectrum_map="tahn")
-
-
-@pytest.mark.parametrize("init", ["orthogonal", "henaff", "cayley", "identity"])
-def test_recurrent_matrix_is_the_named_one(init: str) -> None:
-    for make in (RNN, FactorizedRNN):
-        module = make(3, 7, init=init, dtype=torch.float64)
-        w = module.recurrent_matrix().detach()
-        torch.testing.assert_close(w @ w.T, torch.eye(7, dtype=torch.float64), rtol=0, atol=1e-13)
-        if init in ("henaff", "cayley", "identity"):
-            blocks = torch.block_diag(*[torch.ones(2, 2)] * 3, torch.ones(1, 1)).bool()
-            assert float(w[~blocks].abs().max()) < 1e-13 and abs(float(w[6, 6]) - 1) < 1e-13
 
 
 @pytest.mark.parametrize("kind", [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU])
