@@ -178,25 +178,30 @@ def test_one_graph_serves_all_moves(kind: Kind) -> None:
     assert graphs.frame_count == 1 and rnn.get_extra_state().tolist() == [0, 4]
 
 
-def test_copies_move_on_their_own() -> None:
+@pytest.mark.parametrize("how", ["copied", "saved"])
+def test_copies_move_on_their_own(how: str) -> None:
     """Of module and optimizer together, with their state; and what is gone is forgotten."""
     rnn = make(rebase_every=2)
-    taken, x = torch.optim.Adam(rnn.parameters(), lr=1e-2), torch.randn(3, 2, 3, dtype=F64)
+    taken, x = optimizer_for(rnn, lr=1e-2, euclidean=torch.optim.Adam), torch.randn(3, 2, 3, dtype=F64)
 
-    def step(module: ExpRNN, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        loss_of(module, x).backward()
-        optimizer.step()
+    def train(module: ExpRNN, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(module, x).backward()
+            optimizer.step()
 
-    step(rnn, taken)
-    copied, its = copy.deepcopy((rnn, taken))
-    for _ in range(5):
-        step(copied, its)
-    assert rnn.get_extra_state().tolist() == [1, 0]
-    assert copied.get_extra_state().tolist() == [0, 3]
-    for _ in range(5):
-        step(rnn, taken)
-    for one, other in zip(rnn.parameters(), copied.parameters(), strict=True):
+    train(rnn, taken, 1)
+    if how == "copied":
+        copied, its = copy.deepcopy((rnn, taken))
+    else:
+        copied = make(rebase_every=2)
+        copied.load_state_dict(copy.deepcopy(rnn.state_dict()))
+        its = optimizer_for(copied, lr=1e-2, euclidean=torch.optim.Adam)
+        its.load_state_dict(copy.deepcopy(taken.state_dict()))
+    train(copied, its, 5)
+    assert rnn.get_extra_state().tolist() == [1, 0] and copied.get_extra_state().tolist() == [0, 3]
+    train(rnn, taken, 5)
+    for one, other in zip(rnn.state_dict().values(), copied.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     gone = weakref.ref(copied)
     del copied, its
@@ -261,29 +266,6 @@ def test_a_centered_rmsprop_keeps_its_variance_at_a_move() -> None:
     after = state["square_avg"] - state["grad_avg"].square()
     assert bool((after >= 0.0).all())
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-8)
-
-
-def test_state_dict_copy_and_resume() -> None:
-    x = torch.randn(3, 2, 3, dtype=F64)
-
-    def train(rnn: ExpRNN, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss_of(rnn, x).backward()
-            optimizer.step()
-
-    one = make(rebase_every=3)
-    optimizer = optimizer_for(one, lr=1e-2)
-    train(one, optimizer, 4)
-    other = make(rebase_every=3)
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
-    other_optimizer = optimizer_for(other, lr=1e-2)
-    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(one, optimizer, 5)
-    train(other, other_optimizer, 5)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert torch.equal(one.base_l0, other.base_l0) and torch.equal(one.get_extra_state(), other.get_extra_state())
-    assert torch.equal(copy.deepcopy(one).recurrent_matrix(), one.recurrent_matrix())
 
 
 @pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
