@@ -306,13 +306,10 @@ class Layers(nn.Module):
                 return self._forward(input, hx, resets, reset_state)
         if isinstance(input, PackedSequence):
             return self._forward_packed(input, hx, resets, reset_state)
-        tokens = self._check_input(input)
-        batched = input.dim() == (2 if tokens else 3)
-        data = self._time_first(input, batched)
+        data, batched = self._time_first(input)
         if data.shape[0] < 1:
             raise InputError(f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step")
-        hx = self._checked_hx(hx, data.shape[1] if batched else None, data.device)
-        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+        hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
         if data.shape[1] == 0:
             output, h_n = self._run_empty(data, hx)
         else:
@@ -402,11 +399,24 @@ class Layers(nn.Module):
             raise InputError(f"input ({kind}) has shape {tuple(input.shape)}; accepted: {accepted}{size}")
         return tokens
 
-    def _time_first(self, tensor: Tensor, batched: bool) -> Tensor:
-        """[T,B,...] from the layout of an input."""
+    def _time_first(self, input: Tensor, small_ids: bool = False) -> tuple[Tensor, bool]:
+        """([T,B,...], whether the input has a batch) of an input, checked except T and B."""
+        tokens = self._check_input(input, small_ids=small_ids)
+        batched = input.dim() == (2 if tokens else 3)
+        return self._transposed(input, batched), batched
+
+    def _transposed(self, tensor: Tensor, batched: bool) -> Tensor:
+        """[T,B,...] from the layout of an input, and back."""
         if not batched:
             return tensor.unsqueeze(1)
         return tensor.transpose(0, 1) if self.batch_first else tensor
+
+    def _checked_states(
+        self, data: Tensor, batched: bool, hx: Any, resets: Tensor | None, reset_state: Tensor | None
+    ) -> tuple[Tensor | None, Resets | None]:
+        """hx and the resets of a call with data [T,B,...], with a batch."""
+        checked = self._checked_hx(hx, data.shape[1] if batched else None, data.device)
+        return checked, self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
 
     def _checked_hx(self, hx: Any, batch: int | None, device: torch.device, name: str = "hx") -> Tensor | None:
         """hx with a batch, or None. batch: None for one sequence without."""
@@ -452,4 +462,4 @@ class Layers(nn.Module):
                 f"([{letters}]) on {device}, like the input"
             )
         state = self._checked_hx(reset_state, B if batched else None, device, "reset_state")
-        return Resets(self._time_first(resets, batched), state)
+        return Resets(self._transposed(resets, batched), state)

@@ -265,17 +265,16 @@ class Recurrent(Layers):
             )
         if isinstance(input, PackedSequence):
             raise InputError("input of loss is a PackedSequence; accepted: a Tensor, with lengths=")
-        tokens = self._check_input(input, small_ids=True)
-        batched = input.dim() == (2 if tokens else 3)
-        if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
+        data, batched = self._time_first(input, small_ids=True)
+        ids = not data.is_floating_point()
+        if not isinstance(target, Tensor) or target.shape != (input.shape if ids else input.shape[:-1]):
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
-        data, target = self._time_first(input, batched), self._time_first(target, batched)
-        hx = self._checked_hx(hx, data.shape[1] if batched else None, data.device)
-        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+        target = self._transposed(target, batched)
+        hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
         layout = Dense(data.shape[1], lengths)
         if self.num_layers > 1:
-            if tokens and data.dtype not in (torch.int64, torch.int32):
+            if ids and data.dtype not in (torch.int64, torch.int32):
                 data = data.to(torch.int64)
             data = self._layers(data, hx, layout, self.num_layers - 1, cuts)[0]
         suffix = self._suffix(-1, False)

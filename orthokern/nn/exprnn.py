@@ -287,12 +287,11 @@ class ExpRNN(_Exponential):
     A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
     (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With
     `rebase_every`, exp(A) is merged into the base B at intervals (dynamic trivialisation: Lezcano-Casado 2019); see
-    Note [Dynamic trivialisation] in this file. The interface is that of
-    orthokern.nn.FactorizedRNN.
+    Note [Dynamic trivialisation] in this file. The interface is that of orthokern.nn.FactorizedRNN.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
+            uses nonlinearity="modrelu".
         init: of A, and so of W: "henaff", "cayley" or "torus", see orthokern.init.skew_generator_; "orthogonal": W
             uniform on the rotations; "identity": A = 0.
         max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
@@ -304,7 +303,6 @@ class ExpRNN(_Exponential):
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
             moments to gradients at the new base (Note [Optimizer state at a move] in the same file) and keeps second
             moments; "reset" deletes the state; "keep" keeps it, as the released code does.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
     strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:

@@ -31,9 +31,8 @@ class FactorizedRNN(Recurrent):
     with an optimizer for them: orthokern.optim.optimizer_for(model) assigns them to GeodesicSGD.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
-            orthokern.nn.RNN.
-        dtype: float32 or float64; 16-bit dtypes are too coarse for orthonormal U and V.
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64, since 16-bit
+            dtypes are too coarse for orthonormal U and V.
         margin: m >= 0, the largest |s - 1|; 0 fixes s = 1 (p exists, with a zero gradient). None: s itself is the
             parameter, without a bound.
         spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. No effect
@@ -51,7 +50,6 @@ class FactorizedRNN(Recurrent):
             bias is 0.
         max_angle: for init "henaff" and "cayley", the largest angle in radians by which W rotates per step, at most pi;
             None: pi and pi/2. Smaller angles suit inputs that change slowly from step to step.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (torch has two, of which only
     the sum has an effect), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],

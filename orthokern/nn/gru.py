@@ -50,16 +50,14 @@ class GRU(Layers):
     paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, device, dtype: as in orthokern.nn.RNN;
-            dtype is float32 or float64.
-        bias: learn bias_ih and bias_hh.
+        input_size, hidden_size, *args, **options: num_layers, bias (default False), batch_first, dropout,
+            bidirectional, device, dtype, learned_h0 and backend, as in orthokern.nn.RNN; dtype is float32 or float64.
         variant: "kanai" or "torch", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
             that of the variant.
         init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as in the paper's language model. Its music
             models use 0.01/sqrt(N).
-        learned_h0, backend: as in orthokern.nn.RNN.
 
     The cpu backend skips the padding of a PackedSequence.
 

@@ -64,8 +64,8 @@ class NonNormalRNN(_Exponential):
     orthokern.nn.FactorizedRNN.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
+            uses nonlinearity="modrelu".
         init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (The last commit of the released
             code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
             Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
@@ -74,7 +74,6 @@ class NonNormalRNN(_Exponential):
             must be even.
         triangular: False omits T, for a normal V.
         rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular.
 

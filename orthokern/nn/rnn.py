@@ -25,7 +25,8 @@ class RNN(Recurrent):
     Args:
         input_size: D, features of the input, or the number of token ids for integer input.
         hidden_size: N.
-        num_layers: stacked recurrences; the input of each is the states of the one below.
+        num_layers: stacked recurrences; the input of each is the states of the one below. The arguments from here to
+            bidirectional may be positional, in this order.
         nonlinearity: one of orthokern.functional.ACTIVATIONS; orthokern.ops.activations.activation has the equations.
             "prelu" learns one slope per recurrence, initially 0.25; "modrelu" learns a bias [N], initially
             U(-0.01, 0.01); "oplu" works on pairs of units, so N must be even.
@@ -33,7 +34,7 @@ class RNN(Recurrent):
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
         dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters.
+        device, dtype: of the parameters, by keyword.
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
             "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
             else is initialised as in torch.
