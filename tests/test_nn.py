@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import warnings
+from functools import partial
 from typing import Any
 
 import module_kinds
@@ -26,6 +27,8 @@ from orthokern.nn import (
     LinearCrossEntropy,
 )
 from orthokern.nn.rnn import NONLINEARITIES
+
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 def run(module: torch.nn.Module, x: Any, hx: Tensor | None) -> dict[str, Tensor]:
@@ -48,16 +51,6 @@ def run(module: torch.nn.Module, x: Any, hx: Tensor | None) -> dict[str, Tensor]
         seen["grad hx"] = hx.grad
     seen |= {f"grad {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     return seen
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-11) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        assert ours[name].shape == expected.shape, name
-        scale = max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(
-            ours[name], expected, rtol=0, atol=tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
@@ -102,7 +95,7 @@ def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, gain: floa
             for name, p in module.named_parameters():
                 if name.startswith(("bias", "spectrum")):
                     p.add_(torch.randn_like(p))
-        assert_same(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)), 1e-10)
+        close(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)))
 
 
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
@@ -114,14 +107,14 @@ def test_token_ids_are_one_hot_input(make: Any) -> None:
     def seen(module: Any, x: Any) -> dict[str, Tensor]:
         return {k: v for k, v in run(module, x, None).items() if k != "grad input"}
 
-    assert_same(seen(module, ids), seen(module, hot))
-    assert_same(seen(module, ids.int()), seen(module, hot))
-    assert_same(seen(module, ids[:, 0]), seen(module, hot[:, 0]))
+    close(seen(module, ids), seen(module, hot))
+    close(seen(module, ids.int()), seen(module, hot))
+    close(seen(module, ids[:, 0]), seen(module, hot[:, 0]))
     lengths = torch.tensor([3, 7, 1])
     packed = [pack_sequence([d[:n, b] for b, n in enumerate(lengths)], enforce_sorted=False) for d in (ids, hot)]
-    assert_same(seen(module, packed[0]), seen(module, packed[1]))
+    close(seen(module, packed[0]), seen(module, packed[1]))
     module.batch_first = True
-    assert_same(seen(module, ids), seen(module, hot))
+    close(seen(module, ids), seen(module, hot))
 
 
 @pytest.mark.parametrize("make", [RNN, FactorizedRNN])
