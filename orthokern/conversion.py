@@ -123,7 +123,7 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     """
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     flag("inplace", inplace)
-    check_backend(backend)
+    check_backend("backend", backend)
     if not inplace:
         try:
             module = copy.deepcopy(module)

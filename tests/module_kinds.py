@@ -1,4 +1,4 @@
-"""A small recurrent module of every kind."""
+"""A small recurrent module of every kind: `KINDS`, and `EVERY`, with the LSTM, which has fewer options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 
 D, N = 3, 6
 KINDS: dict[str, Callable[..., nn.Module]] = {
@@ -20,12 +20,13 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "non-normal": NonNormalRNN,
     "gru": lambda *args, **options: GRU(*args, bias=True, **options),
 }
+EVERY = {**KINDS, "peephole": PeepholeLSTM}
 
 
 def made(kind: str, **options: Any) -> nn.Module:
     """D inputs, N units; every parameter differs from its initial value."""
     torch.manual_seed(0)
-    module = KINDS[kind](D, N, **options)
+    module = EVERY[kind](D, N, **options)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orthokern import functional, init, parametrize
 from orthokern.errors import InputError
@@ -16,49 +15,6 @@ from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, No
 
 KINDS: list[Callable[..., nn.Module]] = [RNN, FactorizedRNN, GRU, ExpRNN, NonNormalRNN, PeepholeLSTM]
 PARAMETERS = [(kind, name) for kind in KINDS for name, _ in kind(3, 4, bias=True).named_parameters()]
-LONG = torch.int64
-
-
-def packed(sizes: Any, order: Any = None, back: Any = None, rows: int = 3) -> PackedSequence:
-    """As it is given, past the constructor's own work."""
-    as_indices = [None if o is None else torch.tensor(o, dtype=LONG) for o in (order, back)]
-    return tuple.__new__(PackedSequence, (torch.randn(rows, 3), torch.as_tensor(sizes), *as_indices))
-
-
-SEQUENCES = {
-    "zero": (packed([2, 1, 0]), "batch_sizes"),
-    "rising": (packed([1, 2]), "batch_sizes"),
-    "too few": (packed([2]), "batch_sizes"),
-    "too many": (packed([2, 2]), "batch_sizes"),
-    "negative": (packed([4, -1]), "batch_sizes"),
-    "none": (packed(torch.zeros(0, dtype=LONG)), "batch_sizes"),
-    "floats": (packed([2.0, 1.0]), "batch_sizes"),
-    "a table": (packed([[2, 1]]), "batch_sizes"),
-    "index too large": (packed([2, 1], [0, 2], [0, 2]), "sorted_indices"),
-    "negative index": (packed([2, 1], [0, -1], [0, -1]), "sorted_indices"),
-    "twice": (packed([2, 1], [0, 0], [0, 0]), "sorted_indices"),
-    "too short": (packed([2, 1], [0], [0]), "sorted_indices"),
-    "one only": (packed([2, 1], [1, 0]), "sorted_indices"),
-    "not the inverse": (packed([3], [1, 2, 0], [1, 2, 0]), "unsorted_indices"),
-}
-
-
-@pytest.mark.parametrize("name", SEQUENCES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(kind: Callable[..., nn.Module], name: str) -> None:
-    sequence, argument = SEQUENCES[name]
-    with pytest.raises(InputError, match=argument) as caught:
-        kind(3, 4)(sequence)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_of_torch_pass(kind: Callable[..., nn.Module]) -> None:
-    module = kind(3, 4)
-    for lengths in ([3], [1, 1], [4, 2, 2, 1], [1, 5, 3]):
-        parts = [torch.randn(n, 3) for n in lengths]
-        h_n: Any = module(pack_sequence(parts, enforce_sorted=False))[1]
-        assert len(h_n) == 2 or h_n.shape == (1, len(lengths), 4)
 
 
 @pytest.mark.parametrize("value", [None, torch.zeros(7, 9), torch.zeros(()), torch.zeros(0)], ids=["none", *"abc"])
@@ -76,7 +32,7 @@ def test_replaced_parameters(kind: Callable[..., nn.Module], name: str, value: T
 @pytest.mark.parametrize("kind", [*KINDS, LinearCrossEntropy])
 @pytest.mark.parametrize("sizes", [(10**9, 10**9), (2**62, 4), (3, 2**40)])
 def test_sizes_beyond_the_memory(kind: Callable[..., nn.Module], sizes: tuple[int, int]) -> None:
-    with pytest.raises(InputError, match="there is no memory for .* of shape .*; accepted: sizes"):
+    with pytest.raises(InputError, match="cannot hold .* of shape .*; accepted: .* sizes that fit"):
         kind(*sizes)
 
 
@@ -109,18 +65,11 @@ def test_zero_dimensional_and_foreign_tensors_given_to_ops() -> None:
     assert seen > 100
 
 
-def test_tensors_of_other_layouts() -> None:
-    x, h = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)
-    for kind in KINDS:
-        with pytest.raises(InputError, match="^input is a .*mkldnn tensor"):
-            kind(3, 4)(x.to_mkldnn())
-        hx = (h, h.to_mkldnn()) if kind is PeepholeLSTM else h.to_mkldnn()
-        with pytest.raises(InputError, match="hx is a .*mkldnn tensor"):
-            kind(3, 4)(x, hx)
-    for made in (parametrize.Exponential, parametrize.Cayley, parametrize.Householder, parametrize.SchurForm):
-        for other in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_mkldnn()):
-            with pytest.raises(InputError, match="weight is a .* tensor; accepted: a strided"):
-                made(other)
+@pytest.mark.parametrize("made", [getattr(parametrize, name) for name in parametrize.__all__])
+def test_weights_of_other_layouts(made: Any) -> None:
+    for other in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr(), torch.eye(4).to_mkldnn()):
+        with pytest.raises(InputError, match="weight is a .* tensor; accepted: a strided"):
+            made(other)
 
 
 @pytest.mark.parametrize("fill", [init.learned_orthogonal_, *init.INITS.values()])

@@ -6,54 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import batch_in
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
-
-F64 = torch.float64
-
-
-def results(module: nn.Module, x: Any, hx: Tensor | None, inputs: list[Tensor]) -> list[Tensor]:
-    """Output, last states, and the gradients of inputs and parameters."""
-    output, h = module(x, hx)
-    outputs = [output.data if isinstance(output, PackedSequence) else output, h]
-    generator = torch.Generator().manual_seed(1)
-    loss = sum((t * torch.randn(t.shape, dtype=t.dtype, generator=generator)).sum() for t in outputs)
-    assert isinstance(loss, Tensor)
-    return [*outputs, *torch.autograd.grad(loss, [*inputs, *module.parameters()])]
-
-
-@pytest.mark.parametrize("layout", ["time first", "batch first", "one sequence", "packed", "packed, not sorted"])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
-def test_torch_variant_is_torchs(layout: str, options: dict[str, Any]) -> None:
-    """Outputs, last states and every gradient, weights loaded, from given initial states."""
-    options = {"bias": True, **options, "batch_first": layout == "batch first"}
-    ours, theirs = GRU(3, 5, dtype=F64, variant="torch", **options), nn.GRU(3, 5, dtype=F64, **options)
-    ours.load_state_dict(theirs.state_dict())
-    x, inputs = batch_in(layout)
-    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    hx = torch.randn((rows, 5) if layout == "one sequence" else (rows, 4, 5), dtype=F64, requires_grad=True)
-    inputs = [*inputs, hx]
-    x_of_theirs = pack_sequence(inputs[:-1], enforce_sorted=layout == "packed") if layout.startswith("packed") else x
-    for a, b in zip(results(ours, x, hx, inputs), results(theirs, x_of_theirs, hx, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_packed_sequences_are_each_on_its_own() -> None:
-    module = GRU(3, 5, bidirectional=True, bias=True, dtype=F64)
-    sequences = [torch.randn(n, 3, dtype=F64) for n in (2, 6, 1, 4)]
-    output, h_n = module(pack_sequence(sequences, enforce_sorted=False))
-    padded, _ = pad_packed_sequence(output)
-    for b, x in enumerate(sequences):
-        alone, last = module(x)
-        torch.testing.assert_close(padded[: len(x), b], alone, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(h_n[:, b], last, rtol=1e-12, atol=1e-12)
 
 
 def test_first_parameters() -> None:
@@ -70,39 +29,6 @@ def test_first_parameters() -> None:
     assert torch.equal(module.weight_hh_l1, again.weight_hh_l1)
     assert repr(again) == "GRU(300, 200, num_layers=2, bias=True, init_std=0.02)"
     assert repr(GRU(3, 4, variant="torch")) == "GRU(3, 4, variant='torch')"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"variant": "cudnn"}, "unknown variant 'cudnn': accepted: kanai, torch"),
-        ({"init": "orthogonal"}, "unknown init 'orthogonal'"),
-        ({"init": "torch", "init_std": 0.1}, "init_std is 0.1, but init is 'torch'"),
-        ({"init_std": 0}, "init_std must be a finite number above 0, got 0"),
-        ({"hidden_size": 0}, "hidden_size must be at least 1"),
-        ({"dtype": torch.float16}, "dtype torch.float16 is not supported"),
-        ({"bidirectional": 2}, "bidirectional must be True or False"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        GRU(**{"input_size": 3, "hidden_size": 4, **arguments})
-    assert str(caught.value).startswith(message)
-
-
-def test_wrong_calls() -> None:
-    module = GRU(3, 4)
-    for x, hx, message in (
-        (torch.zeros(2, 5, 4), None, "input has 4 features"),
-        (torch.tensor([0, 3]), None, "input has token ids from 0 to 3; accepted: ids in [0, input_size = 3)"),
-        (torch.zeros(2, 5, 3), torch.zeros(1, 4, 4), "hx has shape (1, 4, 4); accepted: (1, 5, 4)"),
-        (torch.zeros(0, 5, 3), None, "input has T=0 and B=5"),
-    ):
-        with pytest.raises(InputError) as caught:
-            module(x, hx)
-        assert str(caught.value).startswith(message)
-    with pytest.raises(InputError, match="unknown inputs 'some'"):
-        module.spectral_constraints("some")
 
 
 @pytest.mark.parametrize("changed", ["pruned", "weight norm"])
@@ -132,12 +58,3 @@ def test_a_frozen_gru_has_nothing_to_project() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- theory
-
-
-def test_there_is_no_loss_without_the_states() -> None:
-    x, target, readout = torch.randn(5, 2, 3), torch.zeros(5, 2, dtype=torch.int64), nn.Linear(4, 2)
-    for module in (GRU(3, 4), GRU(3, 4).frozen()):
-        with pytest.raises(InputError, match="^loss is not for a GRU: accepted is forward, then LinearCrossEntropy"):
-            module.loss(x, readout, target)
-        with pytest.raises(InputError, match="^explain_loss is not for a GRU: accepted is forward"):
-            module.explain_loss(5, 2, 2)

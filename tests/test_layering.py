@@ -9,6 +9,7 @@ another leaf. Imports inside functions count; those under TYPE_CHECKING run nowh
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
 import sys
@@ -131,6 +132,17 @@ def forbidden(module: str, imported: str) -> str | None:
     if RANK[own] <= RANK[other]:
         return f"{imported} does not stand lower"
     return None
+
+
+def test_the_modules_of_nn_import_each_other_in_one_order() -> None:
+    graph = {}
+    for name, path in MODULES.items():
+        if name.startswith("orthokern.nn."):
+            assert "TYPE_CHECKING" not in path.read_text()
+            graph[name] = {
+                other for other in imports(name, path.read_text(), False) if other.startswith("orthokern.nn.")
+            }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def arrows(module: str) -> Iterator[tuple[str, str]]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from module_kinds import KINDS, D, N, made
+from module_kinds import EVERY, KINDS, D, N, made
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orthokern import cpu, functional
-from orthokern.errors import InputError
+from orthokern import cpu
 from orthokern.nn import _layouts
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
@@ -60,28 +57,6 @@ def test_many_cotangents_at_once(kind: str, steps: int, result: int) -> None:
             torch.testing.assert_close(one, torch.stack(others))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives_in_threads(kind: str) -> None:
-    """They leave the module alone, which other threads use."""
-    module, x, switch = made(kind), torch.randn(1, 1, D), sys.getswitchinterval()
-    parameters = list(module.parameters())
-
-    def derivatives() -> list[Tensor]:
-        grads = torch.autograd.grad(module(x)[0].sin().sum(), parameters, create_graph=True)
-        return list(torch.autograd.grad(torch.cat([g.flatten() for g in grads]).square().sum(), parameters))
-
-    expected = derivatives()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            found = [future.result() for future in [pool.submit(derivatives) for _ in range(40)]]
-    finally:
-        sys.setswitchinterval(switch)
-    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
-    for one in found:
-        torch.testing.assert_close(one, expected)
-
-
 class Names(TorchDispatchMode):
     """Keeps the names of the ops that run inside."""
 
@@ -110,74 +85,30 @@ def test_whoever_listens_sees_the_op(grad: bool) -> None:
             assert type(module(torch.randn(1, 1, D))[0]) is torch._subclasses.FakeTensor
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_of_a_repeated_call_can_be_exchanged(kind: str, grad: bool) -> None:
-    """As Module.to and load_state_dict do after torch.__future__.set_swap_module_params_on_conversion(True)."""
-    module, other, x = made(kind), made(kind), torch.randn(1, 1, D)
-    with torch.set_grad_enabled(grad):
-        for _ in range(3):
-            module(x)
-    for name, parameter in other.named_parameters():
-        parameter.data += 0.125
-        torch.utils.swap_tensors(module.get_parameter(name), nn.Parameter(parameter.detach().clone()))
-    with torch.set_grad_enabled(grad):
-        for _ in range(3):
-            torch.testing.assert_close(module(x), other(x), rtol=0, atol=0)
-    module.weight_ih_l0 = nn.Parameter(module.weight_ih_l0.data.to_sparse())
-    with torch.set_grad_enabled(grad), pytest.raises(InputError, match="weight_ih_l0 is a sparse"):
-        module(x)
-
-
-@pytest.mark.parametrize("rank", [None, 200])
-@pytest.mark.parametrize("ids", [False, True])
-def test_threads_that_share_a_product_change_no_bit(isa: str, rank: int | None, ids: bool) -> None:
-    """One sequence with weights of more than 256 KiB; and more threads than there are processors."""
-    n, features = 330, 7
-    torch.manual_seed(0)
-    h0, weight, bias, slope = torch.randn(2, n), torch.randn(n, features), torch.randn(n), torch.randn(n)
-    maps = (
-        [torch.randn(n, n) / n] if rank is None else [torch.randn(n, rank), torch.rand(rank), torch.randn(n, rank) / n]
-    )
-    scan = functional.dense_scan if rank is None else functional.factored_scan
-    threads = torch.get_num_threads()
-    try:
-        for batch, steps in ((1, 9), (2, 5), (1, 1)):
-            x = torch.randint(features, (steps, batch)) if ids else torch.randn(steps, batch, features)
-            found = []
-            for count in (1, 2, 3, 5):
-                torch.set_num_threads(count)
-                found.append(
-                    scan(
-                        x,
-                        *maps,
-                        h0[:batch],
-                        weight=weight,
-                        bias=bias,
-                        activation="modrelu",
-                        act_param=slope,
-                        backend="cpu",
-                    )
-                )
-            for other in found[1:]:
-                torch.testing.assert_close(other, found[0], rtol=0, atol=0)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 3, 1], [2, 5, 3]])
-def test_packed_rows_and_their_derivatives(lengths: list[int], bidirectional: bool) -> None:
-    """Against each sequence alone; batches of one length are not copied; the copy of rows has both derivatives."""
-    module = made("rnn", dtype=torch.float64, bidirectional=bidirectional)
+def test_packed_sequences_are_each_on_its_own(lengths: list[int], kind: str, bidirectional: bool) -> None:
+    """Values and gradients of a packed batch are those of its sequences, at two layers."""
+    module = made(kind, dtype=torch.float64, bidirectional=bidirectional, num_layers=2)
     sequences = [torch.randn(n, D, dtype=torch.float64) for n in lengths]
-    packed = nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
     parameters = list(module.parameters())
-    output, h_n = module(packed)
-    found = torch.autograd.grad(output.data.square().sum() + h_n.sum(), parameters)
-    alone = [module(one) for one in sequences]
-    loss = sum(y.square().sum() + h.sum() for y, h in alone)
+    output, last = module(nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False))
+    outputs, lasts = zip(*[module(one) for one in sequences], strict=True)
+    padded = nn.utils.rnn.pad_packed_sequence(output)[0]
+    states = [last] if isinstance(last, Tensor) else last
+    single = list(zip(*[[h] if isinstance(h, Tensor) else h for h in lasts], strict=True))
+    for b, one in enumerate(outputs):
+        torch.testing.assert_close(padded[: len(one), b], one)
+        assert not padded[len(one) :, b].any()
+    for state, parts in zip(states, single, strict=True):
+        torch.testing.assert_close(state, torch.stack(parts, 1))
+    found = torch.autograd.grad(output.data.square().sum() + sum(h.sum() for h in states), parameters)
+    loss = sum(y.square().sum() for y in outputs) + sum(h.sum() for parts in single for h in parts)
     torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))
+
+
+def test_rows_have_both_derivatives() -> None:
     rows, place = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 3])
     assert torch.autograd.gradcheck(lambda rows: _layouts._rows(rows, place), rows)
     assert torch.autograd.gradgradcheck(lambda rows: _layouts._rows(rows, place).square(), rows)

@@ -3,13 +3,12 @@ autocast."""
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from module_kinds import EVERY, D, N
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -23,23 +22,14 @@ from orthokern.nn import (
     FactorizedRNN,
     LinearCrossEntropy,
     ModReLU,
-    NonNormalRNN,
-    PeepholeLSTM,
 )
 
-D, N = 3, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {
-    "rnn": RNN,
-    "factorized": FactorizedRNN,
-    "composed": lambda *args, **options: FactorizedRNN(*args, apply="composed", **options),
-    "low rank": lambda *args, **options: FactorizedRNN(*args, rank=2, **options),
+    **EVERY,
     "low rank, checkpoints": lambda *args, **options: FactorizedRNN(*args, rank=2, checkpoint_every=3, **options),
     "checkpoints": lambda *args, **options: RNN(*args, checkpoint_every=3, **options),
-    "gru": GRU,
     "torch's gru": lambda *args, **options: GRU(*args, bias=True, variant="torch", **options),
-    "exponential": lambda *args, **options: ExpRNN(*args, rebase_every=2, **options),
-    "non-normal": NonNormalRNN,
-    "peephole": PeepholeLSTM,
+    "rebased": lambda *args, **options: ExpRNN(*args, rebase_every=2, **options),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"num_layers": 2, "bidirectional": True}]
 
@@ -50,37 +40,43 @@ def made(kind: str, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of loops in the place of batching rules
 def test_vmap(kind: str) -> None:
     """Over inputs, with and without gradients."""
     module, x = made(kind, bidirectional=True), torch.randn(3, 5, 2, D)
     expected = torch.stack([module(one)[0] for one in x])
     cotangent = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, list(module.parameters()), cotangent)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of loops in the place of batching rules
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                found = torch.vmap(lambda one: module(one)[0])(x)
-            torch.testing.assert_close(found, expected)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            found = torch.vmap(lambda one: module(one)[0])(x)
+        torch.testing.assert_close(found, expected)
     assert found.requires_grad
     for a, b in zip(torch.autograd.grad(found, list(module.parameters()), cotangent), gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_compile_does_not_depend_on_other_modules() -> None:
-    """A call that is repeated makes its module known; the compiled code of another module must not look at it."""
-    other, module, x = made("rnn"), made("rnn"), torch.randn(1, 1, D)
-    with torch.no_grad():
-        for known in (other, module):
-            for _ in range(3):
-                known(x)
-        torch._dynamo.reset()
-        compiled = torch.compile(module, backend="eager", fullgraph=True)
-        expected = compiled(x)[0]
-        del known, other
-        gc.collect()
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            assert torch.equal(compiled(x)[0], expected)
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
+    """An ensemble, and the gradients of each member, also of parameters that an outer autograd tracks."""
+    models, x = [EVERY[kind](D, N, dtype=torch.float64) for _ in range(3)], torch.randn(5, 2, D, dtype=torch.float64)
+    parameters, buffers = torch.func.stack_module_state(models)
+    if not tracked:
+        parameters = {name: value.detach() for name, value in parameters.items()}
+
+    def loss(*state: Any) -> Tensor:
+        result: Tensor = torch.func.functional_call(models[0], state, (x,))[0]
+        return result.square().sum()
+
+    found = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
+    for index, model in enumerate(models):
+        value = model(x)[0].square().sum()
+        torch.testing.assert_close(found[1][index], value)
+        expected = torch.autograd.grad(value, list(model.parameters()))
+        for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(found[0][name][index], grad)
 
 
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
@@ -115,11 +111,9 @@ class Leaves(fx.Tracer):
 
 @pytest.mark.parametrize("kind", ["rnn", "gru", "peephole", ModReLU(N), OPLU(), LinearCrossEntropy(N, 3)], ids=str)
 def test_symbolic_trace(kind: Any) -> None:
-    """With the modules as leaves; else it is refused in one line that says so."""
+    """With the modules as leaves."""
     recurrent = isinstance(kind, str)
     model, x = nn.Sequential(made(kind) if recurrent else kind), torch.randn(*((6, 2, D) if recurrent else (2, N)))
-    with pytest.raises(InputError, match="torch.fx traces into .* accepted: a Tracer whose is_leaf_module is True"):
-        fx.symbolic_trace(model)
     found, expected = fx.GraphModule(model, Leaves().trace(model))(x), model(x)
     assert torch.equal(found[0], expected[0])
 

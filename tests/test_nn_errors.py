@@ -34,94 +34,126 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
         assert part in message, message
 
 
-BOTH = [
-    ({"input_size": 0}, ["input_size", "0", "at least 1"]),
-    ({"hidden_size": 0}, ["hidden_size", "0", "at least 1"]),
-    ({"hidden_size": 4.0}, ["hidden_size", "4.0", "integer"]),
-    ({"hidden_size": "4"}, ["hidden_size", "'4'"]),
-    ({"num_layers": 0}, ["num_layers", "0"]),
-    ({"nonlinearity": "tahn"}, ["nonlinearity", "'tahn'", "did you mean 'tanh'"]),
-    ({"nonlinearity": "oplu", "hidden_size": 5}, ["hidden_size", "even", "5"]),
-    ({"bias": 1}, ["bias", "1", "True or False"]),
-    ({"dropout": 1.1, "num_layers": 2}, ["dropout", "1.1", "[0, 1]"]),
-    ({"device": "foo"}, ["device", "'foo'", "cpu, cuda"]),
-    ({"device": "cuda:99"}, ["device", "'cuda:99' cannot be used here ("]),
-    ({"negative_slope": INF}, ["negative_slope", "inf"]),
-    ({"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
-    ({"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "below 2^63"]),
-    ({"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
-    ({"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
-    ({"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
-    ({"learned_h0": 1}, ["learned_h0", "1"]),
-    ({"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
-    ({"gain": 0.0}, ["gain", "0.0", "above 0"]),
-    ({"gain": 10**400}, ["gain", "1329 bits"]),
-]
-FACTORIZED = [
-    ({"margin": -0.1}, ["margin", "-0.1", ">= 0", "None"]),
-    ({"margin": NAN}, ["margin", "nan"]),
-    ({"rank": 0}, ["rank", "0"]),
-    ({"rank": 7}, ["rank", "7", "hidden_size = 6"]),
-    ({"apply": "compose"}, ["apply", "'compose'", "did you mean 'composed'"]),
-    ({"init": None}, ["init", "None"]),
-    ({"init": "glorot"}, ["glorot", "margin=None", "0.1"]),
-    ({"dtype": torch.bfloat16}, ["torch.bfloat16", "orthogonality", "torch.float32"]),
+KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU, PeepholeLSTM]
+SCANS = KINDS[:4]  # with the options of orthokern.nn.RNN
+BASED: list[Any] = [ExpRNN, NonNormalRNN]
+ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
+    (KINDS, {"input_size": 0}, ["input_size", "0", "at least 1"]),
+    (KINDS, {"hidden_size": 0}, ["hidden_size", "0", "at least 1"]),
+    (KINDS, {"hidden_size": 4.0}, ["hidden_size", "4.0", "integer"]),
+    (KINDS, {"hidden_size": "4"}, ["hidden_size", "'4'"]),
+    (KINDS, {"num_layers": 0}, ["num_layers", "0"]),
+    (KINDS, {"bias": 1}, ["bias", "1", "True or False"]),
+    (KINDS, {"bidirectional": 2}, ["bidirectional", "2", "True or False"]),
+    (KINDS, {"dropout": 1.1, "num_layers": 2}, ["dropout", "1.1", "[0, 1]"]),
+    (KINDS, {"device": "foo"}, ["device", "'foo'", "cpu or cuda"]),
+    (KINDS, {"device": "cuda:99"}, ["device", "'cuda:99' cannot hold "]),
+    (KINDS, {"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
+    (KINDS[1:], {"dtype": torch.bfloat16}, ["torch.bfloat16", "orthogonality", "torch.float32"]),
+    (KINDS[:5], {"learned_h0": 1}, ["learned_h0", "1"]),
+    (KINDS[:5], {"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
+    (SCANS, {"nonlinearity": "tahn"}, ["nonlinearity", "'tahn'", "did you mean 'tanh'"]),
+    (SCANS, {"nonlinearity": "oplu", "hidden_size": 5}, ["hidden_size", "even", "5"]),
+    (SCANS, {"negative_slope": INF}, ["negative_slope", "inf"]),
+    (SCANS, {"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
+    (SCANS, {"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "below 2^63"]),
+    (SCANS, {"precision": "iee"}, ["precision", "'iee'", "did you mean 'ieee'"]),
+    (SCANS, {"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
+    (SCANS, {"gain": 0.0}, ["gain", "0.0", "above 0"]),
+    (SCANS, {"gain": 10**400}, ["gain", "finite"]),
+    (SCANS[:2], {"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
+    ([FactorizedRNN], {"margin": -0.1}, ["margin", "-0.1", "0 or more"]),
+    ([FactorizedRNN], {"margin": NAN}, ["margin", "nan"]),
+    ([FactorizedRNN], {"rank": 0}, ["rank", "0"]),
+    ([FactorizedRNN], {"rank": 7}, ["rank", "7", "hidden_size = 6"]),
+    ([FactorizedRNN], {"apply": "compose"}, ["apply", "'compose'", "did you mean 'composed'"]),
+    ([FactorizedRNN], {"spectrum_map": "tahn"}, ["spectrum_map", "did you mean 'tanh'"]),
+    ([FactorizedRNN], {"init": None}, ["init", "None"]),
+    ([FactorizedRNN], {"init": "glorot"}, ["glorot", "margin=None", "0.1"]),
+    (BASED, {"init": "henaf"}, ["'henaf'", "'henaff'"]),
+    (BASED, {"rebase_every": 0}, ["rebase_every", "at least 1", "0"]),
+    (BASED, {"project_every": 0}, ["project_every", "at least 1"]),
+    (BASED, {"optimizer_state": "drop"}, ["optimizer_state", "'drop'", "transport"]),
+    ([NonNormalRNN], {"mask": "legacy", "hidden_size": 5}, ["hidden_size must be even for mask 'legacy', got 5"]),
+    ([NonNormalRNN], {"mask": "blok"}, ["mask", "'blok'", "'block'"]),
+    ([GRU], {"variant": "cudnn"}, ["unknown variant 'cudnn': accepted: kanai, torch"]),
+    ([GRU], {"init": "orthogonal"}, ["unknown init 'orthogonal'"]),
+    ([GRU], {"init": "torch", "init_std": 0.1}, ["init_std is 0.1, but init is 'torch'"]),
+    ([GRU], {"init_std": 0}, ["init_std must be a finite number above 0, got 0"]),
+    ([PeepholeLSTM], {"forget_bias": NAN}, ["forget_bias must be a finite number, got nan"]),
 ]
 
 
-@pytest.mark.parametrize(("kwargs", "parts"), BOTH + FACTORIZED)
-def test_factorized_constructor(kwargs: dict[str, Any], parts: list[str]) -> None:
-    refused(lambda: FactorizedRNN(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
+@pytest.mark.parametrize(("kinds", "kwargs", "parts"), ARGUMENTS)
+def test_arguments(kinds: list[Any], kwargs: dict[str, Any], parts: list[str]) -> None:
+    for kind in kinds:
+        refused(lambda kind=kind: kind(**{"input_size": 3, "hidden_size": 6} | kwargs), *parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_arguments(kind: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gian'"):
+        kind(3, 6, gian=1.0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, LinearCrossEntropy])
+def test_a_device_that_torch_cannot_use_is_a_short_line(kind: Any) -> None:
+    if not torch.backends.mps.is_available():
+        with pytest.raises(InputError, match="^device 'mps' cannot hold ") as caught:
+            kind(3, 6, device="mps")
+        assert len(str(caught.value)) < 250
 
 
 INPUTS = [
     (torch.zeros(4), ["(4,)", "[T, B, D]", "[T, D]"]),
     (torch.zeros(2, 2, 2, 3), ["(2, 2, 2, 3)"]),
-    (torch.zeros(5, 2, 4), ["4 features", "input_size = 3"]),
+    (torch.zeros(5, 2, 4), ["(5, 2, 4)", "input_size = 3"]),
     (torch.zeros(0, 2, 3), ["T=0"]),
     (torch.zeros(5, 2, 3, dtype=torch.float64), ["torch.float64", "torch.float32"]),
     (torch.zeros(5, 2, dtype=torch.bool), ["torch.bool", "torch.int64"]),
     (torch.zeros(5, 2, 3, dtype=torch.int64), ["token ids", "(5, 2, 3)", "[T, B]"]),
     (torch.full((5, 2), 3), ["3"]),
+    (torch.zeros(5, 2, 3).to_mkldnn(), ["mkldnn tensor", "strided"]),
     (torch.full((5, 2), -1), ["-1"]),
     (torch.zeros(5, 2, 3, device="meta"), ["meta", "cpu"]),
     (torch.zeros(5, 2, 3).to_sparse(), ["sparse_coo", "strided"]),
     (torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(4, 3)]), ["nested", "strided"]),
     ([[1.0, 2.0, 3.0]], ["input", "list"]),
     (pack_sequence([torch.zeros(4, 2)]), ["(4, 2)", "input_size = 3"]),
-    (pack_sequence([torch.zeros(4, 3, 2)]), ["packs floats", "3 features"]),
-    (pack_sequence([torch.zeros(4, 3, dtype=torch.int64)]), ["packs token ids", "one id"]),
+    (pack_sequence([torch.zeros(4, 3, 2)]), ["(4, 3, 2)", "[rows, D]"]),
+    (pack_sequence([torch.zeros(4, 3, dtype=torch.int64)]), ["token ids", "(4, 3)", "[rows]"]),
     (pack_sequence([torch.full((4,), 3)]), ["3"]),
 ]
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+@pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize(("x", "parts"), INPUTS)
 def test_input(make: Any, x: Any, parts: list[str]) -> None:
     module = make(3, 6)
     refused(lambda: module(x), *parts)
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU])
-def test_complex_parameters(make: Any) -> None:
-    refused(
-        lambda: make(3, 6).to(torch.complex64)(torch.zeros(5, 2, 3, dtype=torch.complex64)), "parameters", "complex64"
-    )
+@pytest.mark.parametrize("make", KINDS)
+def test_parameters_of_another_dtype(make: Any) -> None:
+    for dtype in (torch.complex64, *([] if make is RNN else [torch.bfloat16, torch.float16])):
+        module = make(3, 6).to(dtype)
+        refused(lambda m=module, d=dtype: m(torch.zeros(5, 2, 3, dtype=d)), "parameters", str(dtype), "torch.float32")
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
+@pytest.mark.parametrize("make", KINDS)
 def test_initial_state(make: Any) -> None:
-    module = make(3, 6, 2, bidirectional=True)
-    x = torch.zeros(5, 2, 3)
-    refused(lambda: module(x, torch.zeros(2, 2, 6)), "hx", "(2, 2, 6)", "(4, 2, 6)")
-    refused(lambda: module(x, torch.zeros(4, 6)), "(4, 6)", "(4, 2, 6)")
-    refused(lambda: module(x[:, 0], torch.zeros(4, 1, 6)), "(4, 1, 6)", "(4, 6)")
-    refused(lambda: module(x, torch.zeros(4, 2, 6, dtype=torch.float64)), "hx", "torch.float64", "torch.float32")
-    refused(lambda: module(x, torch.zeros(4, 2, 6, device="meta")), "hx", "meta")
+    module, x = make(3, 6, 2, bidirectional=True), torch.zeros(5, 2, 3)
+
+    def states(*shape: int, **options: Any) -> Any:
+        state = torch.zeros(*shape, **options)
+        return (torch.zeros(shape[0], *((2,) if len(shape) == 3 else ()), 6), state) if make is PeepholeLSTM else state
+
+    refused(lambda: module(x, states(4, 2, 5)), "hx", "(4, 2, 5)", "(4, 2, 6)")
+    refused(lambda: module(x, states(4, 2, 6, dtype=torch.float64)), "hx", "torch.float64", "torch.float32")
+    refused(lambda: module(x, states(4, 2, 6, device="meta")), "hx", "meta")
     refused(lambda: module(x, 0), "hx", "int")
-    refused(lambda: module(x, torch.zeros(4, 2, 6).to_sparse()), "sparse_coo", "strided")
-    packed = pack_sequence([torch.zeros(4, 3)] * 3)
-    refused(lambda: module(packed, torch.zeros(4, 2, 6)), "(4, 2, 6)", "(4, 3, 6)")
+    sparse = torch.zeros(4, 2, 6).to_sparse()
+    refused(lambda: module(x, (sparse, sparse) if make is PeepholeLSTM else sparse), "hx", "sparse_coo", "strided")
 
 
 def test_batch_first_names_its_own_order() -> None:
@@ -157,14 +189,6 @@ def test_layer_and_direction() -> None:
         refused(lambda layer=layer: module.recurrent_matrix(layer), "layer", repr(layer), "[-2, 2)")
     refused(lambda: module.singular_values(0, reverse=True), "reverse", "bidirectional")
     refused(lambda: RNN(3, 6).recurrent_matrix(1), "layer", "1")
-
-
-def test_sixteen_bits_after_construction() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        module = FactorizedRNN(3, 6).to(dtype)
-        refused(
-            lambda module=module, dtype=dtype: module(torch.zeros(5, 2, 3, dtype=dtype)), str(dtype), "torch.float32"
-        )
 
 
 def test_other_modules() -> None:

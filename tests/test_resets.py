@@ -183,16 +183,18 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
             core(value, start, is_init.squeeze(-1))
         with pytest.raises(InputError, match="recurrent_state has shape"):
             core(value, start[:, 0], is_init)
-    with pytest.raises(InputError, match="rnn is bidirectional"):
+    with pytest.raises(InputError, match="that is bidirectional"):
         EpisodeRNN(RNN(3, 5, bidirectional=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_episodes_need_a_module_that_takes_resets() -> None:
-    for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5), nn.Linear(3, 5), 3, torch.jit.script(nn.RNN(3, 5))):
-        with pytest.raises(InputError, match="^rnn is a .*; accepted: a module whose forward takes resets and reset_"):
-            EpisodeRNN(wrong)  # type: ignore[arg-type]
     value, is_init = torch.randn(2, 4, 3), torch.zeros(2, 4, 1, dtype=torch.bool)
+    for wrong in (nn.Linear(3, 5), 3):
+        with pytest.raises(InputError, match="^rnn is a .* without num_layers; accepted: as orthokern.nn.RNN"):
+            EpisodeRNN(wrong)  # type: ignore[arg-type]
+    for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5)):
+        with pytest.raises(TypeError, match="forward.* unexpected keyword argument 'resets'"):
+            EpisodeRNN(wrong)(value, None, is_init)
     for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):
         assert EpisodeRNN(right)  # type: ignore[arg-type]
     assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)

@@ -4,6 +4,7 @@ Letters in all of them: B batch, T time, N hidden_size, D input_size (features, 
 U and V, P rows of a packed batch.
 """
 
+from orthokern.nn import frozen as frozen  # defines what `frozen` of the modules returns
 from orthokern.nn.activations import OPLU, ModReLU
 from orthokern.nn.episodes import EpisodeRNN
 from orthokern.nn.exprnn import ExpRNN

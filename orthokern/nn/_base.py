@@ -1,162 +1,132 @@
-"""The parameters of a recurrent module, and the checks of its arguments."""
+"""The base class of all recurrent modules: parameters of layers and directions, layouts, resets and the forward."""
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import warnings
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import functional
-from orthokern._activations import ACTIVATIONS
-from orthokern.errors import InputError, unknown_name
+from orthokern import _autocast, dispatch
+from orthokern._autocast import widened
+from orthokern.errors import InputError
 from orthokern.nn._checks import (
-    check_backend,
+    check_dtype,
     check_held,
-    check_input,
-    check_resets,
-    finite,
+    check_ids,
     flag,
+    integer,
     new_parameter,
-    positive_int,
-    recurrent_settings,
-    settings_text,
+    number,
 )
 from orthokern.nn._draws import draw
-from orthokern.nn._layouts import Resets
-from orthokern.nn.activations import draw_start
+from orthokern.nn._layouts import Dense, Layout, Packed, Resets
 from orthokern.ops._checks import strided
+from orthokern.ops._linear import linear
 
-NONLINEARITIES = tuple(ACTIVATIONS)
+Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
 
-class RecurrentOptions(TypedDict, total=False):
-    """The options that all modules with a scan of one matrix share; see orthokern.nn.RNN."""
+class LayerOptions(TypedDict, total=False):
+    """The arguments that all recurrent modules share with torch's, besides the sizes; see orthokern.nn.RNN."""
 
-    negative_slope: float
-    learned_h0: bool
-    checkpoint_every: int
-    backend: str | None
-    precision: str
-    message_clip: float
-    gain: float
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class Layers(nn.Module):
-    """The parameters and settings of layers and directions, and checks of the arguments of a forward."""
+    """Layers, directions, layouts and initial states.
 
-    _half_ok = True
+    A subclass defines its parameters (`_shapes_of`) and their initial values (`reset_parameters`), and one recurrence
+    in one direction (`_op`, `_factors` and `_scan`). Its constructor ends with `_build`.
+    """
+
+    backend: str | None = None
+    learned_h0 = False
+    _half_ok = False  # whether parameters may have 16 bits
+    _frozen_kind: ClassVar[Any] = None  # the class of the results of `frozen`, which ``orthokern.nn.frozen`` sets
+    _roles: ClassVar[dict[str, str]] = {}  # of parameters, by name without the recurrence; the others are "other"
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        nonlinearity: str,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        *,
-        negative_slope: float = 0.01,
-        learned_h0: bool = False,
-        checkpoint_every: int = 0,
-        backend: str | None = None,
-        precision: str = "ieee",
-        message_clip: float = 0.0,
-        gain: float = 1.0,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        **placement: Any,
     ) -> None:
         super().__init__()
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
-        given = recurrent_settings(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, stacklevel=4
-        )
-        self.input_size, self.hidden_size, self.num_layers = given[:3]
-        self.bias, self.batch_first, self.dropout, self.bidirectional = given[3:]
-        if nonlinearity not in NONLINEARITIES:
-            raise unknown_name("nonlinearity", nonlinearity, list(NONLINEARITIES))
-        if ACTIVATIONS[nonlinearity].pairs and self.hidden_size % 2:
-            raise InputError(
-                f"hidden_size must be even for nonlinearity {nonlinearity!r} (it works on pairs of units), "
-                f"got {hidden_size}"
+        self.input_size = integer("input_size", input_size)
+        self.hidden_size = integer("hidden_size", hidden_size)
+        self.num_layers = integer("num_layers", num_layers)
+        self.bias = flag("bias", bias)
+        self.batch_first = flag("batch_first", batch_first)
+        self.dropout = number("dropout", dropout, "a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
+        self.bidirectional = flag("bidirectional", bidirectional)
+        self._placement = self._checked_placement(**placement)
+        if self.dropout > 0.0 and self.num_layers == 1:
+            kinds = type(self).__mro__
+            constructors = sum("__init__" in vars(kind) for kind in kinds[: kinds.index(Layers)])
+            warnings.warn(
+                f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1",
+                stacklevel=constructors + 2,
             )
-        self.nonlinearity = nonlinearity
-        self.negative_slope = finite("negative_slope", negative_slope)
-        self.learned_h0 = flag("learned_h0", learned_h0)
-        self.checkpoint_every = positive_int("checkpoint_every", checkpoint_every, minimum=0)
-        self.backend = check_backend(backend)
-        if precision not in functional.PRECISIONS:
-            raise unknown_name("precision", precision, functional.PRECISIONS)
-        self.precision = precision
-        self.message_clip = finite("message_clip", message_clip, ", 0 or more")
-        self.gain = finite("gain", gain, " above 0")
+
+    def _checked_placement(self, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_dtype(dtype, half=self._half_ok)
+        return {"device": device, "dtype": dtype}
+
+    # -- parameters
+
+    def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters of one recurrence, by name without the suffix."""
+        raise NotImplementedError
+
+    def _torch_shapes(self, suffix: str, blocks: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that torch.nn.RNN (1 block of N rows), GRU (3) and LSTM (4) have."""
+        rows, biases = blocks * self.hidden_size, ("bias_ih", "bias_hh") if self.bias else ()
+        weights = {"weight_ih": (rows, self._inputs(suffix)), "weight_hh": (rows, self.hidden_size)}
+        return {**weights, **{name: (rows,) for name in biases}}
+
+    def _build(self) -> None:
+        """Registers the parameters of all recurrences and initialises them."""
+        placement = vars(self).pop("_placement")
+        for suffix in self._suffixes():
+            for stem, shape in self._shapes_of(suffix).items():
+                name = f"{stem}_{suffix}"
+                self.register_parameter(name, new_parameter(name, shape, **placement))
+                self._shapes[name] = shape
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        raise NotImplementedError
+
+    def _draw_uniform(self, generator: torch.Generator | None, *names: str) -> None:
+        """Initialises weights and biases with U(-1/sqrt(N), 1/sqrt(N)), as torch does."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for name in names:
+            draw(nn.init.uniform_, self._tensor(name), -bound, bound, generator=generator)
 
     def _suffixes(self) -> list[str]:
         """Names of the recurrences in torch's order: l0, l0_reverse, l1, ..."""
-        return [
-            f"l{layer}{way}"
-            for layer in range(self.num_layers)
-            for way in (("", "_reverse") if self.bidirectional else ("",))
-        ]
-
-    def _inputs(self, suffix: str) -> int:
-        """Number of input features of the layer."""
-        first = suffix in ("l0", "l0_reverse")
-        return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
-
-    def _register(self, name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype) -> None:
-        self.register_parameter(name, new_parameter(name, shape, device, dtype))
-        self._shapes[name] = shape
-
-    def _register_common(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
-        """Registers the parameter of the activation and the initial state of one recurrence."""
-        learned = ACTIVATIONS[self.nonlinearity].learned
-        if learned is not None:
-            size = self.hidden_size if learned.per_unit else 1
-            self._register(f"{learned.stem}_{suffix}", (size,), device, dtype)
-        if self.learned_h0:
-            self._register(f"h0_{suffix}", (self.hidden_size,), device, dtype)
-
-    def _register_input(self, suffix: str, device: Any, dtype: torch.dtype) -> None:
-        """Registers the input weight and the bias, for a recurrence with a single bias."""
-        self._register(f"weight_ih_{suffix}", (self.hidden_size, self._inputs(suffix)), device, dtype)
-        if self.bias:
-            self._register(f"bias_{suffix}", (self.hidden_size,), device, dtype)
-
-    def _reset_input(self, suffix: str, generator: torch.Generator | None) -> None:
-        """Initialises the input weight with U(-1/sqrt(N), 1/sqrt(N)), as torch does, and the bias with 0."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
-        draw(nn.init.uniform_, self._tensor(f"weight_ih_{suffix}"), -bound, bound, generator=generator)
-        if self.bias:
-            nn.init.zeros_(self._tensor(f"bias_{suffix}"))
-
-    def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
-        learned = ACTIVATIONS[self.nonlinearity].learned
-        if learned is not None:
-            draw_start(self._tensor(f"{learned.stem}_{suffix}"), learned, generator)
-        if self.learned_h0:
-            nn.init.zeros_(self._tensor(f"h0_{suffix}"))
-
-    def _tensor(self, name: str) -> Tensor:
-        tensor: Any = self._parameters.get(name)
-        if tensor is None:  # a buffer, or an attribute that replaces a parameter
-            tensor = self._buffers.get(name)
-            tensor = getattr(self, name) if tensor is None else tensor
-        check_held(name, tensor, self._shapes.get(name))
-        checked: Tensor = tensor
-        return checked
-
-    def _act_param(self, suffix: str) -> Tensor | None:
-        parameter = ACTIVATIONS[self.nonlinearity].parameter
-        if parameter is None:
-            return None
-        if parameter.stem is None:
-            # not a buffer: state_dicts of torch have no such key, and a non-persistent one is lost by Module.to_empty
-            return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
-        return self._tensor(f"{parameter.stem}_{suffix}")
+        ways = ("", "_reverse") if self.bidirectional else ("",)
+        return [f"l{layer}{way}" for layer in range(self.num_layers) for way in ways]
 
     def _suffix(self, layer: int, reverse: bool) -> str:
         """Name of one recurrence, checked; a negative layer counts from the last."""
@@ -170,65 +140,288 @@ class Layers(nn.Module):
             raise InputError("reverse=True needs a bidirectional module; accepted: reverse=False")
         return f"l{index}{'_reverse' if reverse else ''}"
 
+    def _inputs(self, suffix: str) -> int:
+        """Number of input features of the layer."""
+        first = suffix in ("l0", "l0_reverse")
+        return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Any = self._parameters.get(name)
+        if tensor is None:  # a buffer, or an attribute that replaces a parameter
+            tensor = self._buffers.get(name)
+            tensor = getattr(self, name) if tensor is None else tensor
+        check_held(name, tensor, self._shapes.get(name))
+        checked: Tensor = tensor
+        return checked
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights and biases, one list per recurrence, as in torch."""
+        stems = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        names = [[f"{stem}_{suffix}" for stem in stems] for suffix in self._suffixes()]
+        return [[self._tensor(name) for name in own if name in self._shapes] for own in names]
+
     def flatten_parameters(self) -> None:
-        """Does nothing. It exists for code written for torch.nn.RNN, where it serves cuDNN."""
+        """Does nothing. It exists for code written for torch's modules, where it serves cuDNN."""
 
     def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "other", since there are no orthonormal bases and no spectrum."""
-        return {name: "other" for name, _ in self.named_parameters(recurse=False)}
+        """Parameter name -> role, by which ``orthokern.optim.optimizer_for`` groups them: "geodesic" (U and V of a
+        FactorizedRNN), "spectrum" (its singular values), "skew" (A of an ExpRNN or NonNormalRNN), "rotation" (gamma and
+        theta of a NonNormalRNN) or "other"."""
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        return {name: self._roles.get(name.rpartition("_l")[0], "other") for name in names}
 
-    def _gained(self, tensor: Tensor) -> Tensor:
-        """A term of the pre-activation, times the gain."""
-        return tensor if self.gain == 1.0 else tensor * self.gain
+    def frozen(self) -> Layers:
+        """A copy for inference, in which everything that depends on parameters only is computed once.
 
-    def _time_first(self, tensor: Tensor, batched: bool) -> Tensor:
-        """[T,B,...] from the layout of an input."""
+        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
+        summed, and gains are multiplied in. Later changes of this module's parameters have no effect on the copy.
+
+        Returns:
+            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU): ``forward`` with the same arguments and
+            results, and ``step(x, h)`` for one time step of a stream. Its tensors are buffers, without gradients, on
+            the same device; dropout is off.
+
+        Raises:
+            orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.
+            InputError: the module is a PeepholeLSTM.
+
+        Example::
+
+            >>> rnn = orthokern.nn.ExpRNN(3, 8).frozen()
+            >>> output, h = rnn.step(torch.randn(1, 3))  # [1, 8], [1, 1, 8]
+        """
+        if self._frozen_kind is None:
+            raise InputError(f"frozen is not for a {type(self).__name__}; accepted: eval() and torch.no_grad()")
+        with torch.no_grad(), _autocast.off():
+            result: Layers = self._frozen_kind(self)
+            return result
+
+    def _text(self, **usual: Any) -> str:
+        """The sizes, and the settings that differ from the usual ones."""
+        usual = {
+            "num_layers": 1,
+            "nonlinearity": "tanh",
+            "bias": True,
+            "batch_first": False,
+            "dropout": 0.0,
+            "bidirectional": False,
+            **usual,
+        }
+        values = {name: getattr(self, name, value) for name, value in usual.items()}
+        settings = [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
+        return ", ".join([str(self.input_size), str(self.hidden_size), *settings])
+
+    # -- one recurrence
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        """The op that `_scan` runs, and the sizes that a backend may limit."""
+        raise NotImplementedError
+
+    def _factors(self, suffix: str) -> Any:
+        """What `_scan` needs of the parameters, computed once per forward."""
+        raise NotImplementedError
+
+    def _scan(
+        self, suffix: str, factors: Any, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        """The states [T,B,S] of one recurrence, S numbers per sequence."""
+        raise NotImplementedError
+
+    def _state_size(self) -> int:
+        """S."""
+        return self.hidden_size
+
+    def _input_term(self, x: Tensor, suffix: str, bias: Tensor | None) -> Tensor:
+        """W_ih x_t + b [T,B,..] of features, by one product, or of token ids, by a look-up."""
+        weight = self._tensor(f"weight_ih_{suffix}")
+        if x.is_floating_point():
+            return linear(x, weight, bias)
+        check_ids(x, self.input_size)
+        return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+
+    def _serves_lengths(self) -> bool:
+        """Whether the backend of this module's scans accepts lengths. The choice of "auto" does not depend on lengths:
+        a GPU kernel that also computes padding is faster than the reference."""
+        (op, sizes), weight = self._op(), self._tensor("weight_ih_l0")
+        chosen = dispatch.choose(op, self.backend, dispatch.Call(weight.device, weight.dtype, sizes))
+        return dispatch.has_feature(op, chosen, "lengths")
+
+    def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
+        """h0 [B,S] of one recurrence, the index-th of hx."""
+        if hx is not None:
+            return hx[index]
+        return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
+
+    # -- the forward
+
+    def forward(
+        self,
+        input: Sequences,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Sequences, Tensor]:
+        """Run all layers over a batch of sequences.
+
+        Args:
+            input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
+                ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
+                the input weight, like a one-hot input, which is not materialised. Or a PackedSequence of any of these.
+                Floats have the dtype of the parameters; under autocast, 16-bit floats are converted to it, so that a
+                recurrence over thousands of steps keeps its states in float32.
+            hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
+                for one sequence; batch_first does not apply. None: the learned states if the module has them, else
+                zeros. Learned states are not used if hx is given.
+            resets: bool [T,B] ([B,T] if batch_first; [T] for one sequence), or None. Where it is true, every layer
+                starts the step from its reset state instead of its previous state, as at the beginning of a new episode
+                or document. No gradient flows from there to earlier steps. For a PackedSequence, resets has the shape
+                of the padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
+            reset_state: the states that a reset sets, of the shape of hx; None: the initial states, which are hx,
+                learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
+
+        Returns:
+            (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
+            packed input), the states of the last layer; h_n [num_layers * directions, B, N], the last state of every
+            recurrence (for the reverse direction the one at t = 0).
+
+        Raises:
+            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T of zero.
+
+        Example::
+
+            >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
+            >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
+        """
+        result: tuple[Sequences, Tensor] = self._forward(input, hx, resets, reset_state)
+        return result
+
+    def _forward(self, input: Any, hx: Any, resets: Tensor | None, reset_state: Tensor | None) -> Any:
+        weight = self._tensor("weight_ih_l0")
+        device = weight.device.type
+        if _autocast.is_on(device):
+            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
+            with torch.autocast(device, enabled=False):
+                return self._forward(input, hx, resets, reset_state)
+        if isinstance(input, PackedSequence):
+            return self._forward_packed(input, hx, resets, reset_state)
+        data, batched = self._time_first(input)
+        if data.shape[0] < 1:
+            raise InputError(f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step")
+        hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
+        if data.shape[1] == 0:
+            output, h_n = self._run_empty(data, hx)
+        else:
+            output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
+        if not batched:
+            return output.squeeze(1), h_n.squeeze(1)
+        return (output.transpose(0, 1) if self.batch_first else output), h_n
+
+    def _forward_packed(
+        self, input: PackedSequence, hx: Any, resets: Tensor | None, reset_state: Tensor | None
+    ) -> tuple[PackedSequence, Tensor]:
+        self._check_input(input.data, packed=True)
+        layout, order = Packed(input.batch_sizes, input.data.device, self._serves_lengths()), input.sorted_indices
+        hx = self._checked_hx(hx, layout.batch, input.data.device)
+        cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
+        if order is not None:  # the caller's order -> order by decreasing length
+            hx = None if hx is None else hx.index_select(1, order)
+            cuts = None if cuts is None else cuts.rows(order)
+        output, h_n = self._run(input.data, hx, layout, cuts)
+        if input.unsorted_indices is not None:
+            h_n = h_n.index_select(1, input.unsorted_indices)
+        return PackedSequence(output, input.batch_sizes, order, input.unsorted_indices), h_n
+
+    def _run(self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Resets | None) -> tuple[Tensor, Tensor]:
+        data, last = self._layers(data, hx, layout, self.num_layers, cuts)
+        return data, torch.stack(last)
+
+    def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_run` of no sequences: empty results, whose gradients are zeros, as torch's are."""
+        ways = 2 if self.bidirectional else 1
+        read = [t for t in (data, hx, *self.parameters()) if t is not None and t.is_floating_point()]
+        nothing = torch.stack([t.flatten()[:0].sum() for t in read]).sum()  # 0, with a gradient of zeros for all
+        output = nothing.expand(len(data), 0, ways * self.hidden_size)
+        return output, nothing.expand(self.num_layers * ways, 0, self._state_size())
+
+    def _layers(
+        self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Resets | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs the first `count` layers. Returns the input of the next one, and the last states."""
+        last: list[Tensor] = []
+        ways = (False, True) if self.bidirectional else (False,)
+        for layer in range(count):
+            outputs: list[Tensor] = []
+            for reverse in ways:
+                suffix = self._suffix(layer, reverse)
+                h0 = self._initial_state(suffix, hx, len(last), layout)
+                own = None if cuts is None else cuts.of(len(last))
+                scan = functools.partial(self._scan, suffix, self._factors(suffix), own)
+                states, end = layout.run(scan, data, h0, reverse)
+                outputs.append(states[..., : self.hidden_size] if self._state_size() > self.hidden_size else states)
+                last.append(end)
+            data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:
+                data = nn.functional.dropout(data, self.dropout, training=True)
+        return data, last
+
+    # -- arguments of a forward
+
+    def _check_input(self, input: Any, *, packed: bool = False, small_ids: bool = False) -> bool:
+        """Checks the input except T and B; True for token ids.
+
+        input: [T,B,D], [T,D] or token ids without D ([B,T,..] if batch_first); the data of a PackedSequence if packed.
+        It must have the device of the input weight and, if it is floating, its dtype. small_ids: ids may also be uint8
+        or int16.
+        """
+        if not isinstance(input, Tensor):
+            raise InputError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+        strided("input", input)
+        weight = self._tensor("weight_ih_l0")
+        if input.device != weight.device:
+            raise InputError(f"input is on {input.device}; accepted: {weight.device}, like the parameters")
+        if weight.dtype is not torch.float32:
+            check_dtype(weight.dtype, half=self._half_ok)
+        ids = (torch.int64, torch.int32, *((torch.int16, torch.uint8) if small_ids else ()))
+        tokens = input.dtype in ids
+        if not tokens and input.dtype != weight.dtype:
+            raise InputError(
+                f"input has dtype {input.dtype}; accepted: {weight.dtype} like the parameters, "
+                f"or token ids in {', '.join(map(str, ids))}"
+            )
+        dims = input.dim() + tokens
+        if dims not in ((2,) if packed else (2, 3)) or (not tokens and input.shape[-1] != self.input_size):
+            kind, more = ("token ids", "") if tokens else ("floats", ", D")
+            order = "B, T" if self.batch_first else "T, B"
+            accepted = f"[rows{more}]" if packed else f"[{order}{more}] or, for one sequence, [T{more}]"
+            size = "" if tokens else f" with D = input_size = {self.input_size}"
+            raise InputError(f"input ({kind}) has shape {tuple(input.shape)}; accepted: {accepted}{size}")
+        return tokens
+
+    def _time_first(self, input: Tensor, small_ids: bool = False) -> tuple[Tensor, bool]:
+        """([T,B,...], whether the input has a batch) of an input, checked except T and B."""
+        tokens = self._check_input(input, small_ids=small_ids)
+        batched = input.dim() == (2 if tokens else 3)
+        return self._transposed(input, batched), batched
+
+    def _transposed(self, tensor: Tensor, batched: bool) -> Tensor:
+        """[T,B,...] from the layout of an input, and back."""
         if not batched:
             return tensor.unsqueeze(1)
         return tensor.transpose(0, 1) if self.batch_first else tensor
 
-    def _checked_hx(self, hx: Tensor | None, data: Tensor, batched: bool) -> Tensor | None:
-        """hx with a batch, or None."""
+    def _checked_states(
+        self, data: Tensor, batched: bool, hx: Any, resets: Tensor | None, reset_state: Tensor | None
+    ) -> tuple[Tensor | None, Resets | None]:
+        """hx and the resets of a call with data [T,B,...], with a batch."""
+        checked = self._checked_hx(hx, data.shape[1] if batched else None, data.device)
+        return checked, self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+
+    def _checked_hx(self, hx: Any, batch: int | None, device: torch.device, name: str = "hx") -> Tensor | None:
+        """hx with a batch, or None. batch: None for one sequence without."""
         if hx is None:
             return None
-        self._check_hx(hx, data.shape[1] if batched else None, data.device)
-        return hx if batched else hx.unsqueeze(1)
-
-    def _cuts(
-        self,
-        resets: Tensor | None,
-        reset_state: Tensor | None,
-        shape: Sequence[int],
-        device: torch.device,
-        batched: bool,
-    ) -> Resets | None:
-        """resets and reset_state of a call of shape (T, B), checked and with a batch."""
-        (T, B), ways = shape, 2 if self.bidirectional else 1
-        if resets is None:
-            if reset_state is not None:
-                raise InputError("reset_state is given without resets; accepted: with resets only")
-            return None
-        order = ((B, T), "B, T") if self.batch_first else ((T, B), "T, B")
-        wanted, letters = order if batched else ((T,), "T")
-        check_resets(resets, wanted, letters, device, ways)
-        if reset_state is not None:
-            self._check_hx(reset_state, B if batched else None, device, "reset_state")
-            reset_state = reset_state if batched else reset_state.unsqueeze(1)
-        return Resets(self._time_first(resets, batched), reset_state)
-
-    def _check_input(self, input: Tensor, *, packed: bool = False, small_ids: bool = False) -> bool:
-        """Checks the input except T and B; True for token ids."""
-        weight = self._tensor("weight_ih_l0")
-        if weight.dtype in (torch.bfloat16, torch.float16) and not self._half_ok:
-            raise InputError(
-                f"parameters have dtype {weight.dtype}, in which orthogonality is lost; "
-                "accepted: torch.float32, torch.float64"
-            )
-        return check_input(
-            input, weight, self.input_size, batch_first=self.batch_first, packed=packed, small_ids=small_ids
-        )
-
-    def _check_hx(self, hx: Tensor, batch: int | None, device: torch.device, name: str = "hx") -> None:
         if not isinstance(hx, Tensor):
             raise InputError(f"{name} must be a Tensor or None, got {type(hx).__name__}")
         strided(name, hx)
@@ -242,29 +435,31 @@ class Layers(nn.Module):
             raise InputError(
                 f"{name} is {hx.dtype} on {hx.device}; accepted: {weight.dtype} on {device}, like the input"
             )
+        return hx.unsqueeze(1) if batch is None else hx
 
-    def _repr_init(self, usual: bool, init: str | None, max_angle: float | None) -> str:
-        """The text of both arguments in extra_repr; usual: init is the default."""
-        text = "" if usual else f", init={init!r}"
-        return text if max_angle is None else f"{text}, max_angle={max_angle}"
-
-    def _repr_common(self) -> str:
-        text = settings_text(
-            self,
-            num_layers=1,
-            nonlinearity="tanh",
-            bias=True,
-            batch_first=False,
-            dropout=0.0,
-            bidirectional=False,
-            learned_h0=False,
-            checkpoint_every=0,
-            backend=None,
-            precision="ieee",
-            message_clip=0.0,
-            gain=1.0,
-        )
-        row = ACTIVATIONS[self.nonlinearity]
-        if row.parameter is not None and row.learned is None:
-            text += f", negative_slope={self.negative_slope}"
-        return text
+    def _cuts(
+        self,
+        resets: Tensor | None,
+        reset_state: Tensor | None,
+        shape: Sequence[int],
+        device: torch.device,
+        batched: bool,
+    ) -> Resets | None:
+        """resets and reset_state of a call of shape (T, B), checked and with a batch."""
+        if resets is None:
+            if reset_state is not None:
+                raise InputError("reset_state is given without resets; accepted: with resets only")
+            return None
+        if not isinstance(resets, Tensor):
+            raise InputError(f"resets must be a Tensor or None, got {type(resets).__name__}")
+        if self.bidirectional:
+            raise InputError("resets are given to a bidirectional module; accepted: bidirectional=False")
+        T, B = shape
+        accepted, letters = ((T,), "T") if not batched else ((B, T), "B, T") if self.batch_first else ((T, B), "T, B")
+        if resets.dtype != torch.bool or tuple(resets.shape) != accepted or resets.device != device:
+            raise InputError(
+                f"resets is {resets.dtype} {tuple(resets.shape)} on {resets.device}; accepted: torch.bool {accepted} "
+                f"([{letters}]) on {device}, like the input"
+            )
+        state = self._checked_hx(reset_state, B if batched else None, device, "reset_state")
+        return Resets(self._transposed(resets, batched), state)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orthokern.ops._dispatcher import no_dispatch_modes
 
-# (x [T,B,D] or ids [T,B], h0 [B,N] or None, lengths [B] or None) -> states [T,B,N]
+# (x [T,B,D] or ids [T,B], h0 [B,S] or None, lengths [B] or None) -> states [T,B,S]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
@@ -61,7 +61,7 @@ class Dense:
         self.batch, self.lengths = batch, lengths
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        """One recurrence in one direction: data in this form -> (output in this form, last states [B,N])."""
+        """One recurrence in one direction: data in this form -> (states in this form, last states [B,S])."""
         if not reverse:
             hs = scan(data, h0, self.lengths)
             return hs, hs[-1]
@@ -74,37 +74,26 @@ class Packed:
 
     One scan runs over the rectangle [T,B]: row p of data is copied to place[p] = t*B + b, and data[mirror] holds each
     sequence reversed. Sequences of one length already form that rectangle. With `by_lengths` the scan gets the lengths
-    and skips padding.
-
-    For a backend without lengths, the states after a sequence's end are computed but not used. Their cotangents are
-    exact zeros and add exact zeros to every gradient, as long as the states are finite: 0 * inf is not 0. Padding can
-    therefore only affect a result by an overflow. This is checked, and such a batch is computed again without padding,
-    with one scan for each range of steps with the same number of sequences.
+    and skips padding. For a backend without lengths, which only gated recurrences have, the states after a sequence's
+    end are computed but not used: they are bounded, and their cotangents are exact zeros.
     """
 
     def __init__(self, batch_sizes: Tensor, device: torch.device, by_lengths: bool) -> None:
         sizes = batch_sizes.to("cpu", torch.int64)
-        self.sizes: list[int] = sizes.tolist()
-        self.steps, self.batch = len(self.sizes), self.sizes[0]
-        self.ragged = ragged = self.sizes[-1] != self.batch
+        self.steps, self.batch = len(sizes), int(sizes[0])
         self.lengths: Tensor | None = None
-        self.overflow = ragged and not by_lengths  # whether an overflow on padding has to be checked
-        if not ragged:
+        self.ragged = int(sizes[-1]) != self.batch
+        if not self.ragged:
             return
         step = torch.repeat_interleave(torch.arange(self.steps, device="cpu"), sizes)
         first = torch.cumsum(sizes, 0) - sizes  # position in data of the first row of step t
         row = torch.arange(len(step), device="cpu") - first[step]
         lengths = (sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
-        last = lengths[row] - 1
-        place = step * self.batch + row
         self.lengths = lengths.to(device) if by_lengths else None
-        if self.overflow:
-            padding = torch.ones(self.steps * self.batch, dtype=torch.bool, device="cpu").index_fill_(0, place, False)
-            self.padding = padding.to(device)
-        self.place = place.to(device)
-        self.mirror = (first[last - step] + row).to(device)
-        end = first[lengths - 1] + torch.arange(self.batch, device="cpu")
-        self.end = end.to(device)  # position in data of each sequence's last row
+        self.place = (step * self.batch + row).to(device)
+        self.mirror = (first[lengths[row] - 1 - step] + row).to(device)
+        # position in data of each sequence's last row
+        self.end = (first[lengths - 1] + torch.arange(self.batch, device="cpu")).to(device)
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         if not self.ragged:
@@ -112,26 +101,10 @@ class Packed:
             return states.flatten(0, 1), last
         ordered = _rows(data, self.mirror) if reverse else data
         x = ordered.new_zeros((self.steps * self.batch, *data.shape[1:])).index_copy(0, self.place, ordered)
-        x = x.unflatten(0, (self.steps, self.batch))
-        states = scan(x, h0, self.lengths).flatten(0, 1)
-        if self.overflow and states.requires_grad and not states.detach()[self.padding].isfinite().all():
-            states = self._by_stretches(scan, x, h0)
-        else:
-            states = _rows(states, self.place)
+        states = scan(x.unflatten(0, (self.steps, self.batch)), h0, self.lengths)
+        states = _rows(states.flatten(0, 1), self.place)
         last = _rows(states, self.end)
         return (_rows(states, self.mirror) if reverse else states), last
-
-    def _by_stretches(self, scan: Scan, x: Tensor, h0: Tensor | None) -> Tensor:
-        pieces, start, h = [], 0, h0
-        while start < self.steps:
-            alive = self.sizes[start]
-            stop = start
-            while stop < self.steps and self.sizes[stop] == alive:
-                stop += 1
-            hs = scan(x[start:stop, :alive], None if h is None else h[:alive], None)
-            pieces.append(hs.flatten(0, 1))
-            start, h = stop, hs[-1]
-        return torch.cat(pieces)
 
 
 Layout = Dense | Packed  # each converts a batch for one scan, and its states back

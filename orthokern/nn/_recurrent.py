@@ -1,64 +1,173 @@
-"""The base class of the modules that replace torch.nn.RNN: layers, directions, layouts, initial states, the loss."""
+"""The base class of the recurrences with one matrix: the arguments of their scan, and the loss with a linear readout.
+
+Note [The basis that a module keeps]
+    In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on that start.
+    So the basis is part of a module's state. It changes only in a forward in training mode with gradients, is in the
+    state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. It is an attribute of
+    the module by this name, since torch.distributed.checkpoint resolves the keys of a state_dict, but not a buffer,
+    whose absence load_state_dict would report. The same parameters, basis and inputs give the same bits, also after a
+    resume, and after any number of evaluations in between. A replica of torch.nn.DataParallel does not return its
+    basis; DistributedDataParallel keeps it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import _autocast, dispatch, functional
+from orthokern import _autocast, functional
+from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
-from orthokern.nn import _loss
-from orthokern.nn._base import Layers
-from orthokern.nn._checks import (
-    check_packed,
-)
-from orthokern.nn._layouts import Dense, Layout, Packed, Resets
+from orthokern.nn._base import LayerOptions, Layers
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of
+from orthokern.nn._layouts import Dense, Resets
+from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
+from orthokern.ops.modal import choice
+from orthokern.ops.modal.op import modal_last_step_norms
 
+NONLINEARITIES = tuple(ACTIVATIONS)
+BASIS = "modal_basis_"
 Factors = tuple[tuple[Tensor, ...], Tensor | None]  # of the matrix, and the bias
 
 # torch 2.6 has no is_exporting: there, compiled programs keep all states, as exported ones do
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
+class RecurrentOptions(LayerOptions, total=False):
+    """The options that all modules with a scan of one matrix share; see orthokern.nn.RNN. Those that are annotated have
+    a default and a check, (name, value) -> value."""
+
+    nonlinearity: str
+    learned_h0: Annotated[bool, False, flag]
+    checkpoint_every: Annotated[int, 0, functools.partial(integer, minimum=0)]
+    backend: Annotated[str | None, None, check_backend]
+    precision: Annotated[str, "ieee", functools.partial(one_of, names=functional.PRECISIONS)]
+    message_clip: Annotated[float, 0.0, at_least_zero]
+    gain: Annotated[float, 1.0, above_zero]
+    negative_slope: Annotated[float, 0.01, number]
+
+
+_HINTS = get_type_hints(RecurrentOptions, include_extras=True)
+OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
+
+
 class Recurrent(Layers):
-    """Layers, directions, layouts and initial states. A subclass defines the recurrent matrix."""
+    """Recurrences h_t = phi(gain (W h_{t-1} + W_ih x_t + b)). A subclass defines the recurrent matrix."""
 
-    def frozen(self) -> Recurrent:
-        """A copy for inference, in which everything that depends on parameters only is computed once.
+    checkpoint_every: int
+    precision: str
+    message_clip: float
+    gain: float
+    negative_slope: float
 
-        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
-        summed, and gains are multiplied in. Later changes of this module's parameters have no effect on the copy.
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        own = {name: options.pop(name, default) for name, (default, _) in OPTIONS.items()}
+        super().__init__(input_size, hidden_size, num_layers, *args, **options)
+        self.nonlinearity = one_of("nonlinearity", nonlinearity, NONLINEARITIES)
+        if ACTIVATIONS[nonlinearity].pairs and self.hidden_size % 2:
+            raise InputError(
+                f"hidden_size must be even for nonlinearity {nonlinearity!r} (it works on pairs of units), "
+                f"got {hidden_size}"
+            )
+        for name, (_, check) in OPTIONS.items():
+            setattr(self, name, check(name, own[name]))
 
-        Returns:
-            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU): ``forward`` with the same arguments and
-            results, and ``step(x, h)`` for one time step of a stream. Its tensors are buffers, without gradients, on
-            the same device; dropout is off.
+    # -- parameters
 
-        Raises:
-            orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.
+    def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
+        N = self.hidden_size
+        bias = {"bias": (N,)} if self.bias else {}
+        return {"weight_ih": (N, self._inputs(suffix)), **bias, **self._matrix_shapes(), **self._common_shapes()}
 
-        Example::
+    def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters of the matrix of one recurrence, by name without the suffix."""
+        raise NotImplementedError
 
-            >>> rnn = orthokern.nn.ExpRNN(3, 8).frozen()
-            >>> output, h = rnn.step(torch.randn(1, 3))  # [1, 8], [1, 1, 8]
-        """
-        from orthokern.nn.frozen import frozen
+    def _common_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the activation and of the initial state."""
+        N, learned = self.hidden_size, ACTIVATIONS[self.nonlinearity].learned
+        shapes: dict[str, tuple[int, ...]] = {}
+        if learned is not None:
+            shapes[str(learned.stem)] = (N if learned.per_unit else 1,)
+        return {**shapes, "h0": (N,)} if self.learned_h0 else shapes
 
-        return frozen(self)
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
+        for suffix in self._suffixes():
+            self._draw_uniform(generator, f"weight_ih_{suffix}")
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_{suffix}"))
+            self._reset_matrix(suffix, generator)
+            self._reset_common(suffix, generator)
 
-    def _scan(
-        self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
-        """The states [T,B,N] of one recurrence; factors: the result of `_factors`."""
-        return scan(self._args(suffix, factors, cuts, x, h0, lengths))
+    def _reset_matrix(self, suffix: str, generator: torch.Generator | None) -> None:
+        raise NotImplementedError
+
+    def _reset_common(self, suffix: str, generator: torch.Generator | None) -> None:
+        learned = ACTIVATIONS[self.nonlinearity].learned
+        if learned is not None:
+            draw_start(self._tensor(f"{learned.stem}_{suffix}"), learned, generator)
+        if self.learned_h0:
+            nn.init.zeros_(self._tensor(f"h0_{suffix}"))
+
+    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """The matrix W [N,N] of one recurrence, without the gain, differentiable: a parameter of an RNN, U diag(s) V^T
+        of a FactorizedRNN, B exp(A) of an ExpRNN, P Theta P^T of a NonNormalRNN."""
+        return self._composed(self._suffix(layer, reverse))
+
+    def recurrent_matrices(self) -> list[Tensor]:
+        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
+        return [self._composed(suffix) for suffix in self._suffixes()]
+
+    def _composed(self, suffix: str) -> Tensor:
+        """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return self._text()
+
+    def _text(self, **usual: Any) -> str:
+        return super()._text(**{name: default for name, (default, _) in OPTIONS.items()}, **usual)
+
+    # -- one recurrence
+
+    def _gained(self, tensor: Tensor) -> Tensor:
+        """A term of the pre-activation, times the gain."""
+        return tensor if self.gain == 1.0 else tensor * self.gain
+
+    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
+        """The recurrent matrix with the gain: (w,), or (u, s, v)."""
+        return (self._gained(self._composed(suffix)),)
+
+    def _bias(self, suffix: str) -> Tensor | None:
+        """The sum of the biases, with the gain."""
+        return self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+
+    def _factors(self, suffix: str) -> Factors:
+        """The matrix and the bias."""
+        return self._matrix(suffix), self._bias(suffix)
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        return "dense_scan", {"N": self.hidden_size}
+
+    def _scan(self, suffix: str, *args: Any) -> Tensor:
+        return scan(self._args(suffix, *args))
 
     def _args(
         self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
@@ -74,33 +183,7 @@ class Recurrent(Layers):
         h0 = u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0
         return ScanArgs(x, v, s, u, h0, bias=bias, **options)
 
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        """The recurrent matrix with the gain: (w,), or (u, s, v)."""
-        raise NotImplementedError
-
-    def _bias(self, suffix: str) -> Tensor | None:
-        """The sum of the biases, with the gain."""
-        return self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
-
-    def _factors(self, suffix: str) -> Factors:
-        """The matrix and the bias."""
-        return self._matrix(suffix), self._bias(suffix)
-
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        """The op that `_scan` runs, and the sizes that a backend may limit."""
-        return "dense_scan", {"N": self.hidden_size}
-
-    def _serves_lengths(self) -> bool:
-        """Whether the backend of this module's scans accepts lengths. The choice of "auto" does not depend on lengths:
-        a GPU kernel that also computes padding is faster than the reference."""
-        op, sizes = self._op()
-        weight = self._tensor("weight_ih_l0")
-        features = ("message_clip",) if self.message_clip > 0 else ()
-        call = dispatch.Call(weight.device, weight.dtype, sizes, features=features)
-        chosen = dispatch.choose(op, self.backend, call)
-        return dispatch.has_feature(op, chosen, "lengths")
-
-    def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None = None) -> dict[str, Any]:
+    def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None) -> dict[str, Any]:
         """The arguments of a scan besides x, h0, the matrices and the bias, by name."""
         return {
             "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
@@ -116,109 +199,16 @@ class Recurrent(Layers):
             "reset_state": None if cuts is None else cuts.reset_state,
         }
 
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    def _act_param(self, suffix: str) -> Tensor | None:
+        parameter = ACTIVATIONS[self.nonlinearity].parameter
+        if parameter is None:
+            return None
+        if parameter.stem is None:
+            # not a buffer: state_dicts of torch have no such key, and a non-persistent one is lost by Module.to_empty
+            return self._tensor("weight_ih_l0").new_full((1,), self.negative_slope)
+        return self._tensor(f"{parameter.stem}_{suffix}")
 
-    @overload
-    def forward(
-        self,
-        input: PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[PackedSequence, Tensor]: ...
-
-    def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
-        """Run all layers over a batch of sequences.
-
-        Args:
-            input: float [T,B,D] ([B,T,D] if batch_first), float [T,D] for one sequence without a batch, or token
-                ids, int64 or int32, in [0, input_size): [T,B] ([B,T] if batch_first) or [T]. Ids select columns of
-                the input weight, like a one-hot input, which is not materialised. Or a PackedSequence of any of these.
-                Floats have the dtype of the parameters; under autocast, 16-bit floats are converted to it, so that a
-                recurrence over thousands of steps keeps its states in float32.
-            hx: [num_layers * directions, B, N] initial states in torch's order (layer, then direction), without B
-                for one sequence; batch_first does not apply. None: the learned states if the module has them, else
-                zeros. Learned states are not used if hx is given.
-            resets: bool [T,B] ([B,T] if batch_first; [T] for one sequence), or None. Where it is true, every layer
-                starts the step from its reset state instead of its previous state, as at the beginning of a new episode
-                or document. No gradient flows from there to earlier steps. For a PackedSequence, resets has the shape
-                of the padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
-            reset_state: the states that a reset sets, of the shape of hx; None: the initial states, which are hx,
-                learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
-
-        Returns:
-            (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
-            packed input), the states of the last layer; h_n [num_layers * directions, B, N], the last state of every
-            recurrence (for the reverse direction the one at t = 0).
-
-        Raises:
-            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T of zero.
-
-        Example::
-
-            >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
-            >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
-        """
-        weight = self._tensor("weight_ih_l0")
-        device = weight.device.type
-        if _autocast.is_on(device):
-            input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
-            with torch.autocast(device, enabled=False):
-                return self.forward(input, hx, resets=resets, reset_state=reset_state)
-        if isinstance(input, PackedSequence):
-            return self._forward_packed(input, hx, resets, reset_state)
-        tokens = self._check_input(input)
-        batched = input.dim() == (2 if tokens else 3)
-        data = self._time_first(input, batched)
-        if data.shape[0] < 1:
-            raise InputError(f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step")
-        hx = self._checked_hx(hx, data, batched)
-        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
-        if data.shape[1] == 0:
-            output, h_n = self._run_empty(data, hx)
-        else:
-            output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
-        if not batched:
-            return output.squeeze(1), h_n.squeeze(1)
-        return (output.transpose(0, 1) if self.batch_first else output), h_n
-
-    def _forward_packed(
-        self, input: PackedSequence, hx: Tensor | None, resets: Tensor | None, reset_state: Tensor | None
-    ) -> tuple[PackedSequence, Tensor]:
-        self._check_input(input.data, packed=True)
-        check_packed(input)
-        layout = Packed(input.batch_sizes, input.data.device, self._serves_lengths())
-        if hx is not None:
-            self._check_hx(hx, layout.batch, input.data.device)
-            if input.sorted_indices is not None:  # the caller's order -> order by decreasing length
-                hx = hx.index_select(1, input.sorted_indices)
-        cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
-        if cuts is not None and layout.overflow:
-            raise InputError(
-                f"resets of a PackedSequence need a backend with lengths; accepted for {self.backend!r}: a Tensor"
-            )
-        if cuts is not None and input.sorted_indices is not None:
-            cuts = cuts.rows(input.sorted_indices)
-        output, h_n = self._run(input.data, hx, layout, cuts)
-        if input.unsorted_indices is not None:
-            h_n = h_n.index_select(1, input.unsorted_indices)
-        return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
+    # -- the loss
 
     def loss(
         self,
@@ -274,26 +264,28 @@ class Recurrent(Layers):
             )
         if isinstance(input, PackedSequence):
             raise InputError("input of loss is a PackedSequence; accepted: a Tensor, with lengths=")
-        tokens = self._check_input(input, small_ids=True)
-        batched = input.dim() == (2 if tokens else 3)
-        if not isinstance(target, Tensor) or target.shape != input.shape[: input.dim() - (not tokens)]:
+        data, batched = self._time_first(input, small_ids=True)
+        ids = not data.is_floating_point()
+        if not isinstance(target, Tensor) or target.shape != (input.shape if ids else input.shape[:-1]):
             got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
-        data, target = self._time_first(input, batched), self._time_first(target, batched)
-        hx = self._checked_hx(hx, data, batched)
-        cuts = self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+        target = self._transposed(target, batched)
+        hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
         layout = Dense(data.shape[1], lengths)
-        self._begin()
         if self.num_layers > 1:
-            if tokens and data.dtype not in (torch.int64, torch.int32):
+            if ids and data.dtype not in (torch.int64, torch.int32):
                 data = data.to(torch.int64)
             data = self._layers(data, hx, layout, self.num_layers - 1, cuts)[0]
         suffix = self._suffix(-1, False)
         h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
         matrix, arguments = self._loss_arguments(lengths, None if cuts is None else cuts.of(self.num_layers - 1))
-        result = _loss.loss(readout, target, data, matrix, h0, reduction=reduction, algorithm=algorithm, **arguments)
+        layer, bias = _weights_of(readout, self.hidden_size)
+        if reduction is None:
+            reduction = getattr(readout, "reduction", "mean")
+        arguments |= {"readout_bias": bias, "reduction": reduction, "algorithm": algorithm}
+        result = functional.scan_cross_entropy(data, matrix, layer, target, h0, **arguments)
         if self.training and torch.is_grad_enabled() and result.basis is not None:
-            setattr(self, _loss.KEY + suffix, result.basis)
+            setattr(self, BASIS + suffix, result.basis)
         return result.loss, result.hits
 
     def _loss_arguments(
@@ -304,15 +296,27 @@ class Recurrent(Layers):
         matrix, bias = self._factors(suffix)
         options = self._scan_options(suffix, lengths, cuts)
         del options["checkpoint_every"]
-        return matrix, {"bias": bias, "basis": getattr(self, _loss.KEY + suffix, None), **options}
+        return matrix, {"bias": bias, "basis": getattr(self, BASIS + suffix, None), **options}
 
+    @torch.no_grad()
     def _last_step_norms(self, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str) -> Tensor | None:
-        """See ``_loss.last_step_norms``, for data [T, B] or [T, B, D] and target [T, B]; None for several layers."""
+        """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others, for data [T, B] or [T, B, D] and target
+        [T, B]; L is the mean cross-entropy of the last step alone. None for several layers, and if `loss` with the same
+        arguments does not use the modal form."""
         if self.num_layers > 1:
             return None
-        matrix, arguments = self._loss_arguments()
-        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(data.shape[1], None))
-        return _loss.last_step_norms(readout, target, data, matrix, h0, algorithm=algorithm, **arguments)
+        (matrix, arguments), layer = self._loss_arguments(), _weights_of(readout, self.hidden_size)
+        options = {name: arguments[name] for name in ("activation", "message_clip", "backend")}
+        (T, B), ids, start = data.shape[:2], not data.is_floating_point(), arguments["basis"]
+        modes, _ = choice.choose(
+            choice.Call(matrix, T, B, len(layer[0]), ids, start=start, algorithm=algorithm, **options)
+        )
+        if modes is None:
+            return None
+        args = self._args(self._suffix(-1, False), (matrix, arguments["bias"]), None, data, None, None)
+        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(B))
+        args = args._replace(h0=args.h0 if h0 is None else h0)
+        return modal_last_step_norms(args, Readout(*layer, target), modes)
 
     def explain_loss(
         self,
@@ -355,55 +359,37 @@ class Recurrent(Layers):
             **options,
         )
 
-    def _begin(self) -> None:
-        """Called before the layers run."""
-
-    def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
-        """h0 [B,N] of one recurrence, the index-th of hx."""
-        if hx is not None:
-            return hx[index]
-        return self._tensor(f"h0_{suffix}").expand(layout.batch, self.hidden_size) if self.learned_h0 else None
-
-    def _run(
-        self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Resets | None = None
-    ) -> tuple[Tensor, Tensor]:
-        self._begin()
-        data, last = self._layers(data, hx, layout, self.num_layers, cuts)
-        return data, torch.stack(last)
-
-    def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`_run` of no sequences: empty results, whose gradients are zeros, as torch's are."""
-        N, ways = self.hidden_size, 2 if self.bidirectional else 1
-        read = [t for t in (data, hx, *self.parameters()) if t is not None and t.is_floating_point()]
-        nothing = torch.stack([t.flatten()[:0].sum() for t in read]).sum()  # 0, with a gradient of zeros for all
-        return nothing.expand(len(data), 0, ways * N), nothing.expand(self.num_layers * ways, 0, N)
-
-    def _layers(
-        self, data: Tensor, hx: Tensor | None, layout: Layout, count: int, cuts: Resets | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Runs the first `count` layers. Returns the input of the next one, and the last states."""
-        last: list[Tensor] = []
-        ways = (False, True) if self.bidirectional else (False,)
-        for layer in range(count):
-            outputs: list[Tensor] = []
-            for reverse in ways:
-                suffix = self._suffix(layer, reverse)
-                h0 = self._initial_state(suffix, hx, len(last), layout)
-                own = None if cuts is None else cuts.of(len(last))
-                scan = functools.partial(self._scan, suffix, self._factors(suffix), own)
-                output, end = layout.run(scan, data, h0, reverse)
-                outputs.append(output)
-                last.append(end)
-            data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-            if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:
-                data = nn.functional.dropout(data, self.dropout, training=True)
-        return data, last
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        _loss.save(self, self._suffixes(), destination, prefix)
+        for name in (BASIS + suffix for suffix in self._suffixes()):
+            if getattr(self, name, None) is not None:
+                destination[prefix + name] = getattr(self, name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        *_, unexpected, errors = args
-        _loss.load(self, self._suffixes(), self.hidden_size, state_dict, prefix, unexpected, errors)
+        (*_, unexpected, errors), N = args, self.hidden_size
+        for name in (BASIS + suffix for suffix in self._suffixes()):
+            vars(self).pop(name, None)
+            basis = state_dict.get(prefix + name)
+            if basis is None:
+                continue
+            if prefix + name in unexpected:
+                unexpected.remove(prefix + name)
+            shape = list(basis.shape) if isinstance(basis, Tensor) else []
+            if len(shape) == 2 and shape[0] == N and shape[1] % 2 == 0 and N <= shape[1] <= 2 * N:
+                setattr(self, name, basis.detach().to(torch.float64, copy=True))
+            else:
+                errors.append(
+                    f"{prefix}{name} of shape {shape} is no basis of {N} units; accepted: [N, 2M], N <= 2M <= 2N"
+                )
+
+
+def _weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
+    """weight [C, N] and bias [C] or None of a linear layer; checks what the functional does not check."""
+    weight, bias = getattr(readout, "weight", None), getattr(readout, "bias", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != hidden:
+        got = type(readout).__name__ if not isinstance(weight, Tensor) else f"a weight of shape {list(weight.shape)}"
+        raise InputError(
+            f"readout is {got}; accepted: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy of {hidden} inputs"
+        )
+    return weight, bias

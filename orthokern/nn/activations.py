@@ -12,7 +12,7 @@ from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, check_device, positive_int, refuse_proxy
+from orthokern.nn._checks import check_backend, integer, new_parameter
 from orthokern.nn._draws import draw
 
 
@@ -53,9 +53,9 @@ class ModReLU(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.features = None if features is None else positive_int("features", features)
-        self.backend = check_backend(backend)
-        self.bias = nn.Parameter(torch.empty(self.features or 1, device=check_device(device), dtype=dtype))
+        self.features = None if features is None else integer("features", features)
+        self.backend = check_backend("backend", backend)
+        self.bias = new_parameter("bias", (self.features or 1,), device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -66,7 +66,6 @@ class ModReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, 16-bit x are converted to that dtype."""
-        refuse_proxy(x)
         if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
         return functional.modrelu(widened_inside(x, self.bias), self.bias, backend=self.backend)
@@ -89,9 +88,8 @@ class OPLU(nn.Module):
 
     def __init__(self, *, backend: str | None = None) -> None:
         super().__init__()
-        self.backend = check_backend(backend)
+        self.backend = check_backend("backend", backend)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, N even -> [..., N]."""
-        refuse_proxy(x)
         return functional.oplu(x, backend=self.backend)

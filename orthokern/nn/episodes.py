@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 
 import torch
 from torch import Tensor, nn
 
 from orthokern.errors import InputError
-
-
-def _takes_resets(rnn: object) -> bool:
-    """Whether this is a recurrent module that can be cut: ours, or one with the same attributes and arguments."""
-    if not isinstance(rnn, nn.Module) or not all(hasattr(rnn, name) for name in ("num_layers", "hidden_size")):
-        return False
-    try:
-        arguments = inspect.signature(rnn.forward).parameters
-    except (AttributeError, TypeError, ValueError):  # of a scripted module, whose forward has no signature
-        return False
-    options = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
-    return options or {"resets", "reset_state"} <= set(arguments)
 
 
 class EpisodeRNN(nn.Module):
@@ -54,13 +41,10 @@ class EpisodeRNN(nn.Module):
 
     def __init__(self, rnn: nn.Module, recurrent: bool | None = None) -> None:
         super().__init__()
-        if not _takes_resets(rnn):
-            raise InputError(
-                f"rnn is a {type(rnn).__module__}.{type(rnn).__qualname__}; accepted: a module whose forward takes "
-                "resets and reset_state, as orthokern.nn.RNN, FactorizedRNN and GRU"
-            )
-        if getattr(rnn, "bidirectional", False):
-            raise InputError("rnn is bidirectional; accepted: a module of one direction, since resets cut time")
+        missing = [name for name in ("num_layers", "hidden_size", "batch_first") if not hasattr(rnn, name)]
+        if missing or getattr(rnn, "bidirectional", False):
+            why = f"without {missing[0]}" if missing else "that is bidirectional, and resets cut time"
+            raise InputError(f"rnn is a {type(rnn).__name__} {why}; accepted: as orthokern.nn.RNN, of one direction")
         if recurrent not in (None, True, False):
             raise InputError(f"recurrent must be True, False or None, got {recurrent!r}")
         self.rnn = rnn

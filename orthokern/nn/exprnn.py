@@ -1,16 +1,284 @@
-"""`ExpRNN`: a recurrence whose matrix is the exponential of a skew one."""
+"""`ExpRNN`, and the base class of recurrences with an orthogonal P = B exp(A): the parameter, the base, and its moves.
+
+Note [Dynamic trivialisation]
+    A is skew, from the strictly lower triangle of a parameter; B is an orthogonal base and not a parameter. For a fixed
+    B, any optimizer trains A as a plain parameter (Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal
+    constraints", with B = I). Far from A = 0 the exponential distorts: directions of A are stretched unequally, and
+    with |A| near pi there are directions in which P does not change. So after every K steps the chart, the coordinates
+    A around a base B, is centred at the current point (Lezcano-Casado 2019, "Trivializations for gradient-based
+    optimization on manifolds"): B <- B exp(A), A <- 0, which does not change P. K = 1 is Riemannian gradient descent.
+    After every M such moves, B is projected back to the orthogonal matrices.
+
+    The base moves directly after a step of an optimizer of A, by a hook that torch runs after the steps of all
+    optimizers. Where an optimizer with these parameters runs another in its step, as a ZeroRedundancyOptimizer does to
+    step the parameters of its rank before it sends them to the other ranks, the step of the outer one counts. A forward
+    changes nothing, so it may run any number of times: for accumulated gradients, again in a backward
+    (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all replicas move
+    after the same steps. Steps without gradients or at a learning rate of 0 do not count. Steps that are not taken by a
+    torch.optim.Optimizer (captured in a CUDA graph, or in a loop that changes parameters itself) do not move the base:
+    call `rebase` between such steps. A backward through a forward before the move raises torch's error about a tensor
+    modified in place, as after any step.
+
+Note [Optimizer state at a move]
+    Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
+    respect to Omega, the gradient with respect to A is
+
+        Gamma = int_0^1 exp(sA) K exp(-sA) ds,
+
+    and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
+    i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
+    that K is Gamma divided by f. Where |sinc| is below FLATTEST (P hardly changes in that direction, and Gamma has
+    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept. Of a
+    centered RMSprop, which divides by the root of square_avg - grad_avg^2, this difference is kept, a variance.
+"""
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Unpack
 
-from orthokern.nn._base import RecurrentOptions
-from orthokern.nn._checks import check_device, parameter_dtype
-from orthokern.nn._exponential import INITS, OPTIMIZER_STATES, _Exponential
+from orthokern import _autocast, dispatch, functional
+from orthokern import init as init_
+from orthokern.errors import InputError
+from orthokern.nn._checks import (
+    check_exponential,
+    check_loaded_orthogonal,
+    integer,
+    largest_deviation,
+    new_parameter,
+    one_of,
+)
+from orthokern.nn._recurrent import Recurrent, RecurrentOptions
+from orthokern.ops._checks import whole
+from orthokern.ops._register import untraced
 
 __all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
+
+INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
+OPTIMIZER_STATES = ("transport", "reset", "keep")
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # names in torch.optim
+FLATTEST = 0.1
+
+# Complete modules -> the optimizers that step their A. An optimizer of torch knows parameters and no modules; and as an
+# attribute of a module, its optimizers would be copied and pickled with it.
+_followed: weakref.WeakKeyDictionary[_Exponential, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
+
+
+def skew_from(parameter: Tensor) -> Tensor:
+    """A = L - L^T [N,N] from the strict lower triangle L of a parameter [N,N]."""
+    lower = parameter.tril(-1)
+    return lower - lower.mT
+
+
+def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
+    """Transforms a sum of gradients of A to the chart around exp(A); Note [Optimizer state at a move].
+
+    Args:
+        momentum: [N,N], a sum of gradients with respect to `parameter`, strictly lower triangular, as the result.
+        parameter: [N,N], the last point in the old chart.
+    """
+    # the gradient with respect to L is twice the lower triangle of the skew gradient with respect to A
+    gamma = skew_from(momentum).to(torch.complex128) / 2
+    angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))
+    difference = angles.unsqueeze(-1) - angles.unsqueeze(-2)
+    sinc = torch.sinc(difference / (2 * torch.pi))  # torch's sinc(x) is sin(pi x) / (pi x)
+    sinc = torch.where(sinc.abs() < FLATTEST, torch.where(sinc < 0, -FLATTEST, FLATTEST), sinc)
+    k = q @ ((q.mH @ gamma @ q) / (sinc * torch.exp(0.5j * difference))) @ q.mH
+    return (2 * k.real).tril(-1).to(momentum.dtype)
+
+
+class _Exponential(Recurrent):
+    """A recurrence with an orthogonal P = B exp(A) per direction and layer. A subclass computes its matrix from P."""
+
+    _inits: tuple[str, ...] = INITS
+    _roles: ClassVar = {"skew": "skew"}
+
+    def _set_up_exponential(
+        self,
+        init: str,
+        rebase_every: int | None,
+        project_every: int,
+        optimizer_state: str,
+        max_angle: float | None = None,
+    ) -> None:
+        one_of("init", init, self._inits)
+        if max_angle is not None:
+            init_.check_rotations(init, max_angle, init_.SKEW_ANGLES)
+        self.init, self.max_angle = init, max_angle
+        self.rebase_every = None if rebase_every is None else integer("rebase_every", rebase_every)
+        self.project_every = integer("project_every", project_every)
+        self.optimizer_state = one_of("optimizer_state", optimizer_state, OPTIMIZER_STATES)
+        self._uses = 0  # steps of an optimizer since the last move of the base
+        self._rebases = 0
+
+    def _build(self) -> None:
+        for name in (f"base_{suffix}" for suffix in self._suffixes()):
+            shape = (self.hidden_size, self.hidden_size)
+            self.register_buffer(name, new_parameter(name, shape, **self._placement).detach())
+        super()._build()
+        _followed[self] = weakref.WeakSet()
+
+    def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"skew": (self.hidden_size, self.hidden_size)}
+
+    @torch.no_grad()
+    def _reset_matrix(self, suffix: str, generator: torch.Generator | None) -> None:
+        parameter, base = self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")
+        if self.init == "orthogonal":
+            nn.init.zeros_(parameter)
+            init_.haar_rotation_(base, generator)
+            return
+        init_.identity_(base)
+        name = "identity" if self.init == "legacy" else self.init
+        init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
+        if self.rebase_every is not None and not parameter.is_meta:
+            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)))
+            nn.init.zeros_(parameter)
+
+    @_autocast.keeps_dtype
+    def _orthogonal(self, suffix: str) -> Tensor:
+        """P [N,N] of one recurrence, differentiable."""
+        parameter = self._tensor(f"skew_{suffix}")
+        p = functional.skew_exp(
+            # the op uses the skew part of its argument: that of 2 L is L - L^T
+            2 * parameter.tril(-1),
+            backend=dispatch.auxiliary_backend(self.backend),
+        )
+        check_exponential(f"skew_{suffix}", parameter, p)
+        return self._tensor(f"base_{suffix}") @ p
+
+    @torch.no_grad()
+    def orthogonality_error(self) -> float:
+        """The largest |P^T P - I| over the entries of the orthogonal matrices P of all recurrences, NaN included."""
+        return largest_deviation(self._orthogonal(suffix) for suffix in self._suffixes())
+
+    # -- moves of the base
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _followed[self] = weakref.WeakSet()
+
+    def track_optimizer(self, optimizer: Optimizer) -> None:
+        """Apply `optimizer_state` to this optimizer at moves of the base that come before its first step.
+
+        The module finds an optimizer by itself when the optimizer takes a step.
+
+        Raises InputError if the optimizer does not train this module's skew parameters.
+        """
+        holders = [part for part in _parts(optimizer) if self._groups(part)]
+        if not holders:
+            raise InputError(
+                "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
+            )
+        _followed[self].update(holders)
+
+    def _raw_skews(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+        """(suffix, parameter, base) of every recurrence without checks, for modules that the step at hand may not
+        concern; None for one that is replaced by another attribute."""
+        for suffix in self._suffixes():
+            yield suffix, self._parameters.get(f"skew_{suffix}"), self._buffers.get(f"base_{suffix}")
+
+    def _groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor]]:
+        """The skew parameters that an optimizer holds, with their groups of options."""
+        own = {id(parameter) for _, parameter, _ in self._raw_skews()}
+        return [(group, p) for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Called after a step of any optimizer: moves the base after every `rebase_every` steps of those that hold a
+        skew parameter. A step without gradients or at a learning rate of 0 changes nothing and does not count."""
+        if all(p.grad is None or _rests(group.get("lr")) for group, p in self._groups(optimizer)):
+            return
+        _followed[self].add(optimizer)
+        if any(self._groups(outer) for outer in _around(optimizer)):
+            return
+        if getattr(optimizer, "_overlap_with_ddp", False):  # what it steps in the backward may still be under way
+            raise InputError("rebase_every is set, and the optimizer has overlap_with_ddp=True; accepted: False")
+        self._uses += 1
+        if self.rebase_every is not None and self._uses >= self.rebase_every:
+            self._check_ties()
+            self.rebase()
+
+    def _check_ties(self) -> None:
+        """Rejects a skew parameter of this module that is also that of a recurrence with another base: a move would set
+        it to 0 and change one of the bases."""
+        own = {id(parameter): base for _, parameter, base in self._raw_skews() if parameter is not None}
+        for module in _alive():
+            for suffix, parameter, base in module._raw_skews():
+                if own.get(id(parameter), base) is not base:
+                    raise InputError(
+                        f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
+                        f"{self.rebase_every}; accepted: tie base_{suffix} too, or rebase_every=None"
+                    )
+
+    @torch.no_grad()
+    @_autocast.off()
+    def rebase(self) -> None:
+        """Move the base of every recurrence to the current P: B <- B exp(A), A <- 0. P does not change.
+
+        Every `project_every`-th time the bases are projected to the nearest orthogonal matrices. The state of the
+        optimizers of A is changed according to `optimizer_state`. Runs automatically after every `rebase_every`-th step
+        of an optimizer of A. Call it between a step and the next forward: gradients of A belong to the base with which
+        they were computed.
+        """
+        skews = [(self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")) for suffix in self._suffixes()]
+        for suffix, (parameter, _) in zip(self._suffixes(), skews, strict=True):
+            whole(f"skew_{suffix}", parameter)
+        self._rebases += 1
+        self._uses = 0
+        for parameter, base in skews:
+            moved = base.double() @ functional.skew_exp(
+                skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)
+            )
+            if self._rebases % self.project_every == 0:
+                moved = _nearest_orthogonal(moved)
+            for optimizer in _followed[self]:
+                self._move_state(optimizer, parameter)
+            base.copy_(moved)
+            parameter.zero_()
+
+    def _move_state(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        if self.optimizer_state == "reset":
+            optimizer.state.pop(parameter, None)
+        elif self.optimizer_state == "transport":
+            state = optimizer.state.get(parameter, {})
+            for name in FIRST_MOMENTS:
+                if isinstance(state.get(name), Tensor):
+                    moved = transported(state[name], parameter)
+                    square = state.get("square_avg")
+                    if name == "grad_avg" and isinstance(square, Tensor):
+                        square.add_(moved.square() - state[name].square()).clamp_min_(moved.square())
+                    state[name].copy_(moved)
+
+    # -- state
+
+    def get_extra_state(self) -> Tensor:
+        """int64 [2]: steps since the last move of the base, and moves so far."""
+        return torch.tensor([self._uses, self._rebases], device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, dict):  # of earlier versions
+            state = torch.tensor([int(state.get(name, -1)) for name in ("uses", "rebases")], device="cpu")
+        if not isinstance(state, Tensor) or state.shape != (2,) or bool((state < 0).any()):
+            raise InputError(f"extra state is {state!r}; accepted: a tensor of the counts of steps and of moves")
+        self._uses, self._rebases = (int(count) for count in state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for suffix in self._suffixes():
+            name = f"base_{suffix}"
+            check_loaded_orthogonal(prefix + name, state_dict.get(prefix + name), self._tensor(name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _text(self, **usual: Any) -> str:
+        names = {"rebase_every": None, "project_every": 100, "optimizer_state": "transport"}
+        return super()._text(init="henaff", max_angle=None, **names, **usual)
 
 
 class ExpRNN(_Exponential):
@@ -19,12 +287,11 @@ class ExpRNN(_Exponential):
     A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
     (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With
     `rebase_every`, exp(A) is merged into the base B at intervals (dynamic trivialisation: Lezcano-Casado 2019); see
-    Note [Dynamic trivialisation] in ``orthokern/nn/_exponential.py``. The interface is that of
-    orthokern.nn.FactorizedRNN.
+    Note [Dynamic trivialisation] in this file. The interface is that of orthokern.nn.FactorizedRNN.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
+            uses nonlinearity="modrelu".
         init: of A, and so of W: "henaff", "cayley" or "torus", see orthokern.init.skew_generator_; "orthogonal": W
             uniform on the rotations; "identity": A = 0.
         max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
@@ -36,7 +303,6 @@ class ExpRNN(_Exponential):
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
             moments to gradients at the new base (Note [Optimizer state at a move] in the same file) and keeps second
             moments; "reset" deletes the state; "keep" keeps it, as the released code does.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
     strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:
@@ -56,15 +322,7 @@ class ExpRNN(_Exponential):
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         init: str = "henaff",
         max_angle: float | None = None,
         rebase_every: int | None = None,
@@ -72,33 +330,69 @@ class ExpRNN(_Exponential):
         optimizer_state: str = "transport",
         **options: Unpack[RecurrentOptions],
     ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
-        )
+        super().__init__(input_size, hidden_size, *args, **options)
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
-        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        for suffix in self._suffixes():
-            self._register_input(suffix, device, dtype)
-            self._register_exponential(suffix, device, dtype)
-            self._register_common(suffix, device, dtype)
-        self.reset_parameters()
-        self._follow_steps()
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters: input weights U(-1/sqrt(N), 1/sqrt(N)), bias 0, A and B by `init`; `generator`
-        as in RNN.reset_parameters."""
-        for suffix in self._suffixes():
-            self._reset_input(suffix, generator)
-            self._reset_exponential(suffix, generator)
-            self._reset_common(suffix, generator)
+        self._build()
 
     def _composed(self, suffix: str) -> Tensor:
         return self._orthogonal(suffix)
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "skew" (A) or "other"."""
-        names = [name for name, _ in self.named_parameters(recurse=False)]
-        return {name: "skew" if name.startswith("skew_l") else "other" for name in names}
 
-    def extra_repr(self) -> str:
-        return self._repr_exponential()
+def _parts(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer itself, or the parts of a CombinedOptimizer."""
+    if "param_groups" in vars(optimizer):
+        return [optimizer]
+    parts: dict[str, Optimizer] = vars(optimizer).get("parts", {})
+    return list(parts.values())
+
+
+def _rests(rate: Any) -> bool:
+    """Whether a learning rate is 0. A rate on a GPU is not read."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)
+
+
+def _alive() -> list[_Exponential]:
+    """All modules that are complete."""
+    return [module for reference in _followed.keyrefs() if (module := reference()) is not None]
+
+
+def _around(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers of which a step in this thread runs this optimizer's step, without combined ones.
+
+    Read from the stack: a count by hooks before and after a step would be wrong after a step that raises.
+    """
+    result: list[Optimizer] = []
+    frame = sys._getframe().f_back
+    while frame is not None:
+        outer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(outer, Optimizer) and outer is not optimizer and _parts(outer) == [outer]:
+            result.append(outer)
+        frame = frame.f_back
+    return result
+
+
+@untraced
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
+    # the hook also runs for each part of a combined optimizer
+    if not _followed or _parts(optimizer) != [optimizer] or _capturing():
+        return
+    for module in _alive():
+        if module.rebase_every is not None:
+            module._stepped(optimizer)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+def _nearest_orthogonal(m: Tensor) -> Tensor:
+    """The orthogonal polar factor of m [N,N], which is nearly orthogonal, by Newton-Schulz steps, each of which squares
+    the error."""
+    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+    for _ in range(4):
+        m = m + m @ (eye - m.mT @ m) / 2
+    return m

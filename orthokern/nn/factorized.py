@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +11,10 @@ from typing_extensions import Unpack
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, unknown_name
-from orthokern.nn._base import RecurrentOptions
-from orthokern.nn._checks import (
-    check_device,
-    largest_deviation,
-    number,
-    parameter_dtype,
-    positive_int,
-    warn_unless_orthonormal,
-    watch_bases,
-)
-from orthokern.nn._recurrent import Recurrent
+from orthokern.errors import InputError
+from orthokern.nn._checks import at_least_zero, integer, largest_deviation, one_of, warn_unless_orthonormal
+from orthokern.nn._recurrent import Recurrent, RecurrentOptions
+from orthokern.ops._dispatcher import no_dispatch_modes
 from orthokern.ops._linear import linear
 
 __all__ = ["APPLY", "FactorizedRNN"]
@@ -40,9 +31,8 @@ class FactorizedRNN(Recurrent):
     with an optimizer for them: orthokern.optim.optimizer_for(model) assigns them to GeodesicSGD.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device: as in
-            orthokern.nn.RNN.
-        dtype: float32 or float64; 16-bit dtypes are too coarse for orthonormal U and V.
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64, since 16-bit
+            dtypes are too coarse for orthonormal U and V.
         margin: m >= 0, the largest |s - 1|; 0 fixes s = 1 (p exists, with a zero gradient). None: s itself is the
             parameter, without a bound.
         spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. No effect
@@ -60,7 +50,6 @@ class FactorizedRNN(Recurrent):
             bias is 0.
         max_angle: for init "henaff" and "cayley", the largest angle in radians by which W rotates per step, at most pi;
             None: pi and pi/2. Smaller angles suit inputs that change slowly from step to step.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (torch has two, of which only
     the sum has an effect), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
@@ -76,21 +65,14 @@ class FactorizedRNN(Recurrent):
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
-    _half_ok = False
+    _roles: ClassVar = {"u": "geodesic", "v": "geodesic", "spectrum": "spectrum"}
+    _forwards = 0  # in training, see `_watch_bases`; -1 after the warning
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         margin: float | None = 0.1,
         spectrum_map: str = "sigmoid",
         rank: int | None = None,
@@ -99,57 +81,29 @@ class FactorizedRNN(Recurrent):
         max_angle: float | None = None,
         **options: Unpack[RecurrentOptions],
     ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
-        )
-        if margin is not None:
-            accepted = "a finite number >= 0, or None for a free spectrum"
-            margin = number("margin", margin, accepted)
-            if not (math.isfinite(margin) and margin >= 0.0):
-                raise InputError(f"margin must be {accepted}, got {margin}")
-        self.margin = margin
-        if spectrum_map not in functional.SPECTRUM_MAPS:
-            raise unknown_name("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
-        self.spectrum_map = spectrum_map
-        self.rank = self.hidden_size if rank is None else positive_int("rank", rank)
+        super().__init__(input_size, hidden_size, *args, **options)
+        self.margin = None if margin is None else at_least_zero("margin", margin)
+        self.spectrum_map = one_of("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
+        self.rank = self.hidden_size if rank is None else integer("rank", rank)
         if self.rank > self.hidden_size:
             raise InputError(f"rank must be at most hidden_size = {self.hidden_size}, got {self.rank}")
-        if apply not in APPLY:
-            raise unknown_name("apply", apply, list(APPLY))
-        self.apply_mode = apply
-        if init not in init_.INITS:
-            raise unknown_name("init", init, list(init_.INITS))
+        self.apply_mode = one_of("apply", apply, APPLY)
+        self.init, self.max_angle = one_of("init", init, init_.INITS), max_angle  # factorized_ checks the latter
         if init in init_.UNCONSTRAINED and margin is not None:
             raise InputError(
                 f"init {init!r} needs margin=None (its singular values are free in (0, 2)), got margin={margin}"
             )
-        self.init, self.max_angle = init, max_angle  # factorized_ checks the latter
-        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        n, k = self.hidden_size, self.rank
-        for suffix in self._suffixes():
-            self._register_input(suffix, device, dtype)
-            self._register(f"u_{suffix}", (n, k), device, dtype)
-            self._register(f"v_{suffix}", (n, k), device, dtype)
-            self._register(f"spectrum_{suffix}", (k,), device, dtype)
-            self._register_common(suffix, device, dtype)
-        self.reset_parameters()
+        self._build()
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
-        for suffix in self._suffixes():
-            self._reset_input(suffix, generator)
-            spectrum = self._tensor(f"spectrum_{suffix}")
-            init_.factorized_(
-                self._tensor(f"u_{suffix}"),
-                spectrum,
-                self._tensor(f"v_{suffix}"),
-                self.init,
-                generator,
-                max_angle=self.max_angle,
-            )
-            if self.margin is not None:  # s = 1 is p = 0
-                nn.init.zeros_(spectrum)
-            self._reset_common(suffix, generator)
+    def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        N, K = self.hidden_size, self.rank
+        return {"u": (N, K), "v": (N, K), "spectrum": (K,)}
+
+    def _reset_matrix(self, suffix: str, generator: torch.Generator | None) -> None:
+        u, spectrum, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
+        init_.factorized_(u, spectrum, v, self.init, generator, max_angle=self.max_angle)
+        if self.margin is not None:  # s = 1 is p = 0
+            nn.init.zeros_(spectrum)
 
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
@@ -166,23 +120,22 @@ class FactorizedRNN(Recurrent):
 
         s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
         as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
-        parameters does not keep them so. On a CPU, training with more than 16 rows (time steps times sequences) in
-        a call then gives a warning.
+        parameters does not keep them so; on a CPU, the module then warns.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
     @_autocast.keeps_dtype
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W = U diag(s) V^T [N,N] of one recurrence (without the gain), differentiable. Forward forms it only with
-        apply="composed"."""
-        suffix = self._suffix(layer, reverse)
-        return (self._tensor(f"u_{suffix}") * self.spectrum(layer, reverse)) @ self._tensor(f"v_{suffix}").mT
+    def _composed(self, suffix: str) -> Tensor:
+        return (self._tensor(f"u_{suffix}") * self._spectrum(suffix)) @ self._tensor(f"v_{suffix}").mT
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:
         """The largest |M^T M - I| over the entries of all bases M (U and V of every recurrence), NaN included."""
-        bases = [name for name, role in self.parameter_roles().items() if role == "geodesic"]
-        return largest_deviation(self._tensor(name) for name in bases)
+        return largest_deviation(m for _, m in self._bases())
+
+    def _bases(self) -> list[tuple[str, Tensor]]:
+        """(name, U or V) of every recurrence."""
+        return [(name, self._tensor(name)) for suffix in self._suffixes() for name in (f"u_{suffix}", f"v_{suffix}")]
 
     @torch.no_grad()
     def orthonormalize(self) -> None:
@@ -201,11 +154,10 @@ class FactorizedRNN(Recurrent):
             >>> rnn.orthogonality_error() < 1e-5
             True
         """
-        bases = [(name, self._tensor(name)) for name, role in self.parameter_roles().items() if role == "geodesic"]
-        for name, m in bases:
+        for name, m in self._bases():
             if not bool(m.isfinite().all()):
                 raise InputError(f"{name} has NaN or infinite entries; accepted: finite numbers")
-        for _, m in bases:
+        for _, m in self._bases():
             u, _, vh = robust_svd(m.double())
             m.copy_(u @ vh)
 
@@ -225,49 +177,54 @@ class FactorizedRNN(Recurrent):
                 f"{prefix}spectrum_l0 belongs to {saved}, and would give other singular values with {self._meaning()}; "
                 "accepted: a module of the same margin and map, or dict(state_dict) to load the numbers as they are"
             )
-        for name, role in self.parameter_roles().items():
-            if role == "geodesic" and prefix + name in state_dict:
-                warn_unless_orthonormal(prefix + name, state_dict[prefix + name])
+        for name, _ in self._bases():
+            warn_unless_orthonormal(
+                f"{prefix}{name} is not",
+                state_dict.get(prefix + name),
+                "orthonormalize() of the module replaces it by the nearest basis",
+            )
 
     def _meaning(self) -> str:
         """How singular values follow from the spectrum parameter."""
         return f"margin={self.margin}" + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "geodesic" (U and V), "spectrum" (p, or s for margin=None) or "other"."""
-        roles = {}
-        for name, _ in self.named_parameters(recurse=False):
-            kind = name.split("_l", 1)[0]
-            roles[name] = "geodesic" if kind in ("u", "v") else "spectrum" if kind == "spectrum" else "other"
-        return roles
-
     def _spectrum(self, suffix: str) -> Tensor:
         return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        u, p, v = (self._tensor(f"{name}_{suffix}") for name in ("u", "spectrum", "v"))
-        if torch.is_grad_enabled():
-            watch_bases(self, suffix, u, v)
-        s = self._gained(functional.spectrum(p, self.margin, self.spectrum_map))
-        return (_composed(u, s, v),) if self.apply_mode == "composed" else (u, s, v)
+        if suffix == "l0":
+            self._watch_bases()
+        u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
+        s = self._gained(self._spectrum(suffix))
+        return (_product(u, s, v),) if self.apply_mode == "composed" else (u, s, v)
+
+    def _watch_bases(self) -> None:
+        """Warns once if training makes the bases on a CPU lose their orthonormality, which happens where an optimizer
+        of torch trains them like other parameters.
+
+        They are measured at the 1st, 2nd, 4th, 8th, ... forward, so that the cost does not depend on the length of the
+        training. On a GPU they are not measured: the host would wait for the device.
+        """
+        if self._forwards < 0 or not (self.training and torch.is_grad_enabled() and no_dispatch_modes()):
+            return
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1):
+            return
+        advice = "U and V need an optimizer of orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)"
+        if any(warn_unless_orthonormal(f"{name} is no longer", m, advice) for name, m in self._bases()):
+            self._forwards = -1
 
     def _op(self) -> tuple[str, dict[str, Any]]:
         if self.apply_mode == "composed":
-            return "dense_scan", {"N": self.hidden_size}
+            return super()._op()
         return "factored_scan", {"N": self.hidden_size, "K": self.rank}
 
     def extra_repr(self) -> str:
-        text = f"{self._repr_common()}, margin={self.margin}"
-        if self.spectrum_map != "sigmoid":
-            text += f", spectrum_map={self.spectrum_map!r}"
-        if self.rank != self.hidden_size:
-            text += f", rank={self.rank}"
-        if self.apply_mode != "factored":
-            text += f", apply={self.apply_mode!r}"
-        return text + self._repr_init(self.init == "orthogonal", self.init, self.max_angle)
+        usual = {"margin": 0.1, "spectrum_map": "sigmoid", "rank": self.hidden_size, "apply_mode": "factored"}
+        return self._text(**usual, init="orthogonal", max_angle=None).replace("apply_mode=", "apply=")
 
 
 @_autocast.keeps_dtype
-def _composed(u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+def _product(u: Tensor, s: Tensor, v: Tensor) -> Tensor:
     """W = U diag(s) V^T [N, N]."""
     return linear(u * s, v)

@@ -7,30 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from orthokern import _autocast, dispatch
+from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern.cpu._scan import prepared_step
 from orthokern.cpu.gru_scan import prepared_step as prepared_gru_step
 from orthokern.errors import InputError
+from orthokern.nn._base import Layers
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
 from orthokern.ops import _taps
 from orthokern.ops._dispatcher import no_dispatch_modes
 
-__all__ = ["FrozenGRU", "FrozenRNN", "frozen"]
-
+__all__ = ["FrozenGRU", "FrozenRNN"]
 
 # of one layer in one step, see ``_Frozen._prepared``
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
-class _Frozen(Recurrent):
+class _Frozen(Layers):
     """The common base class: buffers instead of parameters, no gradients, and `step`."""
 
-    # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
-    _calls: dict[tuple[Any, ...], list[Call]]
+    def __init__(self, source: Layers, tensors: dict[str, Tensor]) -> None:
+        nn.Module.__init__(self)
+        for name, value in vars(source).items():
+            # the settings, but no attributes of nn.Module, and no tensors that are attributes, as weights after pruning
+            if name not in vars(self) and not isinstance(value, Tensor):
+                setattr(self, name, copy.copy(value))
+        self.dropout = 0.0
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
+        self._calls: dict[tuple[Any, ...], list[Call]] = {}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
+        self.eval()
 
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
         """As the forward of the module that this one was made from, without gradients."""
@@ -95,22 +106,20 @@ class _Frozen(Recurrent):
         weight = self._buffers["weight_ih_l0"]
         if weight is None or _taps.SINKS or not no_dispatch_modes():
             return None
-        B, N, layers, dtype = x.shape[0], self.hidden_size, self.num_layers, weight.dtype
+        B, dtype = x.shape[0], weight.dtype
         key = (B, dtype, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None
-        if h is None:
-            h = self._first_state(B)
-        states, flags = (h,) if reset_state is None else (h, reset_state), (B,)
-        for tensor, shape in ((x, (B, self.input_size)), *((state, (layers, B, N)) for state in states)):
-            if type(tensor) is not Tensor or tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
+        h = self._first_state(B) if h is None else h
+        state = (self.num_layers, B, self.hidden_size)
+        expected = ((x, (B, self.input_size), dtype), (h, state, dtype), (reset_state, state, dtype))
+        for tensor, shape, kind in (*expected, (resets, (B,), torch.bool)):
+            if tensor is None:
+                continue
+            if type(tensor) is not Tensor or tensor.shape != shape or tensor.dtype is not kind or not tensor.is_cpu:
                 return None
-        if resets is not None and (type(resets) is not Tensor or resets.shape != flags or not resets.is_cpu):
-            return None
-        if resets is not None and resets.dtype is not torch.bool:
-            return None
-        output = torch.empty(layers, B, N, dtype=dtype, device="cpu")
+        output = torch.empty(state, dtype=dtype, device="cpu")
         for index, call in enumerate(calls):
             x = call(x, h[index], output[index], resets, None if reset_state is None else reset_state[index])
         return x.clone(), output
@@ -130,32 +139,23 @@ class _Frozen(Recurrent):
 
     def _prepared(self, suffix: str, B: int) -> Call:
         """A call (x [B, D], h [B, N], result [B, N], resets [B] or None, reset_state [B, N] or None) -> result."""
+        raise NotImplementedError
+
+    def _example(self, suffix: str, B: int) -> Any:
+        """The arguments of a scan of one step."""
         weight = self._tensor(f"weight_ih_{suffix}")
         x, h = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, self.hidden_size)
-        run = prepared_step(self._args(suffix, self._factors(suffix), None, x, h, None))
-
-        def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
-            run({"x": x, "h0": h, "hs": result, "resets": resets, "reset_state": state})
-            return result
-
-        return call
+        return self._args(suffix, self._factors(suffix), None, x, h, None)  # type: ignore[operator]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_calls": {}}
 
-    def frozen(self) -> Recurrent:
+    def frozen(self) -> Layers:
         """The module itself."""
         return self
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Empty: there are no parameters."""
-        return {}
 
-    def extra_repr(self) -> str:
-        return self._repr_common()
-
-
-class FrozenRNN(_Frozen):
+class FrozenRNN(_Frozen, Recurrent):
     """The result of ``frozen()`` of RNN, FactorizedRNN, ExpRNN and NonNormalRNN: a recurrence with fixed matrices.
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
@@ -176,51 +176,30 @@ class FrozenRNN(_Frozen):
     """
 
     def __init__(self, source: Recurrent) -> None:
-        super().__init__(
-            source.input_size,
-            source.hidden_size,
-            source.num_layers,
-            source.nonlinearity,
-            source.bias,
-            source.batch_first,
-            0.0,
-            source.bidirectional,
-            negative_slope=source.negative_slope,
-            learned_h0=source.learned_h0,
-            backend=source.backend,
-            precision=source.precision,
-        )
-        self._half_ok = source._half_ok
-        self._calls = {}
-        self.rank: int | None = None  # of the factors; None for a dense W
-        learned = ACTIVATIONS[self.nonlinearity].learned
-        for suffix in self._suffixes():
+        learned = ACTIVATIONS[source.nonlinearity].learned
+        stems = [*([str(learned.stem)] if learned is not None else []), *(["h0"] if source.learned_h0 else [])]
+        tensors: dict[str, Tensor] = {}
+        rank = None
+        for suffix in source._suffixes():
             matrix, bias = source._factors(suffix)
-            if len(matrix) == 3 and 2 * matrix[0].shape[1] > self.hidden_size:
+            if len(matrix) == 3 and 2 * matrix[0].shape[1] > source.hidden_size:
                 u, s, v = matrix
                 matrix = ((u * s) @ v.mT,)
             if len(matrix) == 3:
-                self.rank = matrix[0].shape[1]
+                rank = matrix[0].shape[1]
             names = ("weight_hh",) if len(matrix) == 1 else ("u", "s", "v")
-            for name, value in zip(names, matrix, strict=True):
-                self._keep(f"{name}_{suffix}", value)
-            self._keep(f"weight_ih_{suffix}", source._gained(source._tensor(f"weight_ih_{suffix}")))
+            tensors |= {f"{name}_{suffix}": value for name, value in zip(names, matrix, strict=True)}
+            tensors[f"weight_ih_{suffix}"] = source._gained(source._tensor(f"weight_ih_{suffix}"))
             if bias is not None:
-                self._keep(f"bias_{suffix}", bias)
-            if learned is not None:
-                self._keep(f"{learned.stem}_{suffix}", source._tensor(f"{learned.stem}_{suffix}"))
-            if self.learned_h0:
-                self._keep(f"h0_{suffix}", source._tensor(f"h0_{suffix}"))
-        self.eval()
+                tensors[f"bias_{suffix}"] = bias
+            tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
+        super().__init__(source, tensors)
+        self.gain, self.message_clip, self.checkpoint_every, self._half_ok = 1.0, 0.0, 0, source._half_ok
+        self.rank: int | None = rank  # of the factors; None for a dense W
 
-    def _keep(self, name: str, value: Tensor) -> None:
-        self.register_buffer(name, value.detach().clone(memory_format=torch.contiguous_format))
-        self._shapes[name] = tuple(value.shape)
-
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W [N,N] of one recurrence, with the gain."""
-        matrix = self._matrix(self._suffix(layer, reverse))
-        return matrix[0] if len(matrix) == 1 else (matrix[0] * matrix[1]) @ matrix[2].mT
+    def _composed(self, suffix: str) -> Tensor:
+        u, *factors = self._matrix(suffix)
+        return (u * factors[0]) @ factors[1].mT if factors else u
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         if self.rank is None:
@@ -228,9 +207,16 @@ class FrozenRNN(_Frozen):
         return self._tensor(f"u_{suffix}"), self._tensor(f"s_{suffix}"), self._tensor(f"v_{suffix}")
 
     def _op(self) -> tuple[str, dict[str, Any]]:
-        if self.rank is None:
-            return "dense_scan", {"N": self.hidden_size}
-        return "factored_scan", {"N": self.hidden_size, "K": self.rank}
+        return super()._op() if self.rank is None else ("factored_scan", {"N": self.hidden_size, "K": self.rank})
+
+    def _prepared(self, suffix: str, B: int) -> Call:
+        run = prepared_step(self._example(suffix, B))
+
+        def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
+            run({"x": x, "h0": h, "hs": result, "resets": resets, "reset_state": state})
+            return result
+
+        return call
 
 
 class FrozenGRU(_Frozen, GRU):
@@ -238,39 +224,26 @@ class FrozenGRU(_Frozen, GRU):
     and with ``step``."""
 
     def __init__(self, source: GRU) -> None:
-        torch.nn.Module.__init__(self)
-        for name, value in vars(source).items():
-            # the settings, but no attributes of nn.Module, and no weights that are attributes, as after pruning
-            if name not in vars(self) and name not in source._shapes:
-                setattr(self, name, copy.copy(value))
-        self.dropout = 0.0
-        self._calls = {}
-        for name in self._shapes:
-            self.register_buffer(name, source._tensor(name).detach().clone(memory_format=torch.contiguous_format))
-        self.eval()
+        super().__init__(source, {name: source._tensor(name) for name in source._shapes})
 
     def _prepared(self, suffix: str, B: int) -> Call:
-        N, weight = self.hidden_size, self._tensor(f"weight_ih_{suffix}")
-        x, h, dtype = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, N), weight.dtype
-        run = prepared_gru_step(self._args(suffix, self._factors(suffix), None, x, h, None))
-        kanai = self.variant == "kanai"
+        N, args = self.hidden_size, self._example(suffix, B)
+        run, dtype = prepared_gru_step(args), args.w.dtype
+        bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
 
         def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
             gates = torch.empty(B, 3 * N, dtype=dtype, device="cpu")
-            pre = None if kanai else torch.empty(B, N, dtype=dtype, device="cpu")
-            tensors = {"x": self._input_term(x, suffix), "h0": h, "hs": result, "gates": gates, "pre": pre}
+            pre = None if args.kanai else torch.empty(B, N, dtype=dtype, device="cpu")
+            tensors = {"x": self._input_term(x, suffix, bias), "h0": h, "hs": result, "gates": gates, "pre": pre}
             run({**tensors, "resets": resets, "reset_state": state})
             return result
 
         return call
 
 
-@torch.no_grad()
-def frozen(source: Recurrent) -> Recurrent:
-    """The inference module of a recurrence, on its device; see ``Recurrent.frozen``."""
-    with _autocast.off():
-        return FrozenGRU(source) if isinstance(source, GRU) else FrozenRNN(source)
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+# not by an import there: these classes are subclasses
+Recurrent._frozen_kind, GRU._frozen_kind = FrozenRNN, FrozenGRU

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from orthokern import init as init_
 from orthokern._gru_parameters import constrained_weights
 from orthokern._scan_contract import GruArgs
-from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_device, check_ids, finite, parameter_dtype, settings_text
+from orthokern.errors import InputError
+from orthokern.nn._base import LayerOptions, Layers
+from orthokern.nn._checks import above_zero, check_backend, flag, one_of
 from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Resets
-from orthokern.nn._recurrent import Factors
-from orthokern.nn._weights import TorchRecurrent
 from orthokern.ops._checks import own_parameter
-from orthokern.ops._linear import linear
 from orthokern.ops.gru_scan import VARIANTS, scan
 
 __all__ = ["GRU"]
@@ -26,7 +24,14 @@ __all__ = ["GRU"]
 INITS = ("kanai", "torch")
 
 
-class GRU(TorchRecurrent):
+class GRUOptions(LayerOptions, total=False):
+    """The options of a GRU besides its own; see orthokern.nn.RNN."""
+
+    learned_h0: bool
+    backend: str | None
+
+
+class GRU(Layers):
     """A GRU with the interface of torch.nn.GRU. A bound on the norm of one matrix keeps its fixed point h = 0 stable.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
@@ -45,16 +50,14 @@ class GRU(TorchRecurrent):
     paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size, hidden_size, num_layers, batch_first, dropout, bidirectional, device, dtype: as in orthokern.nn.RNN;
-            dtype is float32 or float64.
-        bias: learn bias_ih and bias_hh.
+        input_size, hidden_size, *args, **options: num_layers, bias (default False), batch_first, dropout,
+            bidirectional, device, dtype, learned_h0 and backend, as in orthokern.nn.RNN; dtype is float32 or float64.
         variant: "kanai" or "torch", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
             that of the variant.
         init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as in the paper's language model. Its music
             models use 0.01/sqrt(N).
-        learned_h0, backend: as in orthokern.nn.RNN.
 
     The cpu backend skips the padding of a PackedSequence.
 
@@ -70,68 +73,47 @@ class GRU(TorchRecurrent):
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
-    _half_ok = False
-
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = False,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         variant: str = "kanai",
         init: str | None = None,
         init_std: float | None = None,
-        learned_h0: bool = False,
-        backend: str | None = None,
+        **options: Unpack[GRUOptions],
     ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            "tanh",
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            learned_h0=learned_h0,
-            backend=backend,
-        )
-        if variant not in VARIANTS:
-            raise unknown_name("variant", variant, VARIANTS)
-        self.variant = variant
-        if init is not None and init not in INITS:
-            raise unknown_name("init", init, INITS)
-        self.init = variant if init is None else init
+        learned_h0, backend = options.pop("learned_h0", False), options.pop("backend", None)
+        if len(args) < 2:  # num_layers, bias
+            options.setdefault("bias", False)
+        super().__init__(input_size, hidden_size, *args, **options)
+        self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend("backend", backend)
+        self.variant = one_of("variant", variant, VARIANTS)
+        self.init = variant if init is None else one_of("init", init, INITS)
         if init_std is not None and self.init != "kanai":
             raise InputError(f"init_std is {init_std!r}, but init is {self.init!r}: accepted with init 'kanai' only")
-        n = self.hidden_size
-        self.init_std = 1 / math.sqrt(n) if init_std is None else finite("init_std", init_std, " above 0")
-        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        self._register_weights(3 * n, device, dtype)
-        self.reset_parameters()
+        self.init_std = self.hidden_size**-0.5 if init_std is None else above_zero("init_std", init_std)
+        self._build()
+
+    def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
+        shapes = self._torch_shapes(suffix, 3)
+        return {**shapes, "h0": (self.hidden_size,)} if self.learned_h0 else shapes
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
-        bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            for name in self._weight_names(suffix):
-                tensor = self._tensor(name)
+            for name in (f"{stem}_{suffix}" for stem in self._torch_shapes(suffix, 3)):
                 if self.init == "torch":
-                    draw(nn.init.uniform_, tensor, -bound, bound, generator=generator)
+                    self._draw_uniform(generator, name)
                 elif name.startswith("bias"):
-                    nn.init.zeros_(tensor)
+                    nn.init.zeros_(self._tensor(name))
                 else:
-                    draw(nn.init.normal_, tensor, 0.0, self.init_std, generator=generator)
+                    draw(nn.init.normal_, self._tensor(name), 0.0, self.init_std, generator=generator)
         for suffix in self._suffixes():
             if self.init == "kanai":
                 init_.initialize_(self._candidate(f"weight_hh_{suffix}").detach(), "orthogonal", generator)
-            self._reset_common(suffix, generator)
+            if self.learned_h0:
+                nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
     def _candidate(self, name: str) -> Tensor:
         """The candidate's block of a weight: rows [2N, 3N)."""
@@ -169,33 +151,27 @@ class GRU(TorchRecurrent):
         # torch.func.functional_call puts other tensors in the place of parameters
         return [(parameter, rows) for parameter in result if isinstance(parameter, nn.Parameter)]
 
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._tensor(f"weight_hh_{suffix}"),)
-
-    def _bias(self, suffix: str) -> Tensor | None:
-        return self._tensor(f"bias_hh_{suffix}") if self.bias else None
-
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "gru_scan", {"N": self.hidden_size}
 
-    def _input_term(self, x: Tensor, suffix: str) -> Tensor:
-        """W_ih x_t + b_ih [T, B, 3N] of features or token ids."""
-        weight = self._tensor(f"weight_ih_{suffix}")
-        bias = self._tensor(f"bias_ih_{suffix}") if self.bias else None
-        if x.is_floating_point():
-            return linear(x, weight, bias)
-        check_ids(x, self.input_size)
-        return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+    def _factors(self, suffix: str) -> tuple[Tensor, Tensor | None]:
+        return self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
 
-    def _scan(self, suffix: str, factors: Factors, *args: Any) -> Tensor:
-        return scan(self._args(suffix, factors, *args))
+    def _scan(self, suffix: str, *args: Any) -> Tensor:
+        return scan(self._args(suffix, *args))
 
     def _args(
-        self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
+        self,
+        suffix: str,
+        factors: tuple[Tensor, Tensor | None],
+        cuts: Resets | None,
+        x: Tensor,
+        h0: Tensor | None,
+        lengths: Tensor | None,
     ) -> GruArgs:
-        (w,), bias = factors
+        w, bias = factors
         return GruArgs(
-            self._input_term(x, suffix),
+            self._input_term(x, suffix, self._tensor(f"bias_ih_{suffix}") if self.bias else None),
             w,
             w.new_zeros(x.shape[1], self.hidden_size) if h0 is None else h0,
             bias,
@@ -206,25 +182,6 @@ class GRU(TorchRecurrent):
             None if cuts is None else h0 if cuts.reset_state is None else cuts.reset_state,
         )
 
-    def loss(self, *args: Any, **options: Any) -> NoReturn:
-        """Not for a GRU: raises InputError. Its states can be passed to LinearCrossEntropy.loss."""
-        raise InputError("loss is not for a GRU: accepted is forward, then LinearCrossEntropy.loss")
-
-    def explain_loss(self, *args: Any, **options: Any) -> NoReturn:
-        """Not for a GRU, which has no `loss`: raises InputError."""
-        raise InputError("explain_loss is not for a GRU: accepted is forward, then LinearCrossEntropy.loss")
-
     def extra_repr(self) -> str:
-        return settings_text(
-            self,
-            num_layers=1,
-            bias=False,
-            batch_first=False,
-            dropout=0.0,
-            bidirectional=False,
-            variant="kanai",
-            init=self.variant,
-            init_std=1 / math.sqrt(self.hidden_size),
-            learned_h0=False,
-            backend=None,
-        )
+        usual = {"bias": False, "variant": "kanai", "init": self.variant, "init_std": self.hidden_size**-0.5}
+        return self._text(**usual, learned_h0=False, backend=None)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, unknown_name
-from orthokern.nn._checks import check_backend, check_device, flag, new_parameter, positive_int, refuse_proxy
+from orthokern.errors import InputError
+from orthokern.nn._checks import check_backend, flag, integer, new_parameter, one_of
 from orthokern.nn._draws import draw
 
 REDUCTIONS = ("mean", "sum")
@@ -54,13 +54,10 @@ class LinearCrossEntropy(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.hidden = positive_int("hidden", hidden)
-        self.classes = positive_int("classes", classes)
-        if reduction not in REDUCTIONS:
-            raise unknown_name("reduction", reduction, REDUCTIONS)
-        self.reduction = reduction
-        self.backend = check_backend(backend)
-        device = check_device(device)
+        self.hidden = integer("hidden", hidden)
+        self.classes = integer("classes", classes)
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
+        self.backend = check_backend("backend", backend)
         self.weight = new_parameter("weight", (self.classes, self.hidden), device, dtype)
         self.bias = new_parameter("bias", (self.classes,), device, dtype) if flag("bias", bias) else None
         self.reset_parameters()
@@ -76,7 +73,6 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., N] -> logits [..., C], in plain torch (for predictions; for training use `loss`)."""
-        refuse_proxy(hidden)
         if hidden.dim() < 1 or hidden.shape[-1] != self.hidden:
             raise InputError(f"hidden has shape {tuple(hidden.shape)}; accepted: [..., {self.hidden}]")
         return nn.functional.linear(hidden, self.weight, self.bias)
@@ -84,7 +80,6 @@ class LinearCrossEntropy(nn.Module):
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """hidden [..., N] float, target [...] int64 in [0, C) -> the loss, a 0-dim tensor in nats. Raises InputError
         for shapes that do not match. Under autocast, a 16-bit hidden is converted to the dtype of the weight."""
-        refuse_proxy(hidden)
         return functional.linear_cross_entropy(
             widened_inside(hidden, self.weight),
             self.weight,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from orthokern import _autocast
-from orthokern.errors import InputError, OutOfRange, unknown_name
-from orthokern.nn._base import RecurrentOptions
-from orthokern.nn._checks import check_device, flag, parameter_dtype, readable
+from orthokern.errors import InputError
+from orthokern.nn._checks import check_finite, flag, one_of
 from orthokern.nn._draws import draw
-from orthokern.nn._exponential import INITS as _INITS
-from orthokern.nn._exponential import _Exponential
+from orthokern.nn._recurrent import RecurrentOptions
+from orthokern.nn.exprnn import INITS as _INITS
+from orthokern.nn.exprnn import _Exponential
 
 INITS = (*_INITS, "legacy")
 MASKS = ("block", "legacy")
@@ -63,8 +64,8 @@ class NonNormalRNN(_Exponential):
     orthokern.nn.FactorizedRNN.
 
     Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            in orthokern.nn.FactorizedRNN. The literature uses nonlinearity="modrelu".
+        input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
+            uses nonlinearity="modrelu".
         init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (The last commit of the released
             code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
             Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
@@ -73,7 +74,6 @@ class NonNormalRNN(_Exponential):
             must be even.
         triangular: False omits T, for a normal V.
         rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
-        negative_slope, learned_h0, checkpoint_every, backend, precision, message_clip, gain: as in orthokern.nn.RNN.
 
     The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular.
 
@@ -92,20 +92,13 @@ class NonNormalRNN(_Exponential):
     """
 
     _inits = INITS
+    _roles: ClassVar = {"skew": "skew", "gamma": "rotation", "theta": "rotation"}
 
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         init: str = "henaff",
         mask: str = "block",
         triangular: bool = True,
@@ -114,41 +107,27 @@ class NonNormalRNN(_Exponential):
         optimizer_state: str = "transport",
         **options: Unpack[RecurrentOptions],
     ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
-        )
+        super().__init__(input_size, hidden_size, *args, **options)
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
-        if mask not in MASKS:
-            raise unknown_name("mask", mask, MASKS)
+        self.mask = one_of("mask", mask, MASKS)
         if mask == "legacy" and self.hidden_size % 2:
             raise InputError(
                 f"hidden_size must be even for mask 'legacy', got {hidden_size}; accepted for any: 'block'"
             )
-        self.mask = mask
         self.triangular = flag("triangular", triangular)
-        dtype, device = parameter_dtype(dtype, half=False), check_device(device)
-        n = self.hidden_size
-        for suffix in self._suffixes():
-            self._register_input(suffix, device, dtype)
-            self._register_exponential(suffix, device, dtype)
-            self._register(f"gamma_{suffix}", (n - n // 2,), device, dtype)
-            self._register(f"theta_{suffix}", (n // 2,), device, dtype)
-            if self.triangular:
-                self._register(f"triangle_{suffix}", (n, n), device, dtype)
-            self._register_common(suffix, device, dtype)
-        self.reset_parameters()
-        self._follow_steps()
+        self._build()
 
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says; input weights and bias as in ExpRNN."""
-        for suffix in self._suffixes():
-            self._reset_input(suffix, generator)
-            self._reset_exponential(suffix, generator)
-            nn.init.ones_(self._tensor(f"gamma_{suffix}"))
-            draw(nn.init.uniform_, self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
-            if self.triangular:
-                nn.init.zeros_(self._tensor(f"triangle_{suffix}"))
-            self._reset_common(suffix, generator)
+    def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        N = self.hidden_size
+        shapes = {**super()._matrix_shapes(), "gamma": (N - N // 2,), "theta": (N // 2,)}
+        return {**shapes, "triangle": (N, N)} if self.triangular else shapes
+
+    def _reset_matrix(self, suffix: str, generator: torch.Generator | None) -> None:
+        super()._reset_matrix(suffix, generator)
+        nn.init.ones_(self._tensor(f"gamma_{suffix}"))
+        draw(nn.init.uniform_, self._tensor(f"theta_{suffix}"), 0.0, 2 * math.pi, generator=generator)
+        if self.triangular:
+            nn.init.zeros_(self._tensor(f"triangle_{suffix}"))
 
     def moduli(self) -> list[Tensor]:
         """gamma [ceil(N/2)] of every recurrence."""
@@ -158,26 +137,15 @@ class NonNormalRNN(_Exponential):
         """T [N,N] of every recurrence, zero outside the mask; empty for triangular=False."""
         return [self._triangle(suffix) for suffix in self._suffixes() if self.triangular]
 
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> "skew" (A), "rotation" (gamma and theta) or "other"."""
-        kinds = {"skew": "skew", "gamma": "rotation", "theta": "rotation"}
-        names = [name for name, _ in self.named_parameters(recurse=False)]
-        return {name: kinds.get(name.split("_l", 1)[0], "other") for name in names}
-
     def _triangle(self, suffix: str) -> Tensor:
         triangle = self._tensor(f"triangle_{suffix}")
         return triangle * triangular_mask(self.hidden_size, self.mask, triangle.device)
 
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")
-        if readable(gamma) and not bool(gamma.isfinite().all()):
-            bad = int((~gamma.isfinite()).sum())
-            raise OutOfRange(
-                f"gamma_{suffix} holds {bad} NaN or infinite values of {len(gamma)}; accepted: finite moduli"
-            )
+        check_finite(f"gamma_{suffix}", gamma, "finite moduli")
         triangle = self._triangle(suffix) if self.triangular else None
         return schur_product(self._orthogonal(suffix), gamma, self._tensor(f"theta_{suffix}"), triangle)
 
-    def extra_repr(self) -> str:
-        text = f"{self._repr_exponential()}, mask={self.mask!r}"
-        return text if self.triangular else f"{text}, triangular=False"
+    def _text(self, **usual: Any) -> str:
+        return super()._text(mask="block", triangular=True, **usual)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from orthokern import init as init_
-from orthokern.errors import unknown_name
-from orthokern.nn._base import NONLINEARITIES, RecurrentOptions
-from orthokern.nn._checks import check_device, parameter_dtype
-from orthokern.nn._draws import draw
-from orthokern.nn._weights import TorchRecurrent
+from orthokern.nn._checks import one_of
+from orthokern.nn._recurrent import NONLINEARITIES, Recurrent, RecurrentOptions
 
 __all__ = ["NONLINEARITIES", "RNN"]
 
 
-class RNN(TorchRecurrent):
+class RNN(Recurrent):
     """torch.nn.RNN on orthokern's scan: h_t = phi(gain (W_hh h_{t-1} + b_hh + W_ih x_t + b_ih)), with a gain of 1.
 
     Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the initial
@@ -28,7 +25,8 @@ class RNN(TorchRecurrent):
     Args:
         input_size: D, features of the input, or the number of token ids for integer input.
         hidden_size: N.
-        num_layers: stacked recurrences; the input of each is the states of the one below.
+        num_layers: stacked recurrences; the input of each is the states of the one below. The arguments from here to
+            bidirectional may be positional, in this order.
         nonlinearity: one of orthokern.functional.ACTIVATIONS; orthokern.ops.activations.activation has the equations.
             "prelu" learns one slope per recurrence, initially 0.25; "modrelu" learns a bias [N], initially
             U(-0.01, 0.01); "oplu" works on pairs of units, so N must be even.
@@ -36,7 +34,7 @@ class RNN(TorchRecurrent):
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
         dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters.
+        device, dtype: of the parameters, by keyword.
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
             "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
             else is initialised as in torch.
@@ -69,34 +67,27 @@ class RNN(TorchRecurrent):
         (torch.Size([100, 4, 8]), torch.Size([2, 4, 8]))
     """
 
+    _half_ok = True
+
     def __init__(
         self,
         input_size: int,
         hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args: Any,
         init: str | None = None,
         max_angle: float | None = None,
         **options: Unpack[RecurrentOptions],
     ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, **options
-        )
-        if init is not None and init not in init_.INITS:
-            raise unknown_name("init", init, list(init_.INITS))
+        super().__init__(input_size, hidden_size, *args, **options)
+        if init is not None:
+            one_of("init", init, init_.INITS)
         if max_angle is not None:
             init_.check_rotations(init, max_angle)
         self.init, self.max_angle = init, max_angle
-        dtype, device = parameter_dtype(dtype, half=True), check_device(device)
-        self._register_weights(self.hidden_size, device, dtype)
-        self.reset_parameters()
+        self._build()
+
+    def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
+        return {**self._torch_shapes(suffix, 1), **self._common_shapes()}
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Reinitialize the parameters: U(-1/sqrt(N), 1/sqrt(N)) in torch's order, then W_hh by `init`, then the others.
@@ -107,26 +98,16 @@ class RNN(TorchRecurrent):
         Raises:
             InputError: for a generator that is not on the CPU.
         """
-        bound = 1.0 / math.sqrt(self.hidden_size)
         for suffix in self._suffixes():
-            for name in self._weight_names(suffix):
-                draw(nn.init.uniform_, self._tensor(name), -bound, bound, generator=generator)
+            self._draw_uniform(generator, *(f"{stem}_{suffix}" for stem in self._torch_shapes(suffix, 1)))
         for suffix in self._suffixes():
             if self.init is not None:
                 weight = self._tensor(f"weight_hh_{suffix}")
                 init_.initialize_(weight, self.init, generator, max_angle=self.max_angle)
             self._reset_common(suffix, generator)
 
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W_hh [N,N] of one recurrence (the parameter itself, without the gain)."""
-        return self._tensor(f"weight_hh_{self._suffix(layer, reverse)}")
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """`recurrent_matrix` of every recurrence, in the order l0, l0_reverse, l1, ..."""
-        return [self._tensor(f"weight_hh_{suffix}") for suffix in self._suffixes()]
-
-    def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
-        return (self._gained(self._tensor(f"weight_hh_{suffix}")),)
+    def _composed(self, suffix: str) -> Tensor:
+        return self._tensor(f"weight_hh_{suffix}")
 
     def _bias(self, suffix: str) -> Tensor | None:
         if not self.bias:
@@ -134,4 +115,4 @@ class RNN(TorchRecurrent):
         return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
 
     def extra_repr(self) -> str:
-        return self._repr_common() + self._repr_init(self.init is None, self.init, self.max_angle)
+        return self._text(init=None, max_angle=None)

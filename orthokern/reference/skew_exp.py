@@ -81,14 +81,19 @@ def _scaled(m: Tensor, exponent: Tensor) -> Tensor:
     return m * torch.exp2(exponent.to(m.dtype))[..., None, None]
 
 
+def _readable(squarings: Tensor) -> bool:
+    """Whether the numbers are on the host. Under vmap they cannot be read."""
+    return squarings.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(squarings)
+
+
 def _rounds(squarings: Tensor) -> int:
     """The number of squarings of the batch: on a CPU the largest, elsewhere MAX_SQUARINGS."""
-    return int(squarings.max()) if squarings.device.type == "cpu" else MAX_SQUARINGS
+    return int(squarings.max()) if _readable(squarings) else MAX_SQUARINGS
 
 
 def _chosen(squarings: Tensor, k: int, yes: Tensor, no: Tensor) -> Tensor:
     """yes for the matrices that need squaring k, no for the others."""
-    if squarings.device.type == "cpu" and int(squarings.min()) > k:
+    if _readable(squarings) and int(squarings.min()) > k:
         return yes
     return torch.where((squarings > k)[..., None, None], yes, no)
 
