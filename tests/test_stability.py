@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orthokern.diagnostics import diagnose_stability, load_run
-from orthokern.diagnostics.plots import compare_stability, plot_losses, save
+from orthokern.diagnostics.plots import compare_stability, plot_learning, save
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 
@@ -53,10 +53,10 @@ def test_what_is_no_gru() -> None:
 
 def test_plots(tmp_path: Path) -> None:
     records = [{"iteration": i, "grad_norm": 1.0 + (i == 7) * 50, "nll": 3.0 / i} for i in range(1, 21)]
-    assert plot_losses([], tmp_path / "none.png", label="nats") is None and not (tmp_path / "none.png").exists()
+    assert plot_learning([], tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
     for record in records[::3]:
         record |= {"jacobian_radius": 0.9 + record["iteration"] / 100, "jacobian_radius_l1": 0.8, "held_out_loss": 2.0}
-    drawn = plot_losses(records, tmp_path / "losses.png", label="nats", title="a run")
+    drawn = plot_learning(records, tmp_path / "losses.png", loss_label="nats", title="a run")
     assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
     runs = []
     for delta in (0.2, 1.1):

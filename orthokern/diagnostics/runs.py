@@ -14,7 +14,6 @@ import numpy as np
 
 from orthokern._files import count, json_lines, number, read_object
 from orthokern.data._checks import as_path
-from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
 Record = dict[str, Any]
@@ -51,19 +50,12 @@ class RunRecord:
     def time_steps(self) -> int | None:
         """Time steps per sequence, or None if it is unknown or not the same for all sequences.
 
-        The number is read from "time_steps" in the records, configuration or settings. Otherwise it is computed from
-        the times per iteration and per time step in the records and the number of accumulated batches.
+        The number is read from "time_steps" in the records, configuration or settings.
         """
         for places in (self.records, [self.config], [self.settings]):
             steps = {value for place in places if (value := count(place.get("time_steps"), 1)) is not None}
             if steps:
                 return steps.pop() if len(steps) == 1 else None
-        for record in reversed(self.records):
-            per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
-            if per_iteration is not None and per_step:
-                batches = number_at(self.settings, "accumulate") or 1.0
-                ratio = number(1e3 * per_iteration / per_step / batches)
-                return None if ratio is None else count(max(1, round(ratio)))
         return None
 
     @property
@@ -71,21 +63,10 @@ class RunRecord:
         """The margin of a factorized network; None for other networks, which record the setting too."""
         return number_at(self.settings, "margin") if self.settings.get("model", "factorized") == "factorized" else None
 
-    def profile_length(self, name: str) -> int | None:
-        """`time_steps`, if the lists under `name` have the length of `profile_steps(time_steps)`; else None."""
-        length = self.time_steps
-        lists = {len(record[name]) for record in self.records if isinstance(record.get(name), list)}
-        return length if length is not None and lists == {len(profile_steps(length))} else None
-
     @property
     def iterations_per_epoch(self) -> float | None:
-        """Iterations per epoch, from the settings or from records with both counters; None if unknown."""
-        value = number_at(self.settings, "iterations_per_epoch")
-        if value is None:
-            last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
-            ratio = None if last is None else number(last["iteration"] / float(last["epoch"]))
-            value = None if ratio is None else max(1.0, round(ratio))
-        return value if value is not None and value > 0 else None
+        """Iterations per epoch, from the settings; None if unknown."""
+        return number_at(self.settings, "iterations_per_epoch") or None
 
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
         """Iterations [P] and values [P], float64, of the records that have a finite number under `quantity`: a field of
