@@ -111,11 +111,11 @@ def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (np.eye(5, NOTES) * 2, "must be 0 or 1, got 2.0 at step 0, note 21"),
-        (np.full((5, NOTES), np.nan), "must be 0 or 1, got nan at step 0, note 21"),
-        (np.zeros((5, 93)), "must be [steps, 88] with at least two steps, got [5, 93]"),
-        (np.zeros((1, NOTES)), "must be [steps, 88] with at least two steps, got [1, 88]"),
-        (np.full((5, NOTES), 1j), "must be a matrix of real numbers"),
+        (np.eye(5, NOTES) * 2, "float64 [5, 88]"),
+        (np.full((5, NOTES), np.nan), "float64 [5, 88]"),
+        (np.zeros((5, 93)), "float64 [5, 93]"),
+        (np.zeros((1, NOTES)), "float64 [1, 88]"),
+        (np.full((5, NOTES), 1j), "complex128 [5, 88]"),
     ],
 )
 def test_pieces_that_are_no_rolls(
@@ -123,7 +123,8 @@ def test_pieces_that_are_no_rolls(
 ) -> None:
     parts["validdata"][1] = piece
     (tmp_path / "Nottingham.mat").write_bytes(mat_file(parts))
-    assert f"valid piece 1 {message}" in refused(tmp_path)
+    accepted = "must be 0 and 1 [steps, 88] with at least two steps"
+    assert f"valid piece 1 {accepted}, got {message}" in refused(tmp_path)
 
 
 def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:
@@ -135,18 +136,15 @@ def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -
         path.write_bytes(content)
         assert "damaged or not a .npz file" in refused(tmp_path)
     for changes, text in (
-        ({"train_bits": np.zeros((4, 11), np.float32)}, "train_bits must be uint8 [steps, 11], got float32 [4, 11]"),
-        ({"valid_bits": np.zeros((4, 12), np.uint8)}, "valid_bits must be uint8 [steps, 11], got uint8 [4, 12]"),
-        ({"test_lengths": np.asarray([1, 3])}, "test_lengths must be integers of at least 2"),
-        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers of at least 2"),
-        ({"test_lengths": np.asarray([10_000])}, "test_lengths must add up to the"),
-        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "train_lengths must add up to the"),
+        ({"train_bits": np.zeros((4, 11), np.float32)}, "train_bits uint8 [steps, 11] and train_lengths: Expected an"),
+        ({"valid_bits": np.zeros((4, 12), np.uint8), "valid_lengths": [4]}, "[steps, 88] with at least two steps"),
+        ({"test_lengths": np.asarray([1, len(arrays["test_bits"]) - 1])}, "with at least two steps, got uint8 [1, 88]"),
+        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers that add up to the"),
+        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "train_lengths must be integers that add up"),
         ({"train_bits": np.asarray([{"an": "object"}], dtype=object)}, "damaged or not a .npz file"),  # a pickle
     ):
         np.savez(path, **{**arrays, **changes})
         assert text in refused(tmp_path)
-    np.savez(path, **{name: arrays[name] for name in arrays if name != "test_bits"})
-    assert "test_bits is not a file in the archive" in refused(tmp_path)
 
 
 # ---- windows -------------------------------------------------------------------------------------

@@ -173,6 +173,10 @@ def test_streams(task: Any) -> None:
         (lambda: AddingTask(5, target="summ"), "unknown target 'summ': did you mean 'sum'"),
         (lambda: CopyTask(5, symbols=2.5), "symbols must be an integer of at least 1, got 2.5"),
         (lambda: CopyTask(5, layout="arjovski"), "unknown layout 'arjovski': did you mean 'arjovsky'"),
+        (
+            lambda: CopyTask(2**62).batch(4),
+            f"batch must be small enough for a tensor, got 4 sequences of {2**62 + 20} steps",
+        ),
         *((lambda task=task: task.batch(0), "batch must be an integer of at least 1, got 0") for task in TASKS),
     ],
 )

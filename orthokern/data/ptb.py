@@ -28,15 +28,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.data._checks import as_path, check_state, integer
-from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
+from orthokern.data._files import data_folder, read_first, text_of
 from orthokern.errors import InputError
-
-# The text of the three standard files, as it stands in the word files.
-_FILES = {
-    "train": Standard(5_101_618, (0x5D8449F8, 0xFDA42216, 0x707DDA68, 0x30F01F9E)),
-    "valid": Standard(399_782, (0x03426952, 0x9F497897, 0x44A8C2F1, 0xF20E51BE)),
-    "test": Standard(449_945, (0x808CB103, 0xC92CEB5F, 0xF1A65F91, 0x9C9915F3)),
-}
 
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
@@ -247,13 +240,8 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
         batch.inputs.shape  # [P], all tokens of the batch
     """
     path = data_folder(folder)
-    parts = []
-    for part in ("train", "valid", "test"):
-        file, content = read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"])
-        lines = _lines(file, content)
-        check_part(file, part, lines)
-        parts.append(_sentences(file, lines, max_length, released_targets))
-    return Ptb(*parts)
+    files = [read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]) for part in ("train", "valid", "test")]
+    return Ptb(*(_sentences(*file, max_length, released_targets) for file in files))
 
 
 def read_sentences(path: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Sentences:
@@ -282,8 +270,7 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         (2, ' and so on \\n')
     """
     path = as_path("path", path)
-    path, content = read_first(path.parent, [path.name])
-    return _sentences(path, _lines(path, content), max_length, released_targets)
+    return _sentences(*read_first(path.parent, [path.name]), max_length, released_targets)
 
 
 def decode(tokens: Tensor) -> str:
@@ -291,13 +278,9 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[i] for i in tokens.tolist())
 
 
-def check_part(path: Path, part: str, lines: list[str]) -> None:
-    """`check_standard` of the text of a part ("train", "valid" or "test") in the format of the word files."""
-    check_standard(path, part, "".join(lines).encode(), _FILES, "the Penn Treebank's")
-
-
-def _sentences(path: Path, lines: list[str], max_length: int | None, released_targets: bool) -> Sentences:
-    """The lines of a word file of at most max_length characters, as tokens."""
+def _sentences(path: Path, content: bytes, max_length: int | None, released_targets: bool) -> Sentences:
+    """The lines of a file of at most max_length characters, as tokens."""
+    lines = _lines(path, content)
     limit = math.inf if max_length is None else integer("max_length", max_length)
     kept = [line for line in lines if len(line) <= limit]
     if not kept:
