@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern.commandline import Parser, Settings, command, device, integer, one_of, say
 from orthokern.compare import __doc__ as DESCRIPTION
-from orthokern.compare.measure import compare, first_line, mapped, refuse_meta, user_errors
+from orthokern.compare.measure import compare, first_line, mapped, user_errors
 from orthokern.compare.result import Comparison
 from orthokern.errors import InputError
 
@@ -123,8 +123,8 @@ def _compare(options: Settings) -> Comparison:
         if options.get("cell") == "gru":
             _check_effect(options, ["nonlinearity"], "with --cell gru")
         model, inputs = _new_model(options), ()
-    refuse_meta(model, inputs)
-    model = model.to(device=place, dtype=dtype)
+    with user_errors(f"moving {type(model).__name__}"):
+        model = model.to(device=place, dtype=dtype)
     if inputs:
         _check_effect(options, ["batch", "time"], "where the factory returns inputs too")
         inputs = mapped(inputs, lambda t: t.to(device=place, dtype=dtype if t.is_floating_point() else None))
