@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
+from orthokern._decompositions import robust_svdvals
 from orthokern.errors import InputError, is_number, require, unknown_name
+from orthokern.ops._checks import strided
 
 __all__ = [
     "LAYERS",
@@ -23,39 +25,14 @@ __all__ = [
 ]
 
 LAYERS = ("recurrent", "input", "feedforward")
+_svdvals = _autocast.keeps_dtype(robust_svdvals)
 
 
-@runtime_checkable
-class HasSpectra(Protocol):
-    """A module with factorized recurrences; orthokern.nn.FactorizedRNN is one."""
+class _Spectrum(NamedTuple):
+    """s [K] of a factorized recurrence with N units."""
 
-    hidden_size: int  # N, the side of every W
-
-    def spectra(self) -> list[Tensor]:
-        """s [K] of every recurrence, differentiable."""
-        ...
-
-
-@runtime_checkable
-class HasRecurrentMatrices(Protocol):
-    """A module with dense recurrences; orthokern.nn.RNN is one."""
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """W [N, N] of every recurrence, differentiable."""
-        ...
-
-
-@runtime_checkable
-class HasSchurForms(Protocol):
-    """A module with recurrences in Schur form; orthokern.nn.NonNormalRNN is one."""
-
-    def moduli(self) -> list[Tensor]:
-        """gamma [ceil(N / 2)] of every recurrence, differentiable."""
-        ...
-
-    def triangles(self) -> list[Tensor]:
-        """T [N, N] of every recurrence as far as it acts, differentiable; empty where there is none."""
-        ...
+    s: Tensor
+    hidden_size: int
 
 
 def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
@@ -81,7 +58,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
     """
     if norm not in ("l1", "l2"):
         raise unknown_name("norm", norm, ("l1", "l2"))
-    moduli = [gamma for part in _modules(module) if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    moduli = [gamma for part in _modules(module) if hasattr(part, "moduli") for gamma in part.moduli()]
     values = [((gamma - 1).square() if norm == "l2" else (gamma - 1).abs()).sum() for gamma in moduli]
     return _total(values, module, "Schur form, as a NonNormalRNN")
 
@@ -106,9 +83,7 @@ def triangular_decay(module: nn.Module) -> Tensor:
         >>> triangular_decay(NonNormalRNN(3, 8)).ndim
         0
     """
-    values = [
-        t.square().sum() for part in _modules(module) if isinstance(part, HasSchurForms) for t in part.triangles()
-    ]
+    values = [t.square().sum() for part in _modules(module) if hasattr(part, "triangles") for t in part.triangles()]
     return _total(values, module, "Schur form that has a triangle, as a NonNormalRNN with triangular=True")
 
 
@@ -278,16 +253,16 @@ class OrthogonalPenalty:
     def _matrices(self, parts: Sequence[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
         require(parts, "parts", "modules and matrices [n, m]", "nothing")
         for part in parts:
-            matrices = list(self._of_module(part)) if isinstance(part, nn.Module) else [_check_matrix(part)]
+            matrices = list(self._of_module(part)) if isinstance(part, nn.Module) else [part]
             layers = " or ".join(self.on)
             require(matrices, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
-            yield from matrices
+            yield from (matrix if isinstance(matrix, _Spectrum) else _check_matrix(matrix) for matrix in matrices)
 
     def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
         for module in whole.modules():
             if "recurrent" in self.on:
                 yield from _recurrent(module)
-            if "input" in self.on and isinstance(module, HasSpectra | HasRecurrentMatrices):
+            if "input" in self.on and any(hasattr(module, name) for name in ("spectra", "recurrent_matrices")):
                 yield from (p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_ih_"))
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
@@ -295,19 +270,12 @@ class OrthogonalPenalty:
                     yield weight
 
 
-class _Spectrum:
-    """s [K] of a factorized recurrence with N units."""
-
-    def __init__(self, s: Tensor, hidden_size: int) -> None:
-        self.s = s
-        self.hidden_size = hidden_size
-
-
-def _recurrent(module: nn.Module) -> Iterator[Tensor | _Spectrum]:
-    """The recurrent matrices of one module itself."""
-    if isinstance(module, HasSpectra):
+def _recurrent(module: Any) -> Iterator[Tensor | _Spectrum]:
+    """The recurrent matrices of one module itself. A factorized recurrence has `spectra`, others `recurrent_matrices`:
+    methods whose results are differentiable."""
+    if hasattr(module, "spectra"):
         yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
-    elif isinstance(module, HasRecurrentMatrices):
+    elif hasattr(module, "recurrent_matrices"):
         yield from module.recurrent_matrices()
 
 
@@ -355,7 +323,7 @@ def spectrum_prior(module: nn.Module) -> Tensor:
     return _total(values, module, "recurrence, as an RNN or a FactorizedRNN")
 
 
-def _modules(whole: nn.Module) -> Iterator[nn.Module]:
+def _modules(whole: nn.Module) -> Iterator[Any]:
     require(isinstance(whole, nn.Module), "module", "a torch.nn.Module with recurrences", type(whole).__name__)
     return whole.modules()
 
@@ -364,26 +332,21 @@ def _check_matrix(w: Tensor) -> Tensor:
     accepted = "a module or a floating point matrix [n, m]"
     require(isinstance(w, Tensor), "W", accepted, type(w).__name__)
     require(w.ndim == 2 and w.is_floating_point(), "W", accepted, f"shape {list(w.shape)} and {w.dtype}")
+    strided("W", w)
     return w
 
 
 @_autocast.keeps_dtype
 def _smaller_gram_distance(w: Tensor) -> Tensor:
     """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
-    n, m = w.shape
+    n, m = _check_matrix(w).shape
     gram = w.mT @ w if n >= m else w @ w.mT
     return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
 
 
-@_autocast.keeps_dtype
-def _svdvals(w: Tensor) -> Tensor:
-    return torch.linalg.svdvals(w)
-
-
 def _gram_distance(w: Tensor) -> Tensor:
     """||W^T W - I||_F^2 of w [n, m]."""
-    n, m = _check_matrix(w).shape
-    return _smaller_gram_distance(w) + max(m - n, 0)
+    return _smaller_gram_distance(w) + max(w.shape[1] - w.shape[0], 0)
 
 
 def _total(values: list[Tensor], module: nn.Module, missing: str) -> Tensor:
@@ -428,5 +391,5 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         GeodesicSGD clips would increase without any effect on the step. An optimizer for which U and V leave the
         manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
-    values = [(s * s).sum() for module in _modules(rnn) if isinstance(module, HasSpectra) for s in module.spectra()]
+    values = [(s * s).sum() for module in _modules(rnn) if hasattr(module, "spectra") for s in module.spectra()]
     return _total(values, rnn, "factorized recurrence, as a FactorizedRNN")

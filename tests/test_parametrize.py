@@ -209,6 +209,8 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
         (lambda: Exponential(torch.ones(2, 3)), ["Exponential", "[2, 3]", "[N,N]"]),
         (lambda: Cayley(torch.ones(2, 2, dtype=torch.bfloat16)), ["Cayley", "bfloat16"]),
         (lambda: Householder(torch.ones(3)), ["Householder", "[3]"]),
+        (lambda: Householder(None), ["Householder: weight must be a float32 or float64 tensor, got NoneType"]),
+        (lambda: SchurForm(torch.eye(4)).right_inverse("text"), ["SchurForm: weight", "got str"]),
         (lambda: Householder(torch.ones(3, 2)).right_inverse(torch.ones(2, 2)), ["[2, 2]", "[3, 2]"]),
         (lambda: Exponential(torch.ones(2, 2)).right_inverse(torch.full((2, 2), float("nan"))), ["NaN"]),
         (lambda: FactorizedSpectrum(torch.ones(3, 2), rank=3), ["rank", "[1, 2]", "3"]),

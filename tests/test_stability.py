@@ -42,9 +42,9 @@ def test_the_radius_is_that_of_the_map(kind: str) -> None:
 
 
 def test_what_is_no_gru() -> None:
-    for module in (torch.nn.LSTM(3, 4), torch.nn.Linear(3, 4), torch.nn.RNN(3, 4)):
+    for module in (torch.nn.LSTM(3, 4), torch.nn.Linear(3, 4), torch.nn.RNN(3, 4), None):
         with pytest.raises(InputError, match=f"module must be a GRU .*, got {type(module).__name__}"):
-            diagnose_stability(module)
+            diagnose_stability(module)  # type: ignore[arg-type]
     broken = GRU(3, 4)
     with torch.no_grad():
         broken.weight_hh_l0.fill_(torch.inf)

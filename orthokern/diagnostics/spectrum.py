@@ -6,12 +6,13 @@ in comparison. `diagnose_recurrence(eigenvalues=False)` skips the eigenvalues, w
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from orthokern._decompositions import LinAlgError, robust_svdvals
 from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import square, vector
 from orthokern.errors import InputError
@@ -159,13 +160,13 @@ def _singular_values(w: Any) -> Tensor:
     if not bool(w.isfinite().all()):
         return w.new_full((len(w),), math.nan)
     with _one_thread():
-        return torch.linalg.svdvals(w)
+        return robust_svdvals(w)
 
 
 def _eigenvalues(w: Any) -> Tensor:
-    """[N] complex128 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
+    """[N] complex128 on the CPU, or NaN if w is not finite or LAPACK fails."""
     w = square("w", w)
-    if not bool(w.isfinite().all()):
-        return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")
-    with _one_thread():
-        return torch.linalg.eigvals(w)
+    if bool(w.isfinite().all()):
+        with _one_thread(), suppress(LinAlgError):
+            return torch.linalg.eigvals(w)
+    return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")

@@ -16,6 +16,7 @@ from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import dispatch
+from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, unknown_name
 from orthokern.ops._checks import as_int, strided
@@ -376,7 +377,7 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
     if bad:
         raise OutOfRange(f"{name} holds {bad} NaN or infinite values of {parameter.numel()}; accepted: finite numbers")
     lower = parameter.detach().double().tril(-1)
-    angles = torch.linalg.svdvals(lower - lower.mT)
+    angles = robust_svdvals(lower - lower.mT)
     r = float(angles[0]) * float(((angles / angles[0]) ** 12).sum()) ** (1 / 12)
     largest = dispatch.leaf("skew_exp", "reference").LARGEST[p.dtype]
     raise OutOfRange(
