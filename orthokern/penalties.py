@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast
 from orthokern._decompositions import robust_svdvals
-from orthokern.errors import InputError, is_number, require, unknown_name
+from orthokern.errors import is_number, require, unknown_name
 from orthokern.ops._checks import strided
 
 __all__ = [
@@ -130,15 +130,11 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
 
 
 class OrthogonalPenalty:
-    """lambda ||W W^T - I||_F^2 of chosen layers: as a term of the loss, or as a change of the update (Manchev and
-    Spratling, section II-B, "OPEN").
+    """lambda ||W W^T - I||_F^2 of chosen layers, a term of the loss (Manchev and Spratling, section II-B, "OPEN", eq.
+    29 and 30): ``loss = loss + penalty(rnn)``.
 
-        as a term of the loss, eq. 29 and 30       loss = loss + penalty(rnn)
-        as a change of the update, eq. 31          loss.backward(); penalty.add_gradients_(rnn); optimizer.step()
-        on its own, eq. 17 and 18                  penalty.descend_(rnn, lr=0.1)
-
-    With plain SGD the second is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W). The factors stand in this order, not in
-    that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
+    With plain SGD this is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W), the changed update of eq. 31. The factors stand
+    in this order, not in that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
 
     The Gram matrix is the smaller one: W W^T of W [n, m] if n <= m, else W^T W, so that the penalty is zero where the
     rows, or else the columns, are orthonormal. The gradient of the square is the same for both, since
@@ -191,59 +187,6 @@ class OrthogonalPenalty:
         """
         return torch.stack([self._value(_distance(matrix)) for matrix in self._matrices(parts)]).sum()
 
-    @torch.no_grad()
-    @_autocast.off()
-    def gradient(self, W: Tensor) -> Tensor:
-        """The penalty's gradient [n, m] at one matrix W [n, m], without autograd: 4 lambda (W W^T - I) W for the
-        square."""
-        _check_matrix(W)
-        n, m = W.shape
-        gram = W @ W.mT if n <= m else W.mT @ W
-        gram.diagonal().sub_(1.0)
-        gradient = gram @ W if n <= m else W @ gram
-        if self.squared:
-            return gradient.mul_(4.0 * self.strength)
-        norm = torch.linalg.vector_norm(gram)
-        return gradient.mul_(torch.where(norm > 0, 2.0 * self.strength / norm, 0.0))
-
-    def add_gradients_(self, *parts: nn.Module | Tensor) -> None:
-        """Add the penalty's gradient to `.grad` of every matrix in `parts`, as for `__call__`: the same numbers as
-        those of the loss term, for less work. Frozen matrices, without requires_grad, get none, as from the loss."""
-        with torch.enable_grad():  # without it what a module computes from parameters would look like one
-            matrices = list(self._matrices(parts))
-        for matrix in matrices:
-            if not (matrix.s if isinstance(matrix, _Spectrum) else matrix).requires_grad:
-                continue
-            if isinstance(matrix, _Spectrum) or not matrix.is_leaf:  # a function of parameters
-                with torch.enable_grad():
-                    self._value(_distance(matrix)).backward()
-            elif matrix.grad is None:
-                matrix.grad = self.gradient(matrix)
-            else:
-                matrix.grad.add_(self.gradient(matrix))
-
-    @torch.no_grad()
-    def descend_(self, *parts: nn.Module | Tensor, lr: float) -> None:
-        """One step W <- W - lr dpenalty/dW on every matrix in `parts`, in place.
-
-        Raises:
-            InputError: as for `__call__`; a factorized recurrence or another matrix that is computed from parameters,
-                for which there is `add_gradients_`. Nothing has moved then.
-        """
-        require(is_number(lr) and math.isfinite(lr), "lr", "a finite number", repr(lr))
-        require(parts, "parts", "modules and matrices [n, m]", "nothing")
-        matrices = []
-        for part in parts:
-            for matrix in self._matrices((part,)):
-                if isinstance(matrix, _Spectrum) or not _is_stored(matrix, part):
-                    raise InputError(
-                        f"a matrix of {type(part).__name__} is computed from parameters and cannot move in place; "
-                        "accepted: add_gradients_ or the loss"
-                    )
-                matrices.append(matrix)
-        for matrix in matrices:
-            matrix.sub_(self.gradient(matrix), alpha=lr)
-
     def _value(self, squared: Tensor) -> Tensor:
         if self.squared:
             return self.strength * squared
@@ -277,14 +220,6 @@ def _recurrent(module: Any) -> Iterator[Tensor | _Spectrum]:
         yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
     elif hasattr(module, "recurrent_matrices"):
         yield from module.recurrent_matrices()
-
-
-def _is_stored(matrix: Tensor, part: nn.Module | Tensor) -> bool:
-    """Whether a matrix of `part` is a parameter, or a view of one, and not computed from others."""
-    if isinstance(part, Tensor):
-        return matrix.is_leaf or (matrix._base is not None and matrix._base.is_leaf)
-    storages = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
-    return matrix.untyped_storage().data_ptr() in storages
 
 
 def _distance(matrix: Tensor | _Spectrum) -> Tensor:
