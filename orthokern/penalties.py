@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ __all__ = [
 
 LAYERS = ("recurrent", "input", "feedforward")
 _svdvals = _autocast.keeps_dtype(robust_svdvals)
-
-
-class _Spectrum(NamedTuple):
-    """s [K] of a factorized recurrence with N units."""
-
-    s: Tensor
-    hidden_size: int
 
 
 def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
@@ -123,9 +116,9 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         27.0
     """
     if isinstance(recurrence, Tensor):
-        return _gram_distance(recurrence)
-    matrices = [matrix for module in _modules(recurrence) for matrix in _recurrent(module)]
-    values = [_distance(matrix) if isinstance(matrix, _Spectrum) else _gram_distance(matrix) for matrix in matrices]
+        n, m = _check_matrix(recurrence).shape
+        return _distance(recurrence) + max(m - n, 0)
+    values = [distance for module in _modules(recurrence) for distance in _recurrent(module)]
     return _total(values, recurrence, "recurrence, as an RNN or a FactorizedRNN, or a matrix")
 
 
@@ -185,7 +178,14 @@ class OrthogonalPenalty:
         Raises:
             InputError: a module without such a layer, or a tensor that is no floating matrix.
         """
-        return torch.stack([self._value(_distance(matrix)) for matrix in self._matrices(parts)]).sum()
+        require(parts, "parts", "modules and matrices [n, m]", "nothing")
+        distances = []
+        for part in parts:
+            values = list(self._of_module(part)) if isinstance(part, nn.Module) else [_distance(part)]
+            layers = " or ".join(self.on)
+            require(values, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
+            distances += values
+        return torch.stack([self._value(distance) for distance in distances]).sum()
 
     def _value(self, squared: Tensor) -> Tensor:
         if self.squared:
@@ -193,40 +193,35 @@ class OrthogonalPenalty:
         positive = squared > 0  # at zero the root has no gradient
         return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
-    def _matrices(self, parts: Sequence[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
-        require(parts, "parts", "modules and matrices [n, m]", "nothing")
-        for part in parts:
-            matrices = list(self._of_module(part)) if isinstance(part, nn.Module) else [part]
-            layers = " or ".join(self.on)
-            require(matrices, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
-            yield from (matrix if isinstance(matrix, _Spectrum) else _check_matrix(matrix) for matrix in matrices)
-
-    def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
+    def _of_module(self, whole: nn.Module) -> Iterator[Tensor]:
+        """||W W^T - I||_F^2 of the chosen matrices."""
         for module in whole.modules():
             if "recurrent" in self.on:
                 yield from _recurrent(module)
             if "input" in self.on and any(hasattr(module, name) for name in ("spectra", "recurrent_matrices")):
-                yield from (p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_ih_"))
+                weights = module.named_parameters(recurse=False)
+                yield from (_distance(p) for name, p in weights if name.startswith("weight_ih_"))
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
                 if not isinstance(module, nn.Embedding):
-                    yield weight
+                    yield _distance(weight)
 
 
-def _recurrent(module: Any) -> Iterator[Tensor | _Spectrum]:
-    """The recurrent matrices of one module itself. A factorized recurrence has `spectra`, others `recurrent_matrices`:
-    methods whose results are differentiable."""
+def _recurrent(module: Any) -> Iterator[Tensor]:
+    """||W W^T - I||_F^2 of the recurrent matrices of one module itself. A factorized recurrence has `spectra`, others
+    `recurrent_matrices`: methods whose results are differentiable."""
     if hasattr(module, "spectra"):
-        yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
+        yield from ((s * s - 1).square().sum() + (module.hidden_size - len(s)) for s in module.spectra())
     elif hasattr(module, "recurrent_matrices"):
-        yield from module.recurrent_matrices()
+        yield from map(_distance, module.recurrent_matrices())
 
 
-def _distance(matrix: Tensor | _Spectrum) -> Tensor:
-    """||W W^T - I||_F^2 of the smaller Gram matrix, 0-dim."""
-    if isinstance(matrix, _Spectrum):
-        return (matrix.s * matrix.s - 1).square().sum() + (matrix.hidden_size - len(matrix.s))
-    return _smaller_gram_distance(matrix)
+@_autocast.keeps_dtype
+def _distance(w: Tensor) -> Tensor:
+    """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
+    n, m = _check_matrix(w).shape
+    gram = w.mT @ w if n >= m else w @ w.mT
+    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
 
 
 def spectrum_prior(module: nn.Module) -> Tensor:
@@ -253,9 +248,13 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         >>> spectrum_prior(FactorizedRNN(3, 8)).item()
         0.0
     """
-    matrices = [matrix for part in _modules(module) for matrix in _recurrent(part)]
-    values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in matrices]
-    return _total(values, module, "recurrence, as an RNN or a FactorizedRNN")
+    spectra: list[Tensor] = []
+    for part in _modules(module):
+        if hasattr(part, "spectra"):
+            spectra += part.spectra()
+        elif hasattr(part, "recurrent_matrices"):
+            spectra += map(_svdvals, part.recurrent_matrices())
+    return _total([(s - 1).square().sum() for s in spectra], module, "recurrence, as an RNN or a FactorizedRNN")
 
 
 def _modules(whole: nn.Module) -> Iterator[Any]:
@@ -269,19 +268,6 @@ def _check_matrix(w: Tensor) -> Tensor:
     require(w.ndim == 2 and w.is_floating_point(), "W", accepted, f"shape {list(w.shape)} and {w.dtype}")
     strided("W", w)
     return w
-
-
-@_autocast.keeps_dtype
-def _smaller_gram_distance(w: Tensor) -> Tensor:
-    """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
-    n, m = _check_matrix(w).shape
-    gram = w.mT @ w if n >= m else w @ w.mT
-    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
-
-
-def _gram_distance(w: Tensor) -> Tensor:
-    """||W^T W - I||_F^2 of w [n, m]."""
-    return _smaller_gram_distance(w) + max(w.shape[1] - w.shape[0], 0)
 
 
 def _total(values: list[Tensor], module: nn.Module, missing: str) -> Tensor:
