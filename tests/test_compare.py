@@ -159,8 +159,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["--module=models_to_compare:model", "--dtype=float64", "--batch=2", "--time=3"],
         ["--module=models_to_compare:embedded", "--batch=2", "--time=6"],
-        ["--cell=gru", "--layers=2", "--bidirectional", "--batch-first", "--hidden=3", "--time=4"],
-        ["--cell=rnn", "--nonlinearity=relu", "--no-bias", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
+        ["--cell=gru", "--layers=2", "--hidden=3", "--time=4"],
+        ["--cell=rnn", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
     ],
     ids=" ".join,
 )
@@ -181,7 +181,6 @@ def test_command_line(models: None, arguments: list[str], capsys: pytest.Capture
         ("--module=models_to_compare:meta", "GRU or an input is on the device meta; accepted: tensors with values"),
         ("--module=models_to_compare:in_place", "backward of Model raised RuntimeError: one of the variables needed"),
         ("--module=models_to_compare:model --hidden=3", "--hidden has no effect with --module"),
-        ("--cell=gru --nonlinearity=relu", "--nonlinearity has no effect with --cell gru"),
         ("--backend=cuda", "backend 'cuda' cannot serve"),
         (f"--batch={2**53}", "there is not enough memory"),
     ],

@@ -231,20 +231,13 @@ def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Erro
 
 def _largest(values: list[Tensor], others: list[Tensor]) -> float:
     """The largest difference, relative to the largest value of each tensor; NaN where one alone is not finite."""
-    worst = 0.0
+    errors = [0.0]
     for a, b in zip(values, others, strict=True):
-        if a.numel() == 0:
-            continue
-        a, b = a.detach().double().cpu(), b.detach().double().cpu()
-        same = (a == b) | (a.isnan() & b.isnan())
-        off = torch.where(same, torch.zeros_like(a), (a - b).abs())
-        top = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 0.0
-        error = float(off.max()) / (top if top > 0 else 1.0)
-        if not error <= worst:  # NaN too
-            worst = error
-        if worst != worst:
-            return worst
-    return worst
+        a, b = a.detach().double().cpu().flatten(), b.detach().double().cpu().flatten()
+        off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+        top = float(torch.cat([b[b.isfinite()].abs(), b.new_zeros(1)]).max())
+        errors.append(float(torch.cat([off, off.new_zeros(1)]).max()) / (top or 1.0))  # the largest of NaN is NaN
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 # ---- time and memory ---------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ in comparison. `diagnose_recurrence(eigenvalues=False)` skips the eigenvalues, w
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from orthokern._decompositions import LinAlgError, robust_svdvals
 from orthokern.data._checks import integer
@@ -18,21 +18,6 @@ from orthokern.diagnostics._checks import square, vector
 from orthokern.errors import InputError
 
 ANGLE_BINS = 36  # of ten degrees each
-
-
-class Recurrence(Protocol):
-    """The interface that `diagnose_recurrence` needs. All recurrent modules of orthokern.nn have it.
-
-    `singular_values(layer, reverse)` [K] and `orthogonality_error()` are used if the module has them: a factorized
-    recurrence has its singular values as a parameter, without a decomposition.
-    """
-
-    num_layers: int
-    bidirectional: bool
-
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W [N, N] of one recurrence, applied to column vectors."""
-        ...
 
 
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
@@ -88,7 +73,7 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
     return torch.bincount(part, minlength=bins).tolist()
 
 
-def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = True) -> dict[str, Any]:
+def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, Any]:
     """The spectral statistics of all recurrent matrices of a module, as a record for metrics.jsonl.
 
     The cost is one eigenvalue decomposition per recurrence, and for a dense W one singular value decomposition:
@@ -96,7 +81,9 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
     decomposition.
 
     Args:
-        module: a recurrence of orthokern.nn; see `Recurrence`.
+        module: a recurrence of orthokern.nn, or an object with their `num_layers`, `bidirectional` and
+            `recurrent_matrix(layer, reverse)`; `singular_values(layer, reverse)` and `orthogonality_error()` are used
+            if it has them.
         eigenvalues: also compute "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
 
     Returns:
@@ -117,16 +104,13 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
     if missing:
         kind = type(module).__name__
         raise InputError(f"module must be a recurrence of orthokern.nn, got {kind} without {', '.join(missing)}")
-    recurrence = cast(Recurrence, module)
     singular_values, error = (getattr(module, name, None) for name in ("singular_values", "orthogonality_error"))
     record: dict[str, Any] = {}
-    places = [
-        (i, r) for i in range(recurrence.num_layers) for r in ((False, True) if recurrence.bidirectional else (False,))
-    ]
+    places = [(i, r) for i in range(module.num_layers) for r in ((False, True) if module.bidirectional else (False,))]
     with torch.no_grad():
         for index, (layer, reverse) in enumerate(places):
             suffix = f"_l{layer}{'_reverse' if reverse else ''}" if index else ""
-            w = recurrence.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
+            w = module.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
             s = _singular_values(w) if singular_values is None else singular_values(layer, reverse)
             record[f"spectrum{suffix}"] = summarize_spectrum(s)
             if eigenvalues:
