@@ -91,16 +91,6 @@ def test_householder_is_the_product_of_its_reflections() -> None:
     assert torch.allclose(Householder(x)(x), product[:, :4], rtol=0, atol=1e-13)
 
 
-def test_thin_never_makes_the_square() -> None:
-    """60000 x 60000 would take 14 GB."""
-    weight = torch.empty(60000, 2).normal_(generator=torch.Generator().manual_seed(0)).requires_grad_()
-    constrained = Householder(weight)
-    constrained(weight).sum().backward()
-    assert weight.grad is not None and bool(weight.grad.isfinite().all())
-    assert constrained(constrained.right_inverse(weight.detach())).shape == (60000, 2)
-    assert FactorizedSpectrum(weight, rank=1).right_inverse(weight.detach())[0].shape == (60000, 1)
-
-
 @pytest.mark.parametrize("spectrum_map", ["sigmoid", "tanh"])
 @pytest.mark.parametrize("shape", [(6, 6), (7, 3), (3, 5)])
 def test_spectrum_within_its_margin(shape: tuple[int, int], spectrum_map: str) -> None:
@@ -169,9 +159,7 @@ def test_gradcheck(kind: Callable[[Tensor], nn.Module]) -> None:
     ("kind", "entry", "value", "message"),
     [
         (Exponential, "0.base", 1.5, "base is not orthogonal: |B^T B - I| is 1.25; accepted: up to 0.001"),
-        (Exponential, "0.base", math.nan, "base is not orthogonal: |B^T B - I| is nan"),
         (Cayley, "0.base", 1.1, "base is not orthogonal: |B^T B - I| is 0.21"),
-        (SchurForm, "0.base", 0.0, "base is not orthogonal: |B^T B - I| is 1; "),
         (Householder, "0.signs", 0.5, "signs must be numbers 1 and -1"),
         (FactorizedSpectrum, "0.left.signs", math.nan, "signs must be numbers 1 and -1"),
     ],

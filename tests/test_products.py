@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from orthokern import _products
-from orthokern._products import add_product, ieee_products, onednn_serves, product
+from orthokern._products import add_product, ieee_products, product
 from orthokern.nn import GRU, FactorizedRNN, PeepholeLSTM
 from orthokern.ops._linear import linear
 
@@ -48,14 +48,6 @@ def test_product(R: int, K: int, C: int, layout: str) -> None:
     expected = total.double() + left.double().mT @ rows.double()
     add_product(total, left, rows)
     close(total, expected)
-
-
-def test_float32_above_a_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "_SMALL", 60)
-    assert onednn_serves(torch.randn(3, 4), 5) and not onednn_serves(torch.randn(3, 4), 4)
-    assert not onednn_serves(torch.randn(3, 4, dtype=torch.float64), 5)
-    left, right = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    assert torch.equal(product(left, right), left @ right)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
