@@ -156,13 +156,16 @@ GOOD = LINES[:2]
 REFUSED = {
     "empty": (b"", "is empty: 0 bytes; expected: one sentence per line"),
     "capital": (word_file([*GOOD, "a Big one"]), "line 3: character 'B' is outside the alphabet; expected: a to z"),
-    "accent in a char file": (char_file(["caf\u00e9", *GOOD]), "line 1: character '\u00e9' is outside the alphabet"),
+    "accent in a char file": (
+        char_file([*GOOD[:1], "caf\u00e9"]),
+        "line 2: character '\u00e9' is outside the alphabet",
+    ),
     "carriage return": (word_file(["a", "a\rb"]), r"line 2: character '\\r' is outside the alphabet"),
     "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is not UTF-8; expected: text"),
     "cut off": (word_file(GOOD)[:-4], "does not end with a line end: is it cut off"),
     "damaged char file": (
         char_file(LINES)[:60] + b"q" + char_file(LINES)[60:],
-        "line 2: characters and spaces do not alternate; expected: a space after every character",
+        "has _ for the space between words; expected: a space after every character",
     ),
 }
 

@@ -306,8 +306,10 @@ def _sentences(path: Path, content: bytes, max_length: int | None, released_targ
 def _lines(path: Path, content: bytes) -> list[str]:
     """The lines of a file in either format as in a word file, without blank ones. All characters are in ALPHABET."""
     text = text_of(path, content)
-    if _is_char_file(text):
-        text = _despaced(path, text)
+    if "_" in text:  # it is in no word file
+        if text[1::2].strip(" ") or " " in text[::2]:
+            raise InputError(f"{path} has _ for the space between words; expected: a space after every character too")
+        text = text[::2].replace("_", " ")
     foreign = _OUTSIDE.search(text.replace("<unk>", ""))  # as many lines as the text
     if foreign:
         line = foreign.string.count("\n", 0, foreign.start()) + 1
@@ -316,24 +318,3 @@ def _lines(path: Path, content: bytes) -> list[str]:
             "space, #$&'*-./\\ and <unk>"
         )
     return [f" {stripped} \n" for line in text.split("\n") if (stripped := line.strip(" "))]
-
-
-def _is_char_file(text: str) -> bool:
-    """Whether the text begins with a character, and characters and spaces alternate except in a few places. These
-    places are damaged; `_despaced` reports them."""
-    start = text[:4096]
-    alternating = sum((a == " ") != (b == " ") for a, b in zip(start, start[1:], strict=False))
-    return start[0] != " " and alternating > 0.9 * (len(start) - 1)
-
-
-def _despaced(path: Path, text: str) -> str:
-    """The text of a character file in the format of a word file."""
-    characters, spaces = text[0::2], text[1::2]
-    if spaces.strip(" ") or " " in characters:
-        place = next(i for i, character in enumerate(text) if (character == " ") != bool(i % 2))
-        line = text.count("\n", 0, place) + 1
-        raise InputError(
-            f"{path} line {line}: characters and spaces do not alternate; expected: a space after every character, "
-            "and _ for the space between words"
-        )
-    return characters.replace("_", " ")
