@@ -132,8 +132,6 @@ def _read_part(folder: Path, part: str) -> Labelled:
         )
     if int(labels.max()) > 9:
         raise InputError(f"{labels_path} has the label {int(labels.max())}; expected: 0 to 9")
-    if bool((images == images[0, 0]).all()):
-        raise InputError(f"{images_path} is damaged: every pixel of every image is {int(images[0, 0])}")
     return Labelled(images, labels.squeeze(1).to(torch.int64))
 
 

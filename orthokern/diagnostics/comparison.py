@@ -49,14 +49,13 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
         check_settings("legend", runs, names)
     if are_named(runs):
         return [caption(run.label) for run in runs]
-    if names is not None:
-        return [", ".join(_told(run, name) for name in names) or caption(run.name) for run in runs]
-    names = telling_settings(runs)
-    several_tasks = len({run.task for run in runs}) > 1
-    texts = [", ".join([*([run.task] if several_tasks else []), *(_told(run, name) for name in names)]) for run in runs]
+    several_tasks = names is None and len({run.task for run in runs}) > 1
+    shown = telling_settings(runs) if names is None else names
+    parts = [[run.task] * several_tasks + [f"{name} {setting_text(run, name)}" for name in shown] for run in runs]
+    texts = [", ".join(part) for part in parts]
     places = [run.name if [other.name for other in runs].count(run.name) == 1 else str(run.path) for run in runs]
     return [
-        caption(text if text and texts.count(text) == 1 else f"{text} {place}".strip())
+        caption(text if text and (names is not None or texts.count(text) == 1) else f"{text} {place}".strip())
         for text, place in zip(texts, places, strict=True)
     ]
 
@@ -91,10 +90,6 @@ def setting_text(run: RunRecord, name: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else printable(str(value))
-
-
-def _told(run: RunRecord, name: str) -> str:
-    return f"{name} {setting_text(run, name)}"
 
 
 def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:

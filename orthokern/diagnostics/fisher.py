@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import exact, square
-from orthokern.errors import InputError
+from orthokern.errors import InputError, is_number, require
 
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
 
@@ -94,11 +93,7 @@ def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     v, h = _inputs(v, u, several=True)
-    norms = []
-    for _ in range(2 * len(v) if steps is None else integer("steps", steps)):
-        norms.append(torch.linalg.vector_norm(h, dim=0))
-        h = v @ h
-    return torch.stack(norms)
+    return torch.linalg.vector_norm(_history(v, h, 2 * len(v) if steps is None else integer("steps", steps)), dim=1)
 
 
 def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor]:
@@ -107,8 +102,7 @@ def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor
     accepted = f"a tensor [N] = [{n}]" + (f" or [N, M] = [{n}, M]" if several else "")
     u = exact("u", u, accepted, shape[:1] == (n,) and len(shape) <= 1 + several)
     for name, value in (("v", v), ("u", u)):
-        if not bool(value.isfinite().all()):
-            raise InputError(f"{name} must be finite, got NaN or infinity")
+        require(bool(value.isfinite().all()), name, "finite", "NaN or infinity")
     return v, u
 
 
@@ -120,8 +114,8 @@ def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
         if int(info) or not torch.allclose(e, e.mT) or not bool(factor.isfinite().all()):
             raise InputError("noise must be a covariance: a symmetric positive definite matrix")
         return factor
-    if isinstance(noise, bool) or not isinstance(noise, Real | Tensor) or not 0 < float(noise) < math.inf:
-        raise InputError(f"noise must be a finite variance above 0, or a covariance [{n}, {n}], got {noise!r}")
+    valid = (is_number(noise) or isinstance(noise, Tensor)) and 0 < float(noise) < math.inf
+    require(valid, "noise", f"a finite variance above 0, or a covariance [{n}, {n}]", repr(noise))
     return math.sqrt(noise) * torch.eye(n, dtype=torch.float64)
 
 
@@ -131,7 +125,7 @@ def _compressed(wide: Tensor) -> Tensor:
 
 
 def _history(v: Tensor, u: Tensor, steps: int) -> Tensor:
-    """V^k u [T,N], k = 0 ... T-1."""
+    """V^k u [T,N] or [T,N,M], k = 0 ... T-1."""
     states = [u]
     for _ in range(steps - 1):
         states.append(v @ states[-1])

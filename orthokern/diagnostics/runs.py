@@ -48,11 +48,9 @@ class RunRecord:
 
     @property
     def time_steps(self) -> int | None:
-        """Time steps per sequence, or None if it is unknown or not the same for all sequences.
-
-        The number is read from "time_steps" in the records, configuration or settings.
-        """
-        for places in (self.records, [self.config], [self.settings]):
+        """Time steps per sequence: "time_steps" of the records, else of the configuration. None if it is unknown or not
+        the same for all sequences."""
+        for places in (self.records, [self.config]):
             steps = {value for place in places if (value := count(place.get("time_steps"), 1)) is not None}
             if steps:
                 return steps.pop() if len(steps) == 1 else None
@@ -113,10 +111,8 @@ def load_run(folder: Path | str) -> RunRecord:
         (100, 2.0)
     """
     path = as_path("folder", folder)
-    if not os.path.exists(path):
+    if not os.path.isdir(path):
         raise InputError(f"no such run folder: {path}")
-    if not path.is_dir():
-        raise InputError(f"{path} is a file; accepted: the folder of a run")
     config = _object(path / "config.json")
     if config is None:
         inside = sum(1 for _ in path.glob("*/config.json"))

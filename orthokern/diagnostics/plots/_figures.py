@@ -107,22 +107,18 @@ def use_log_scale(axis: Axes, values: np.ndarray) -> None:
         axis.set_yscale("log")
 
 
-def common_unit(runs: Sequence[RunRecord], x: str | None) -> str:
-    """`x`; if None: epochs if the length of an epoch is known for every run, else iterations."""
-    if x is None:
-        return "epoch" if runs and all(run.iterations_per_epoch is not None for run in runs) else "iteration"
-    if x not in AXES:
+def x_axis(runs: Sequence[RunRecord], x: str | None) -> tuple[str, list[float]]:
+    """What the x axis counts, and the iterations of each run in a unit of it. x: one of AXES; None: epochs if the
+    length of an epoch is known for every run, else iterations."""
+    lengths = [run.iterations_per_epoch for run in runs]
+    if x not in (None, *AXES):
         raise InputError(f"x must be one of {', '.join(AXES)}, got {x!r}")
-    return x
-
-
-def iterations_per(run: RunRecord, unit: str) -> float:
-    """Iterations per unit of the x axis."""
-    if unit == "iteration":
-        return 1.0
-    if run.iterations_per_epoch is None:
-        raise InputError(f"{run.path}: the settings do not tell how many iterations make an epoch")
-    return run.iterations_per_epoch
+    if x == "iteration" or (x is None and None in lengths):
+        return "iteration", [1.0] * len(runs)
+    for run, length in zip(runs, lengths, strict=True):
+        if length is None:
+            raise InputError(f"{run.path}: the settings do not tell how many iterations make an epoch")
+    return "epoch", [length for length in lengths if length is not None]
 
 
 def draw_panels(
@@ -137,12 +133,12 @@ def draw_panels(
 ) -> Figure | None:
     """A figure with one panel for every run in which `find` finds data; None if there is no such run. `draw` gets the
     axes, the run, its data and the number of iterations per unit of the x axis."""
-    unit = common_unit(runs, x)
-    pairs = [(run, data) for run in runs if (data := find(run)) is not None]
-    if not pairs:
+    unit, per = x_axis(runs, x)
+    drawn = [(run, data, each) for run, each in zip(runs, per, strict=True) if (data := find(run)) is not None]
+    if not drawn:
         return None
-    figure, axes = new_panels(labels([run for run, _ in pairs], legend), title, **share)
-    for axis, (run, data) in zip(axes, pairs, strict=True):
-        draw(axis, run, data, iterations_per(run, unit))
+    figure, axes = new_panels(labels([run for run, _, _ in drawn], legend), title, **share)
+    for axis, content in zip(axes, drawn, strict=True):
+        draw(axis, *content)
         axis.set_xlabel(unit)
     return figure

@@ -15,16 +15,15 @@ from orthokern.diagnostics.plots._figures import (
     BLUE,
     ORANGE,
     Records,
-    common_unit,
     draw_level,
     draw_line,
-    iterations_per,
     new_figure,
     new_panels,
     save,
     style_of,
     thin_curve,
     use_log_scale,
+    x_axis,
 )
 from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at, series
 
@@ -141,9 +140,10 @@ def compare_curves(
         legend_title: a line above the legend below the panels, which says what the labels are.
         x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
     """
-    unit = common_unit(runs, x)
+    unit, per = x_axis(runs, x)
     if panel is not None:
         check_settings("panel", runs, [panel])
+    lengths = {id(run): each for run, each in zip(runs, per, strict=True)}
     runs = [run for run in runs if len(run.series(quantity)[0])]
     if not runs:
         return None
@@ -160,7 +160,7 @@ def compare_curves(
             text = texts[id(run)]
             label = text if text not in [texts[id(other)] for other in members[:index]] else None
             style = {**style_of(kinds.index(text)), "linewidth": 1.2, "label": label}
-            draw_line(axis, at / iterations_per(run, unit), scale * values, **style)
+            draw_line(axis, at / lengths[id(run)], scale * values, **style)
         baselines = {number_at(run.config, "baseline") for run in members}
         baseline = baselines.pop() if len(baselines) == 1 else None
         if quantity in ("loss", "held_out_loss") and baseline is not None:
