@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,82 +18,70 @@ if TYPE_CHECKING:
 
 HEAT_MAP_COLUMNS, FRACTIONS = 600, 64
 _GRADIENT_FIELDS = ("grad_norm_through_time", "last_grad_norm_through_time")
-_GRADIENT_BAR, _ANGLE_BAR = "log₁₀ of ‖dL/dhₜ‖ / its maximum over t", "eigenvalues (%)"
-_FRACTION_LABEL = "t as a fraction of the sequence"
+_GRADIENT_BAR = "log₁₀ of ‖dL/dhₜ‖ / its maximum over t"
 
 
-@dataclass(frozen=True)
-class Profiles:
-    """The data of a heat map: one quantity at several iterations.
-
-    Attributes:
-        iterations: [P] float64, increasing.
-        rows: [S] float64, time steps, fractions of the sequence, or angles.
-        values: [P, S] float64; NaN where the record has null.
-        label: name and unit of `rows`.
-    """
-
-    iterations: np.ndarray
-    rows: np.ndarray
-    values: np.ndarray
-    label: str
-
-    def where(self, kept: np.ndarray, values: np.ndarray) -> Profiles | None:
-        """The iterations of the mask `kept` with these values; None if there are none."""
-        return Profiles(self.iterations[kept], self.rows, values, self.label) if kept.any() else None
+# Iterations [P], rows [S], values [P, S], and the name and unit of the rows: time steps, fractions of the sequence or
+# angles. All float64; the values are NaN where the record has null.
+Profiles = tuple[np.ndarray, np.ndarray, np.ndarray, str]
 
 
-def profiles(records: Records, key: str, length: int | None, columns: int = HEAT_MAP_COLUMNS) -> Profiles | None:
-    """The lists of numbers that records hold under `key`, at most `columns` of them, evenly spaced, with the first and
-    the last. A record has the values at `profile_steps(T)`. If the number of time steps T, `length`, is None, because
-    it is unknown or not the same for all records, the values are interpolated to 64 fractions of the sequence."""
-    at, lists = _lists(records, key, columns)
+def _profiles(run: RunRecord, key: str) -> Profiles | None:
+    """The lists of numbers that the records hold under `key`. A record has the values at `profile_steps(T)`. If the
+    number of time steps T is unknown or not the same for all records, the values are interpolated to 64 fractions of
+    the sequence."""
+    at, lists = _lists(run.records, key)
+    length = run.time_steps
     if not lists:
         return None
     if length is not None and {len(values) for values in lists} == {min(64, length)}:
-        return Profiles(at, np.asarray(profile_steps(length), dtype=float), np.stack(lists), "time step t")
+        return at, np.asarray(profile_steps(length), dtype=float), np.stack(lists), "time step t"
     steps = np.linspace(0.0, 1.0, FRACTIONS)
     lists = [np.interp(steps, np.linspace(0.0, 1.0, len(values)), values) for values in lists]
-    return Profiles(at, steps, np.stack(lists), _FRACTION_LABEL)
+    return at, steps, np.stack(lists), "t as a fraction of the sequence"
 
 
-def _lists(records: Records, key: str, columns: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """At most `columns` evenly spaced iterations, and their lists of numbers, with NaN for null."""
+def _lists(records: Records, key: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """At most HEAT_MAP_COLUMNS evenly spaced iterations with the first and the last, and their lists of numbers."""
     rows = [(r["iteration"], values) for r in records if (values := numbers_at(r, key)) is not None]
-    rows = [rows[i] for i in profile_steps(len(rows), max(2, columns))] if rows else []
+    rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)] if rows else []
     return np.asarray([at for at, _ in rows], dtype=float), [np.asarray(values, dtype=float) for _, values in rows]
 
 
-def _normalized(norms: Profiles | None) -> Profiles | None:
+def _normalized(run: RunRecord, key: str) -> Profiles | None:
     """log10 of norms divided by the largest over time. Iterations with a zero gradient are left out, for example the
     first one if the readout is initialised to zero."""
-    if norms is None:
+    data = _profiles(run, key)
+    if data is None:
         return None
-    largest = norms.values.max(axis=1)  # NaN if any is
+    at, steps, norms, label = data
+    largest = norms.max(axis=1)  # NaN if any is
     kept = np.isfinite(largest) & (largest > 0)
-    return norms.where(kept, np.log10(np.maximum(norms.values[kept] / largest[kept, None], 1e-12)))
+    decades = np.log10(np.maximum(norms[kept] / largest[kept, None], 1e-12))
+    return (at[kept], steps, decades, label) if kept.any() else None
 
 
-def _decades(norms: Profiles | None) -> Profiles | None:
+def _decades(run: RunRecord, key: str) -> Profiles | None:
     """log10 of norms; a norm of zero is replaced by the smallest norm above zero."""
-    if norms is None:
+    data = _profiles(run, key)
+    if data is None:
         return None
-    kept = np.isfinite(norms.values).all(axis=1)
-    values = norms.values[kept]
-    positive = values[values > 0]
-    return norms.where(kept, np.log10(np.maximum(values, positive.min()))) if positive.size else None
+    at, steps, norms, label = data
+    kept = np.isfinite(norms).all(axis=1)
+    positive = norms[kept][norms[kept] > 0]
+    return (at[kept], steps, np.log10(np.maximum(norms[kept], positive.min())), label) if positive.size else None
 
 
-def _angle_shares(records: Records) -> Profiles | None:
+def _angle_shares(run: RunRecord) -> Profiles | None:
     """Shares of the eigenvalues, in percent, by angle in radians."""
-    at, lists = _lists(records, "eigenvalue_angles", HEAT_MAP_COLUMNS)
+    at, lists = _lists(run.records, "eigenvalue_angles")
     bins = len(lists[-1]) if lists else 0
     fits = np.asarray([len(counts) == bins and counts.min() >= 0 and counts.any() for counts in lists], dtype=bool)
     if not fits.any():
         return None
     counts = np.stack([values for values, fit in zip(lists, fits, strict=True) if fit])
     centres = (np.arange(bins) + 0.5) * (2 * math.pi / bins) - math.pi
-    return Profiles(at[fits], centres, 100 * counts / counts.sum(axis=1, keepdims=True), "angle (radians)")
+    return at[fits], centres, 100 * counts / counts.sum(axis=1, keepdims=True), "angle (radians)"
 
 
 def _edges(centres: np.ndarray) -> np.ndarray:
@@ -116,10 +103,11 @@ def _heat_maps(
     images: list[Any] = []
 
     def draw(axis: Axes, run: RunRecord, data: Profiles, per: float) -> None:
+        at, rows, values, label = data
         axis.grid(False)
-        cells = _edges(data.iterations / per), _edges(data.rows), data.values.T
+        cells = _edges(at / per), _edges(rows), values.T
         images.append(axis.pcolormesh(*cells, cmap="viridis", rasterized=True))  # readable in greyscale
-        axis.set_ylabel(data.label)
+        axis.set_ylabel(label)
 
     figure = draw_panels(runs, find, draw, height=4.2, **common)
     if figure is not None:
@@ -147,21 +135,18 @@ def compare_gradients(runs: Sequence[RunRecord], **common: Any) -> Figure | None
         # At most six decades: with a wider range, one run with a vanishing gradient would use up all colours.
         return min(-1.0, max(-6.0, math.floor(low))), 0.0
 
-    return _heat_maps(runs, lambda r: _normalized(profiles(r.records, key, r.time_steps)), bar, limits, **common)
+    return _heat_maps(runs, lambda run: _normalized(run, key), bar, limits, **common)
 
 
 def compare_states(runs: Sequence[RunRecord], **common: Any) -> Figure | None:
     """The norm of the states through time over iterations, a panel for each run."""
 
-    def find(run: RunRecord) -> Profiles | None:
-        return _decades(profiles(run.records, "state_norm_through_time", run.time_steps))
-
     def limits(low: float, high: float) -> tuple[float, float]:
         return math.floor(low), max(math.ceil(high), math.floor(low) + 1)
 
-    return _heat_maps(runs, find, "log₁₀ of ‖hₜ‖", limits, **common)
+    return _heat_maps(runs, lambda run: _decades(run, "state_norm_through_time"), "log₁₀ of ‖hₜ‖", limits, **common)
 
 
 def compare_angles(runs: Sequence[RunRecord], **common: Any) -> Figure | None:
     """Histograms of the angles of the eigenvalues over iterations, a panel for each run."""
-    return _heat_maps(runs, lambda r: _angle_shares(r.records), _ANGLE_BAR, lambda low, high: (0.0, high), **common)
+    return _heat_maps(runs, _angle_shares, "eigenvalues (%)", lambda low, high: (0.0, high), **common)
