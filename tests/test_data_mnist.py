@@ -82,7 +82,6 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] 
     "missing": (TEST_LABELS, lambda f: None, "missing data file t10k-labels-idx1-ubyte .nor .*looked for in /"),
     "empty": (TRAIN_IMAGES, lambda f: b"", "cut off: 0 bytes; expected: a header of 16"),
     "truncated": (TRAIN_IMAGES, lambda f: f[TRAIN_IMAGES][:-1], "has 9423 bytes for 12 images; expected: 9424"),
-    "no items": (TEST_LABELS, lambda f: labels_file(torch.zeros(0, dtype=torch.uint8)), "has 8 bytes for 0 labels"),
     "other file": (TRAIN_IMAGES, lambda f: b"%PDF-1.4" * 20, "has magic number 626017350; expected: 2051"),
     "other size of images": (
         TEST_IMAGES,
@@ -123,8 +122,6 @@ def test_wrong_arguments(folder: Path) -> None:
             load_mnist(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
         load_mnist(folder, validation=12)
-    with pytest.raises(InputError, match="validation must be an integer of at least 0, got -1"):
-        load_mnist(folder, validation=-1)
     (folder / TRAIN_LABELS).unlink()
     (folder / TRAIN_LABELS).mkdir()
     with pytest.raises(InputError, match=f"{TRAIN_LABELS} cannot be read: is a directory"):
@@ -137,5 +134,3 @@ def test_permutation() -> None:
     assert order.dtype == torch.int64 and order.sort().values.tolist() == list(range(784))
     assert torch.equal(order, pixel_permutation(7)) and not torch.equal(order, pixel_permutation(8))
     assert hashlib.sha256(order.numpy().astype("<i8").tobytes()).hexdigest()[:16] == "4fbbf862a7a64e92"
-    with pytest.raises(InputError, match="seed must be an integer .* got -1"):
-        pixel_permutation(-1)

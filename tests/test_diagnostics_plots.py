@@ -205,15 +205,12 @@ def test_invalid_settings_of_matplotlib(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--figur", "all"], "unknown option --figur: did you mean --figure"),
-        (["--figure", "gradient"], "unknown figure 'gradient': did you mean 'gradients'"),
         (["--figure", "curves", "--quantity", "acuracy"], "unknown --quantity 'acuracy': did you mean 'accuracy'"),
         (["--panel", "margn"], "unknown --panel 'margn': did you mean 'margin'"),
         (["--legend", "margin,sed"], "unknown --legend 'sed': did you mean 'seed'"),
         (["--x", "epoch"], "the settings do not tell"),
-        (["--figure", "layers"], "holds what the figure 'layers' shows"),
         (["--figure", "moduli"], "holds what the figure 'moduli' shows"),
         (["--out", "{run}/config.json"], "config.json: File exists"),
-        (["--figure", "none", "--table", "{run}/no/table.md"], "table.md: No such file or directory"),
         (
             ["--figure", "spectrum", "--quantity", "loss"],
             "--quantity has no effect with --figure spectrum (needs curves)",

@@ -109,12 +109,10 @@ def test_the_guard_at_any_scale(std: float, dtype: torch.dtype) -> None:
 def test_refusals() -> None:
     w = torch.randn(2, 3, 4)
     before = w.clone()
-    bad, zero = w.clone(), w.clone()
+    bad = w.clone()
     bad[1, 2, 3] = math.nan
-    zero[1] = 0
     for call, message in (
         (lambda: learned_orthogonal_(bad), "W[1] has an entry that is not finite; accepted"),
-        (lambda: learned_orthogonal_(zero), "W[1] is zero"),
         (
             lambda: learned_orthogonal_(torch.randn(3)),
             "W must be matrices [..., N, K] with N and K at least 1, got shape [3]",
