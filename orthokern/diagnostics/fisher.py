@@ -35,20 +35,19 @@ class FisherMemory:
     covariance: Tensor
 
 
-def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: int | None = None) -> FisherMemory:
+def fisher_memory(v: Tensor, u: Tensor, noise: float = 1.0, *, steps: int | None = None) -> FisherMemory:
     """The Fisher memory of h_t = V h_{t-1} + u x_t + noise: J_kl = (V^k u)^T C^-1 V^l u (the report's eq. 12).
 
-    C = sum_k V^k E V^kT is the covariance of the states for noise of covariance E, the solution of C = V C V^T + E. It
+    C = e sum_k V^k V^kT is the covariance of the states for noise of variance e, the solution of C = V C V^T + e I. It
     is computed by doubling, C <- C + V C V^T, V <- V^2, on the triangular factor L of C = L L^T (each step is a QR
     factorisation). The factor keeps small elements that rounding would remove from C: for a network with strong
     transients the condition number of C is about 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT. For
-    a normal V and E = e I it is |u|^2 / e.
+    a normal V it is |u|^2 / e.
 
     Args:
         v: [N,N] float, applied to column vectors. It must be stable: all eigenvalues inside the unit circle.
         u: [N] float, the input vector.
-        noise: e > 0, the variance of independent noise at every unit, or its covariance E [N,N], symmetric and positive
-            definite.
+        noise: e > 0, the variance of independent noise at every unit.
         steps: T at least 1, length of the curve; None for 2 N.
 
     Example::
@@ -60,7 +59,8 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     v, u = _inputs(v, u)
     n = len(v)
     steps = 2 * n if steps is None else integer("steps", steps)
-    factor, signal, power = _noise_factor(noise, n), u.unsqueeze(1), v
+    require(is_number(noise) and 0 < noise < math.inf, "noise", "a finite variance above 0", repr(noise))
+    factor, signal, power = math.sqrt(noise) * torch.eye(n, dtype=torch.float64), u.unsqueeze(1), v
     for _ in range(DOUBLINGS):
         factor = _compressed(torch.cat([factor, power @ factor], 1))
         signal = torch.cat([signal, power @ signal], 1)
@@ -104,19 +104,6 @@ def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor
     for name, value in (("v", v), ("u", u)):
         require(bool(value.isfinite().all()), name, "finite", "NaN or infinity")
     return v, u
-
-
-def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
-    """L [N,N] with L L^T = E."""
-    if isinstance(noise, Tensor) and noise.dim():
-        e = exact("noise", noise, f"a variance, or a covariance [{n}, {n}]", noise.shape == (n, n))
-        factor, info = torch.linalg.cholesky_ex(e)
-        if int(info) or not torch.allclose(e, e.mT) or not bool(factor.isfinite().all()):
-            raise InputError("noise must be a covariance: a symmetric positive definite matrix")
-        return factor
-    valid = (is_number(noise) or isinstance(noise, Tensor)) and 0 < float(noise) < math.inf
-    require(valid, "noise", f"a finite variance above 0, or a covariance [{n}, {n}]", repr(noise))
-    return math.sqrt(noise) * torch.eye(n, dtype=torch.float64)
 
 
 def _compressed(wide: Tensor) -> Tensor:
