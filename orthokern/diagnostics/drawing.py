@@ -7,7 +7,7 @@ from typing import Any
 
 from orthokern.diagnostics import plots
 from orthokern.diagnostics.comparison import caption
-from orthokern.diagnostics.runs import RunRecord, number_at
+from orthokern.diagnostics.runs import RunRecord
 
 # figure -> function that draws one panel for each run
 OF_RUNS: dict[str, Callable[..., Any]] = {
@@ -38,23 +38,21 @@ def draw_run(run: RunRecord, folder: Path, figures: Iterable[str] | None = None)
         figures: names in `FIGURES`; None: `usual_figures`.
     """
 
-    def text(name: str, usual: str) -> str:
-        value = run.config.get(name)
-        return caption(value if isinstance(value, str) else usual)
-
-    title = text("title", f"{run.task}, {run.name}")
-    drawn: list[Path | None] = []
+    title = run.config.get("title")
+    title = caption(title if isinstance(title, str) else f"{run.task}, {run.name}")
+    pictures: dict[str, Any] = {}
     for name in usual_figures([run]) if figures is None else figures:
         if name == "curves":
-            levels = {key: number_at(run.config, key) for key in ("baseline", "goal")}
-            file, label = folder / "learning.png", text("loss_label", "loss")
-            drawn.append(plots.plot_learning(run.records, file, loss_label=label, title=title, **levels))
+            pictures["learning"] = plots.plot_learning(run, title=title)
         elif name == "layers":
-            drawn.append(plots.plot_layers(run.records, folder / "layers.png", title=title))
+            pictures[name] = plots.plot_layers(run, title=title)
         else:
-            picture = OF_RUNS[name]([run], x="iteration", title=title)
-            drawn.append(None if picture is None else plots.save(picture, folder / f"{name}.png"))
-    return [file for file in drawn if file is not None]
+            pictures[name] = OF_RUNS[name]([run], x="iteration", title=title)
+    return _saved(pictures, folder)
+
+
+def _saved(pictures: dict[str, Any], folder: Path) -> list[Path]:
+    return [plots.save(picture, folder / f"{name}.png") for name, picture in pictures.items() if picture is not None]
 
 
 def draw_comparison(
@@ -77,4 +75,4 @@ def draw_comparison(
             pictures |= {f"curves-{name}": picture for name, picture in curves.items()}
         else:
             pictures[figure] = OF_RUNS[figure](runs, **common)
-    return [plots.save(picture, folder / f"{name}.png") for name, picture in pictures.items() if picture is not None]
+    return _saved(pictures, folder)

@@ -4,7 +4,7 @@ A run in progress can be read at any time: an incomplete last line of metrics.js
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +69,9 @@ class RunRecord:
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
         """Iterations [P] and values [P], float64, of the records that have a finite number under `quantity`: a field of
         the records, or "field.part", e.g. "spectrum.mean"."""
-        return series(self.records, quantity)
+        points = [(r["iteration"], value) for r in self.records if (value := number_at(r, quantity)) is not None]
+        pairs = np.asarray(points, dtype=float).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
 
     @property
     def tested(self) -> dict[str, float]:
@@ -161,13 +163,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
             yield line, content.endswith(b"\n"), value if valid else None
     except FileNotFoundError:
         return
-
-
-def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
-    """See `RunRecord.series`."""
-    points = [(record["iteration"], value) for record in records if (value := number_at(record, quantity)) is not None]
-    pairs = np.asarray(points, dtype=float).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
 
 
 def number_at(record: Record, quantity: str) -> float | None:

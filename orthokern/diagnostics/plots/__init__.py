@@ -1,8 +1,8 @@
 """Plots of one run or of several, drawn from the records of their metrics.jsonl and written as PNG.
 
-Functions named compare_... draw one run or several and return the figure, or None if no record has the fields that the
-plot needs; `save` writes it. Functions named plot_... draw one run, from its records, to the file `path`. Figures are
-built without pyplot: no global state, no window, and a shorter import. `legend`, `x` and `title`, in `common`, are
+Functions named compare_... draw one run or several, those named plot_... one run. They return the figure, or None if no
+record has the fields that the plot needs; `save` writes it. Figures are built without pyplot: no global state, no
+window, and a shorter import. `legend`, `x` and `title`, in `common`, are
 explained in `compare_curves`. The colours can be distinguished by colour-blind readers.
 
 InputError is raised for a setting that no run has, for x = "epoch" if the length of an epoch is unknown for a run, and

@@ -5,27 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orthokern.diagnostics.comparison import are_named, check_settings, labels, setting_text, telling_settings
+from orthokern.diagnostics.comparison import are_named, caption, check_settings, labels, setting_text, telling_settings
 from orthokern.diagnostics.plots._figures import (
     BLUE,
     ORANGE,
-    Records,
     draw_level,
     draw_line,
     new_figure,
     new_panels,
-    save,
     style_of,
     thin_curve,
     use_log_scale,
     x_axis,
 )
-from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at, series
+from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,64 +31,58 @@ if TYPE_CHECKING:
 _LOSSES = ("loss", "nll", "bpc", "perplexity")  # in the names of quantities that a divergence makes large
 
 
-def _draw(axis: Axes, records: Records, quantity: str, label: str, scale: float = 1.0, **style: Any) -> None:
+def _draw(axis: Axes, run: RunRecord, quantity: str, label: str, scale: float = 1.0, **style: Any) -> None:
     """Draws a quantity, if the records have it."""
-    at, values = thin_curve(*series(records, quantity))
+    at, values = thin_curve(*run.series(quantity))
     if len(at):
         draw_line(axis, at, scale * values, label=label, **style)
 
 
-def plot_learning(
-    records: Records,
-    path: Path,
-    *,
-    baseline: float | None = None,
-    goal: float | None = None,
-    title: str = "",
-    loss_label: str = "cross-entropy (nats per time step)",
-) -> Path | None:
+def plot_learning(run: RunRecord, *, title: str = "") -> Figure | None:
     """Loss with its baseline, and accuracy (a fraction) with its goal if the records have it, over iterations. Where
-    the records have "nll", it is drawn in place of the loss, together with the loss on held-out data. None if no record
-    has a loss."""
-    quantity = "nll" if len(series(records, "nll")[0]) else "loss"
-    losses = series(records, quantity)[1]
+    the records have "nll", it is drawn in place of the loss, together with the loss on held-out data. The label of the
+    loss, the baseline and the goal are those in the configuration. None if no record has a loss."""
+    quantity = "nll" if "nll" in run.quantities else "loss"
+    losses = run.series(quantity)[1]
     if not len(losses):
         return None
-    rows = 2 if any(len(series(records, name)[0]) for name in ("accuracy", "held_out_accuracy")) else 1
+    baseline, goal = (number_at(run.config, name) for name in ("baseline", "goal"))
+    rows = 2 if {"accuracy", "held_out_accuracy"} & set(run.quantities) else 1
     figure, axes = new_figure(rows, 1, (7.2, 1.5 + 2.2 * rows), title, sharex=True)
     top = axes[0, 0]
-    _draw(top, records, quantity, "training batch", color=BLUE, linewidth=1.2)
+    _draw(top, run, quantity, "training batch", color=BLUE, linewidth=1.2)
     if quantity == "nll":
-        _draw(top, records, "held_out_loss", "validation", color=ORANGE, linewidth=1.4, marker="o")
-        for initial in series(records, "held_out_initial_loss")[1][:1]:
+        _draw(top, run, "held_out_loss", "validation", color=ORANGE, linewidth=1.4, marker="o")
+        for initial in run.series("held_out_initial_loss")[1][:1]:
             draw_level(top, initial, "validation, untrained")
     else:
         use_log_scale(top, losses)
     if baseline is not None:
         draw_level(top, baseline, f"baseline, {baseline:.4g}", ":")
-    top.set_ylabel(loss_label)
+    label = run.config.get("loss_label")
+    top.set_ylabel(caption(label) if isinstance(label, str) else "loss")
     if rows == 2:
         bottom = axes[1, 0]
-        _draw(bottom, records, "accuracy", "training batch", 100, color=BLUE, linewidth=1.2)
+        _draw(bottom, run, "accuracy", "training batch", 100, color=BLUE, linewidth=1.2)
         points = {"color": ORANGE, "linestyle": "", "marker": "o", "markersize": 4}
-        _draw(bottom, records, "held_out_accuracy", "held-out sequences", 100, **points)
+        _draw(bottom, run, "held_out_accuracy", "held-out sequences", 100, **points)
         if goal is not None:
             draw_level(bottom, 100 * goal, f"goal, {100 * goal:g} %")
         bottom.set_ylabel("accuracy (%)")
     for axis in axes.flat:
         axis.legend(loc="best", fontsize=8)
     axes[-1, 0].set_xlabel("iteration")
-    return save(figure, path)
+    return figure
 
 
-def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None:
+def plot_layers(run: RunRecord, *, title: str = "") -> Figure | None:
     """Orthogonality error ("orthogonality_by_layer") and gradient norm ("grad_norm_by_layer") of each weight matrix of
     a feedforward network, from the input layer to the readout, over iterations, one curve per layer."""
     panels = (
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
     )
-    rows = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in records]
+    rows = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in run.records]
     layers = [len(lists[0]) for _, lists in rows if lists[0] is not None][-1:]  # the last record tells how many
     rows = [(at, lists) for at, lists in rows if [len(values or []) for values in lists] == layers * len(panels)]
     if not layers or not rows:
@@ -111,7 +102,7 @@ def plot_layers(records: Records, path: Path, *, title: str = "") -> Path | None
         axis.set_ylabel(label, fontsize=9)
     axes[0, 0].legend(loc="best", fontsize=8, title="hidden in grey, darker is nearer to the input", title_fontsize=7)
     axes[1, 0].set_xlabel("iteration")
-    return save(figure, path)
+    return figure
 
 
 def compare_curves(

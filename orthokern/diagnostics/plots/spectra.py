@@ -21,7 +21,7 @@ from orthokern.diagnostics.plots._figures import (
     thin_curve,
     thinned,
 )
-from orthokern.diagnostics.runs import RunRecord, number_at, series
+from orthokern.diagnostics.runs import RunRecord, number_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,8 +79,8 @@ def compare_moduli(runs: Sequence[RunRecord], **common: Any) -> Figure | None:
 def _stability(run: RunRecord) -> Any:
     """The norms of the gradient, and by field the spectral radius of the Jacobian at h = 0: curves over iterations."""
     fields = dict.fromkeys(key for r in run.records for key in r if key.startswith("jacobian_radius"))
-    radii = {field: thin_curve(*series(run.records, field)) for field in fields}
-    norms = series(run.records, "grad_norm")  # not thinned: an explosion is one iteration
+    radii = {field: thin_curve(*run.series(field)) for field in fields}
+    norms = run.series("grad_norm")  # not thinned: an explosion is one iteration
     return (norms, radii) if len(norms[0]) and any(len(at) for at, _ in radii.values()) else None
 
 
