@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from orthokern._files import read_file
 from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
@@ -24,11 +25,9 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
     """Path and content of a file that may have several names: the first one that exists is read."""
     for path in (folder / name for name in names):
         try:
-            return path, path.read_bytes()
+            return path, read_file(path)
         except FileNotFoundError:
             continue
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
     raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
 

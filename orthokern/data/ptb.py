@@ -152,12 +152,7 @@ class SentenceBatches:
     """
 
     def __init__(
-        self,
-        sentences: Sentences,
-        batch: int,
-        generator: torch.Generator,
-        bucket: int = 16,
-        part: tuple[int, int] = (0, 1),
+        self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int, part: tuple[int, int]
     ) -> None:
         self.batch = integer("batch", batch)
         self.bucket = integer("bucket", bucket)
