@@ -22,9 +22,11 @@ def check_matrices(t: Tensor, name: str, argument: str = "t", *, square: bool = 
     fits = t.dim() >= 2 and t.numel() > 0 and (not square or t.shape[-1] == t.shape[-2])
     require(fits, label, sides, f"shape {list(t.shape)}")
     strided(label, t)
-    layout = f"shape {list(t.shape)} and strides {list(t.stride())}, as of an expanded tensor"
-    single = all(stride or size == 1 for stride, size in zip(t.stride(), t.shape, strict=True))
-    require(single, label, "a tensor without overlapping memory", layout)
+    span = 0  # of the dimensions so far, in elements, from the smallest stride on
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        layout = f"shape {list(t.shape)} and strides {list(t.stride())}, as of an expanded tensor"
+        require(size == 1 or stride > span, label, "a tensor without overlapping memory", layout)
+        span += (size - 1) * stride
 
 
 @dataclass(frozen=True)
