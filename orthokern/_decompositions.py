@@ -1,4 +1,4 @@
-"""Singular value decompositions that do not depend on one LAPACK driver.
+"""Decompositions that do not depend on one LAPACK driver.
 
 A driver can fail for matrices that training makes. With 120 equal singular values, as a clip leaves them, the divide
 and conquer driver of some builds of MKL fails to converge for a number of threads and succeeds for another one. A
@@ -39,6 +39,24 @@ def robust_svd(a: Tensor) -> Svd:
         if _is_accurate(a, *result):
             return result
     raise LinAlgError(f"no decomposition of a matrix of shape {list(a.shape)} is accurate")
+
+
+def robust_svdvals(a: Tensor) -> Tensor:
+    """``torch.linalg.svdvals(a)``, differentiable once where the driver fails."""
+    try:
+        return torch.linalg.svdvals(a)
+    except LinAlgError:
+        u, _, vh = robust_svd(a.detach())
+        return (u * (a @ vh.mT)).sum(-2)  # the derivative of s_i is u_i v_i^T
+
+
+def robust_eigh(a: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.linalg.eigh(a)``; from the other triangle, by other rounding errors, if the driver fails."""
+    try:
+        values, vectors = torch.linalg.eigh(a)
+    except LinAlgError:
+        values, vectors = torch.linalg.eigh(a, UPLO="U")
+    return values, vectors
 
 
 def _direct(a: Tensor) -> Svd:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,18 +45,6 @@ def ieee_products() -> Iterator[None]:
 _lock = threading.RLock()  # a signal handler may have products too
 _open: set[object] = set()  # contexts of all threads
 _changed: list[tuple[Any, str]] = []  # the settings that were others, and their values
-
-
-def _begin_in_child() -> None:
-    """Resets the state in a forked process, which lacks the threads that would end their contexts or free the lock."""
-    global _lock
-    _lock = threading.RLock()
-    _open.clear()
-    _restore()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _set_ieee() -> list[tuple[Any, str]]:

@@ -24,17 +24,6 @@ __all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
 DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both modules
 DEVICES = ("cpu", "cuda", "meta")
 
-# Dictionaries of hooks that torch.nn.Module calls. The new module would not run them at the same place.
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 # What torch.nn.RNN and GRU keep in their own __dict__; anything else was put there by the user and is carried over.
 _OWN = frozenset(nn.RNN(1, 1, device="meta").__dict__) | frozenset(nn.GRU(1, 1, device="meta").__dict__)
 
@@ -166,26 +155,25 @@ def _describe(module: nn.Module) -> str:
     return f"{home}.{kind.__qualname__}{inside}"
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _obstacle(module: Any) -> str | None:
     """Why a module is not replaced; "" for one that is, None for one that is not recurrent at all."""
     kind = type(module)
     if kind not in (nn.RNN, nn.GRU):
         return _foreign(module)
-    assert isinstance(module, nn.RNNBase)
-    held = module.__dict__
-    hooks = [name[1:].replace("pre_", "pre-").replace("_", " ") for name in _HOOKS if held.get(name)]
+    # torch.nn.Module calls the functions in dictionaries named _..._hooks; the new module would not, at the same place
+    hooks = [name for name, held in module.__dict__.items() if name.endswith("_hooks") and held]
     if hooks:
-        return f"it has {', '.join(hooks)}"
-    if "forward" in held:
+        return f"it has {', '.join(name[1:].replace('_', ' ') for name in hooks)}"
+    if "forward" in module.__dict__:
         return "its forward was replaced"
-    if module._modules:
-        return f"it has submodules of its own: {', '.join(module._modules)}"
     expected = {name for names in module._all_weights for name in names}
-    if set(module._parameters) != expected or module._buffers:
-        differing = sorted(expected.symmetric_difference({*module._parameters, *module._buffers}))
-        return f"its parameters and buffers are not those of {kind.__name__}: {', '.join(differing)}"
+    differing = expected ^ {*module._parameters, *module._buffers, *module._modules}
+    if differing:
+        return (
+            f"its parameters, buffers and submodules are not those of {kind.__name__}: {', '.join(sorted(differing))}"
+        )
     for name, parameter in module._parameters.items():
-        if not isinstance(parameter, Tensor) or type(parameter) not in (nn.Parameter, Tensor):
+        if type(parameter) not in (nn.Parameter, Tensor):
             return f"its {name} is a {type(parameter).__name__}"
         if parameter.dtype not in DTYPES:
             return f"its {name} is {parameter.dtype}; swapped are torch.float32 and torch.float64"
@@ -194,22 +182,23 @@ def _obstacle(module: nn.Module) -> str | None:
     return ""
 
 
-def _foreign(module: nn.Module) -> str | None:
+def _foreign(module: Any) -> str | None:
     """`_obstacle` of a module that is neither exactly torch.nn.RNN nor exactly torch.nn.GRU."""
     kind = type(module)
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and parametrize.is_parametrized(module):
-        names = ", ".join(getattr(module, "parametrizations", {}))
-        return f"it has parametrizations ({names}); swap first, then parametrize"
-    if isinstance(module, nn.LSTM):
-        return "there is no drop-in for torch.nn.LSTM"
-    if isinstance(module, nn.RNNCell | nn.GRUCell | nn.LSTMCell):
-        return "a cell runs one step at a time; swapped are modules that run all steps"
-    for base in (nn.RNN, nn.GRU, nn.RNNBase, nn.RNNCellBase):
-        if isinstance(module, base):
-            return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
-    if isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in ("RNN", "GRU", "LSTM"):
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        if parametrize.is_parametrized(module):
+            names = ", ".join(getattr(module, "parametrizations", {}))
+            return f"it has parametrizations ({names}); swap first, then parametrize"
+        if isinstance(module, nn.LSTM):
+            return "there is no drop-in for torch.nn.LSTM"
+        if isinstance(module, nn.RNNCellBase):
+            return "a cell runs one step at a time; swapped are modules that run all steps"
+        base = next(each for each in (nn.RNN, nn.GRU, nn.RNNBase) if isinstance(module, each))
+        return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
+    kinds = ("RNN", "GRU", "LSTM")
+    if isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in kinds:
         return "it is scripted; swap first, then script"
-    if kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in ("RNN", "GRU", "LSTM"):
+    if kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in kinds:
         return "it is quantized"
     return None
 
@@ -217,22 +206,18 @@ def _foreign(module: nn.Module) -> str | None:
 def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     """orthokern's module in place of torch's, with its parameters."""
     assert isinstance(old, nn.RNNBase)
-    names: list[str] = list(old._parameters)
+    options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
+    options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}
+    options |= {"device": "meta", "dtype": next(old.parameters()).dtype}
     new: nn.Module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has warned of dropout with one layer
-        options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
-        options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}
-        options |= {"device": "meta", "dtype": next(old.parameters()).dtype}
         if isinstance(old, nn.RNN):
             nonlinearity = "relu" if old.mode == "RNN_RELU" else "tanh"
             new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, **options)
         else:
             new = GRU(old.input_size, old.hidden_size, variant="torch", **options)
-    for name in names:
-        new._parameters[name] = old._parameters[name]
-    for name, value in old.__dict__.items():
-        if name not in _OWN:
-            new.__dict__[name] = value
+    new._parameters.update(old._parameters)
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
     new.training = old.training
     return new

@@ -41,9 +41,7 @@ def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = Non
     """The weight in float64, if it is a matrix with values, and finite. shape: the accepted one, None for any."""
     label = f"{name}: weight"
     is_float = isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float64)
-    require(
-        is_float, label, "a float32 or float64 tensor", weight.dtype if isinstance(weight, Tensor) else type(weight)
-    )
+    require(is_float, label, "a float32 or float64 tensor", getattr(weight, "dtype", type(weight).__name__))
     strided(label, weight)
     require(not weight.is_meta, label, "a tensor with values, as after Module.to_empty", "one on the meta device")
     fits = weight.dim() == 2 and weight.numel() > 0 and (not square or weight.shape[0] == weight.shape[1])
@@ -202,16 +200,12 @@ class Householder(nn.Module):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Reflection vectors [N,K] of the nearest matrix with orthonormal columns (or rows)."""
         rest = _polar(_check_weight("Householder", weight, self.shape))
-        rest = rest.mT.contiguous() if self.wide else rest
-        vectors = torch.zeros_like(rest)
-        for j in range(rest.shape[1]):
-            v = rest[j:, j].clone()
-            sign = -1.0 if v[0] >= 0 else 1.0  # away from the column, so that nothing cancels
-            v[0] -= sign * torch.linalg.vector_norm(v)
-            v /= torch.linalg.vector_norm(v)
-            rest[j:] -= 2 * torch.outer(v, v @ rest[j:])
-            vectors[j:, j] = v
-            self.signs[j] = sign
+        # LAPACK's reflections, with a 1 on the diagonal; tau is 0 in place of the reflection of a unit vector
+        packed, tau = torch.geqrf(rest.mT if self.wide else rest)
+        signs = packed.diagonal().sign()
+        vectors = packed.tril(-1) + torch.eye(*packed.shape, dtype=packed.dtype, device=packed.device)
+        vectors = torch.nn.functional.normalize(vectors, dim=0)
+        self.signs.copy_(torch.where(tau == 0, -signs, signs))
         return (vectors.mT if self.wide else vectors).to(weight.dtype).contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

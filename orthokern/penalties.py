@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import _autocast
-from orthokern.errors import InputError, is_number, require, unknown_name
+from orthokern._decompositions import robust_svdvals
+from orthokern.errors import is_number, require, unknown_name
+from orthokern.ops._checks import strided
 
 __all__ = [
     "LAYERS",
@@ -23,39 +25,7 @@ __all__ = [
 ]
 
 LAYERS = ("recurrent", "input", "feedforward")
-
-
-@runtime_checkable
-class HasSpectra(Protocol):
-    """A module with factorized recurrences; orthokern.nn.FactorizedRNN is one."""
-
-    hidden_size: int  # N, the side of every W
-
-    def spectra(self) -> list[Tensor]:
-        """s [K] of every recurrence, differentiable."""
-        ...
-
-
-@runtime_checkable
-class HasRecurrentMatrices(Protocol):
-    """A module with dense recurrences; orthokern.nn.RNN is one."""
-
-    def recurrent_matrices(self) -> list[Tensor]:
-        """W [N, N] of every recurrence, differentiable."""
-        ...
-
-
-@runtime_checkable
-class HasSchurForms(Protocol):
-    """A module with recurrences in Schur form; orthokern.nn.NonNormalRNN is one."""
-
-    def moduli(self) -> list[Tensor]:
-        """gamma [ceil(N / 2)] of every recurrence, differentiable."""
-        ...
-
-    def triangles(self) -> list[Tensor]:
-        """T [N, N] of every recurrence as far as it acts, differentiable; empty where there is none."""
-        ...
+_svdvals = _autocast.keeps_dtype(robust_svdvals)
 
 
 def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
@@ -81,7 +51,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
     """
     if norm not in ("l1", "l2"):
         raise unknown_name("norm", norm, ("l1", "l2"))
-    moduli = [gamma for part in _modules(module) if isinstance(part, HasSchurForms) for gamma in part.moduli()]
+    moduli = [gamma for part in _modules(module) if hasattr(part, "moduli") for gamma in part.moduli()]
     values = [((gamma - 1).square() if norm == "l2" else (gamma - 1).abs()).sum() for gamma in moduli]
     return _total(values, module, "Schur form, as a NonNormalRNN")
 
@@ -106,9 +76,7 @@ def triangular_decay(module: nn.Module) -> Tensor:
         >>> triangular_decay(NonNormalRNN(3, 8)).ndim
         0
     """
-    values = [
-        t.square().sum() for part in _modules(module) if isinstance(part, HasSchurForms) for t in part.triangles()
-    ]
+    values = [t.square().sum() for part in _modules(module) if hasattr(part, "triangles") for t in part.triangles()]
     return _total(values, module, "Schur form that has a triangle, as a NonNormalRNN with triangular=True")
 
 
@@ -148,22 +116,18 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         27.0
     """
     if isinstance(recurrence, Tensor):
-        return _gram_distance(recurrence)
-    matrices = [matrix for module in _modules(recurrence) for matrix in _recurrent(module)]
-    values = [_distance(matrix) if isinstance(matrix, _Spectrum) else _gram_distance(matrix) for matrix in matrices]
+        n, m = _check_matrix(recurrence).shape
+        return _distance(recurrence) + max(m - n, 0)
+    values = [distance for module in _modules(recurrence) for distance in _recurrent(module)]
     return _total(values, recurrence, "recurrence, as an RNN or a FactorizedRNN, or a matrix")
 
 
 class OrthogonalPenalty:
-    """lambda ||W W^T - I||_F^2 of chosen layers: as a term of the loss, or as a change of the update (Manchev and
-    Spratling, section II-B, "OPEN").
+    """lambda ||W W^T - I||_F^2 of chosen layers, a term of the loss (Manchev and Spratling, section II-B, "OPEN", eq.
+    29 and 30): ``loss = loss + penalty(rnn)``.
 
-        as a term of the loss, eq. 29 and 30       loss = loss + penalty(rnn)
-        as a change of the update, eq. 31          loss.backward(); penalty.add_gradients_(rnn); optimizer.step()
-        on its own, eq. 17 and 18                  penalty.descend_(rnn, lr=0.1)
-
-    With plain SGD the second is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W). The factors stand in this order, not in
-    that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
+    With plain SGD this is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W), the changed update of eq. 31. The factors stand
+    in this order, not in that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
 
     The Gram matrix is the smaller one: W W^T of W [n, m] if n <= m, else W^T W, so that the penalty is zero where the
     rows, or else the columns, are orthonormal. The gradient of the square is the same for both, since
@@ -214,60 +178,14 @@ class OrthogonalPenalty:
         Raises:
             InputError: a module without such a layer, or a tensor that is no floating matrix.
         """
-        return torch.stack([self._value(_distance(matrix)) for matrix in self._matrices(parts)]).sum()
-
-    @torch.no_grad()
-    @_autocast.off()
-    def gradient(self, W: Tensor) -> Tensor:
-        """The penalty's gradient [n, m] at one matrix W [n, m], without autograd: 4 lambda (W W^T - I) W for the
-        square."""
-        _check_matrix(W)
-        n, m = W.shape
-        gram = W @ W.mT if n <= m else W.mT @ W
-        gram.diagonal().sub_(1.0)
-        gradient = gram @ W if n <= m else W @ gram
-        if self.squared:
-            return gradient.mul_(4.0 * self.strength)
-        norm = torch.linalg.vector_norm(gram)
-        return gradient.mul_(torch.where(norm > 0, 2.0 * self.strength / norm, 0.0))
-
-    def add_gradients_(self, *parts: nn.Module | Tensor) -> None:
-        """Add the penalty's gradient to `.grad` of every matrix in `parts`, as for `__call__`: the same numbers as
-        those of the loss term, for less work. Frozen matrices, without requires_grad, get none, as from the loss."""
-        with torch.enable_grad():  # without it what a module computes from parameters would look like one
-            matrices = list(self._matrices(parts))
-        for matrix in matrices:
-            if not (matrix.s if isinstance(matrix, _Spectrum) else matrix).requires_grad:
-                continue
-            if isinstance(matrix, _Spectrum) or not matrix.is_leaf:  # a function of parameters
-                with torch.enable_grad():
-                    self._value(_distance(matrix)).backward()
-            elif matrix.grad is None:
-                matrix.grad = self.gradient(matrix)
-            else:
-                matrix.grad.add_(self.gradient(matrix))
-
-    @torch.no_grad()
-    def descend_(self, *parts: nn.Module | Tensor, lr: float) -> None:
-        """One step W <- W - lr dpenalty/dW on every matrix in `parts`, in place.
-
-        Raises:
-            InputError: as for `__call__`; a factorized recurrence or another matrix that is computed from parameters,
-                for which there is `add_gradients_`. Nothing has moved then.
-        """
-        require(is_number(lr) and math.isfinite(lr), "lr", "a finite number", repr(lr))
         require(parts, "parts", "modules and matrices [n, m]", "nothing")
-        matrices = []
+        distances = []
         for part in parts:
-            for matrix in self._matrices((part,)):
-                if isinstance(matrix, _Spectrum) or not _is_stored(matrix, part):
-                    raise InputError(
-                        f"a matrix of {type(part).__name__} is computed from parameters and cannot move in place; "
-                        "accepted: add_gradients_ or the loss"
-                    )
-                matrices.append(matrix)
-        for matrix in matrices:
-            matrix.sub_(self.gradient(matrix), alpha=lr)
+            values = list(self._of_module(part)) if isinstance(part, nn.Module) else [_distance(part)]
+            layers = " or ".join(self.on)
+            require(values, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
+            distances += values
+        return torch.stack([self._value(distance) for distance in distances]).sum()
 
     def _value(self, squared: Tensor) -> Tensor:
         if self.squared:
@@ -275,55 +193,35 @@ class OrthogonalPenalty:
         positive = squared > 0  # at zero the root has no gradient
         return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
-    def _matrices(self, parts: Sequence[nn.Module | Tensor]) -> Iterator[Tensor | _Spectrum]:
-        require(parts, "parts", "modules and matrices [n, m]", "nothing")
-        for part in parts:
-            matrices = list(self._of_module(part)) if isinstance(part, nn.Module) else [_check_matrix(part)]
-            layers = " or ".join(self.on)
-            require(matrices, "parts", f"modules with matrices ({layers})", f"{type(part).__name__}")
-            yield from matrices
-
-    def _of_module(self, whole: nn.Module) -> Iterator[Tensor | _Spectrum]:
+    def _of_module(self, whole: nn.Module) -> Iterator[Tensor]:
+        """||W W^T - I||_F^2 of the chosen matrices."""
         for module in whole.modules():
             if "recurrent" in self.on:
                 yield from _recurrent(module)
-            if "input" in self.on and isinstance(module, HasSpectra | HasRecurrentMatrices):
-                yield from (p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_ih_"))
+            if "input" in self.on and any(hasattr(module, name) for name in ("spectra", "recurrent_matrices")):
+                weights = module.named_parameters(recurse=False)
+                yield from (_distance(p) for name, p in weights if name.startswith("weight_ih_"))
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
                 if not isinstance(module, nn.Embedding):
-                    yield weight
+                    yield _distance(weight)
 
 
-class _Spectrum:
-    """s [K] of a factorized recurrence with N units."""
-
-    def __init__(self, s: Tensor, hidden_size: int) -> None:
-        self.s = s
-        self.hidden_size = hidden_size
-
-
-def _recurrent(module: nn.Module) -> Iterator[Tensor | _Spectrum]:
-    """The recurrent matrices of one module itself."""
-    if isinstance(module, HasSpectra):
-        yield from (_Spectrum(s, module.hidden_size) for s in module.spectra())
-    elif isinstance(module, HasRecurrentMatrices):
-        yield from module.recurrent_matrices()
+def _recurrent(module: Any) -> Iterator[Tensor]:
+    """||W W^T - I||_F^2 of the recurrent matrices of one module itself. A factorized recurrence has `spectra`, others
+    `recurrent_matrices`: methods whose results are differentiable."""
+    if hasattr(module, "spectra"):
+        yield from ((s * s - 1).square().sum() + (module.hidden_size - len(s)) for s in module.spectra())
+    elif hasattr(module, "recurrent_matrices"):
+        yield from map(_distance, module.recurrent_matrices())
 
 
-def _is_stored(matrix: Tensor, part: nn.Module | Tensor) -> bool:
-    """Whether a matrix of `part` is a parameter, or a view of one, and not computed from others."""
-    if isinstance(part, Tensor):
-        return matrix.is_leaf or (matrix._base is not None and matrix._base.is_leaf)
-    storages = {tensor.untyped_storage().data_ptr() for tensor in (*part.parameters(), *part.buffers())}
-    return matrix.untyped_storage().data_ptr() in storages
-
-
-def _distance(matrix: Tensor | _Spectrum) -> Tensor:
-    """||W W^T - I||_F^2 of the smaller Gram matrix, 0-dim."""
-    if isinstance(matrix, _Spectrum):
-        return (matrix.s * matrix.s - 1).square().sum() + (matrix.hidden_size - len(matrix.s))
-    return _smaller_gram_distance(matrix)
+@_autocast.keeps_dtype
+def _distance(w: Tensor) -> Tensor:
+    """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
+    n, m = _check_matrix(w).shape
+    gram = w.mT @ w if n >= m else w @ w.mT
+    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
 
 
 def spectrum_prior(module: nn.Module) -> Tensor:
@@ -350,12 +248,16 @@ def spectrum_prior(module: nn.Module) -> Tensor:
         >>> spectrum_prior(FactorizedRNN(3, 8)).item()
         0.0
     """
-    matrices = [matrix for part in _modules(module) for matrix in _recurrent(part)]
-    values = [((m.s if isinstance(m, _Spectrum) else _svdvals(m)) - 1).square().sum() for m in matrices]
-    return _total(values, module, "recurrence, as an RNN or a FactorizedRNN")
+    spectra: list[Tensor] = []
+    for part in _modules(module):
+        if hasattr(part, "spectra"):
+            spectra += part.spectra()
+        elif hasattr(part, "recurrent_matrices"):
+            spectra += map(_svdvals, part.recurrent_matrices())
+    return _total([(s - 1).square().sum() for s in spectra], module, "recurrence, as an RNN or a FactorizedRNN")
 
 
-def _modules(whole: nn.Module) -> Iterator[nn.Module]:
+def _modules(whole: nn.Module) -> Iterator[Any]:
     require(isinstance(whole, nn.Module), "module", "a torch.nn.Module with recurrences", type(whole).__name__)
     return whole.modules()
 
@@ -364,26 +266,8 @@ def _check_matrix(w: Tensor) -> Tensor:
     accepted = "a module or a floating point matrix [n, m]"
     require(isinstance(w, Tensor), "W", accepted, type(w).__name__)
     require(w.ndim == 2 and w.is_floating_point(), "W", accepted, f"shape {list(w.shape)} and {w.dtype}")
+    strided("W", w)
     return w
-
-
-@_autocast.keeps_dtype
-def _smaller_gram_distance(w: Tensor) -> Tensor:
-    """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
-    n, m = w.shape
-    gram = w.mT @ w if n >= m else w @ w.mT
-    return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
-
-
-@_autocast.keeps_dtype
-def _svdvals(w: Tensor) -> Tensor:
-    return torch.linalg.svdvals(w)
-
-
-def _gram_distance(w: Tensor) -> Tensor:
-    """||W^T W - I||_F^2 of w [n, m]."""
-    n, m = _check_matrix(w).shape
-    return _smaller_gram_distance(w) + max(m - n, 0)
 
 
 def _total(values: list[Tensor], module: nn.Module, missing: str) -> Tensor:
@@ -428,5 +312,5 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         GeodesicSGD clips would increase without any effect on the step. An optimizer for which U and V leave the
         manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
-    values = [(s * s).sum() for module in _modules(rnn) if isinstance(module, HasSpectra) for s in module.spectra()]
+    values = [(s * s).sum() for module in _modules(rnn) if hasattr(module, "spectra") for s in module.spectra()]
     return _total(values, rnn, "factorized recurrence, as a FactorizedRNN")

@@ -6,7 +6,6 @@ import copy
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,16 +55,7 @@ def test_a_model_agrees_with_its_conversion() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     text = str(result)
-    for part in (
-        "input [3, 7] int64",
-        "backend of first: ",
-        "gru_scan",
-        "forward, ms",
-        "kept for backward, MiB",
-        "error of gradients",
-        "dropout is switched off",
-        "kept 'third': torch.nn.LSTM",
-    ):
+    for part in ("input [3, 7] int64", "backend of first: ", "forward, ms", "error of gradients", "is switched off"):
         assert part in text, text
     assert text.endswith("torch and orthokern agree")
 
@@ -74,7 +64,7 @@ def test_a_model_agrees_with_its_conversion() -> None:
 def test_packed_input_and_asked_backend(dtype: torch.dtype) -> None:
     x = pack_sequence([torch.randn(n, 3, dtype=dtype) for n in (2, 5, 1)], enforce_sorted=False)
     result = compare(nn.GRU(3, 4, bidirectional=True, dtype=dtype), x, rounds=1, backend="reference")
-    assert result.agree and result.backends == ("backend of the module itself: reference (gru_scan; asked for)",)
+    assert result.agree and result.backends == ("backend of the module itself: reference (gru_scan)",)
 
 
 def test_what_is_frozen_runs_forward_only() -> None:
@@ -147,23 +137,18 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     "embedded": lambda: Model(lambda m, ids: m.rnn(m.embedding(ids)), batch_first=True),
     "with_input": lambda: (nn.GRU(3, 4), torch.randn(6, 2, 3)),
     "raises": lambda: torch.ones(2) @ torch.ones(3),
-    "number": lambda: 3,
     "only_lstm": lambda: (nn.Sequential(nn.LSTM(2, 2)), torch.randn(3, 2, 2)),
-    "picky": lambda: Model(lambda m, x, more: m.rnn(x)),
     "random": lambda: Model(lambda m, x: m.rnn(x)[0] + torch.rand(())),
-    "silent": lambda: Model(lambda m, x: None),
     "meta": lambda: nn.GRU(3, 4, device="meta"),
     "in_place": lambda: Model(lambda m, x: torch.relu_(m.rnn(x)[0])),
 }
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("models_to_compare")
     module.__dict__.update(FACTORIES)
     monkeypatch.setitem(sys.modules, "models_to_compare", module)
-    (tmp_path / "broken_models.py").write_text("raise ValueError('at import')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +156,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["--module=models_to_compare:model", "--dtype=float64", "--batch=2", "--time=3"],
         ["--module=models_to_compare:embedded", "--batch=2", "--time=6"],
-        ["--module=models_to_compare:with_input", "--dtype=float64", "--device=cpu"],
-        ["--cell=gru", "--layers=2", "--bidirectional", "--batch-first", "--hidden=3", "--time=4"],
-        ["--cell=rnn", "--nonlinearity=relu", "--no-bias", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
+        ["--cell=gru", "--layers=2", "--hidden=3", "--time=4"],
+        ["--cell=rnn", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
     ],
     ids=" ".join,
 )
@@ -186,24 +170,13 @@ def test_command_line(models: None, arguments: list[str], capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--module=models_to_compare", "it is a module; accepted is a function"),
         ("--module=no_such_package.models:build", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("--module=broken_models:build", "importing it raised ValueError: at import"),
-        ("--module=models_to_compare:modle", "AttributeError: module 'models_to_compare' has no attribute 'modle'"),
         ("--module=models_to_compare:raises", "the factory raised RuntimeError: inconsistent tensor size"),
-        ("--module=models_to_compare:number", "the factory returned int; accepted is a torch.nn.Module"),
         ("--module=models_to_compare:only_lstm", "to swap; 0 (torch.nn.LSTM(2, 2)): there is no drop-in"),
-        ("--module=models_to_compare:picky", "forward of Model with input [200, 32, 3] float32 raised TypeError"),
-        ("--module=models_to_compare:random", "forward of Model is random in eval mode too"),
-        ("--module=models_to_compare:meta", "weight_ih_l0 of GRU is on the device meta; accepted: tensors with values"),
+        ("--module=models_to_compare:random", "forward of Model draws random numbers"),
+        ("--module=models_to_compare:meta", "GRU or an input is on the device meta; accepted: tensors with values"),
         ("--module=models_to_compare:in_place", "backward of Model raised RuntimeError: one of the variables needed"),
-        ("--module=models_to_compare:silent", "forward of Model returns no floating tensor"),
-        (
-            "--module=models_to_compare:with_input --batch=3",
-            "--batch has no effect where the factory returns inputs too",
-        ),
         ("--module=models_to_compare:model --hidden=3", "--hidden has no effect with --module"),
-        ("--cell=gru --nonlinearity=relu", "--nonlinearity has no effect with --cell gru"),
         ("--backend=cuda", "backend 'cuda' cannot serve"),
         (f"--batch={2**53}", "there is not enough memory"),
     ],
@@ -218,15 +191,10 @@ def test_mistakes(models: None, arguments: str, text: str, capsys: pytest.Captur
 
 def test_wrong_arguments() -> None:
     assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
-    for module, options in ((nn.GRU(2, 3), {"rounds": 0}), (nn.GRU(2, 3), {"rounds": 2.5}), (3, {})):
+    for module, options in ((nn.GRU(2, 3), {"rounds": 0}), (3, {})):
         with pytest.raises(InputError, match="must be"):
             compare(module, torch.randn(2, 2, 2), **options)  # type: ignore[arg-type]
-
-
-def test_a_model_without_finite_outputs() -> None:
-    """It would agree with anything that is NaN as well."""
     model = nn.GRU(3, 4)
-    with torch.no_grad():
-        model.weight_hh_l0.fill_(torch.nan)
+    nn.init.constant_(model.weight_hh_l0, torch.nan)  # it would agree with anything that is NaN as well
     with pytest.raises(InputError, match="no output of the model is a finite number, also in float64"):
         compare(model, torch.randn(5, 2, 3))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import orthokern
@@ -116,10 +116,6 @@ class OwnGRU(nn.GRU):
     pass
 
 
-class OwnBase(nn.RNNBase):
-    pass
-
-
 def hooked() -> nn.Module:
     module = nn.RNN(2, 3)
     module.register_forward_hook(lambda *_: None)
@@ -139,30 +135,16 @@ def with_child() -> nn.Module:
     return module
 
 
-def with_buffer() -> nn.Module:
-    module = nn.GRU(2, 3)
-    module.register_buffer("mask", torch.ones(3))
-    return module
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: nn.LSTM(2, 3, proj_size=2), "no drop-in for torch.nn.LSTM"),
         (lambda: nn.RNNCell(2, 3), "a cell runs one step at a time"),
-        (lambda: nn.GRUCell(2, 3), "a cell runs one step at a time"),
         (lambda: OwnGRU(2, 3), "subclass of torch.nn.GRU"),
-        (lambda: OwnBase("GRU", 2, 3), "subclass of torch.nn.RNNBase"),
-        (hooked, "it has forward hooks, backward hooks"),
+        (hooked, "it has backward hooks, forward hooks"),
         (patched, "its forward was replaced"),
-        (with_child, "submodules of its own: head"),
-        (with_buffer, "not those of GRU: mask"),
+        (with_child, "submodules are not those of GRU: head"),
         (lambda: parametrizations.orthogonal(nn.RNN(2, 3), "weight_hh_l0"), "parametrizations (weight_hh_l0)"),
-        pytest.param(
-            lambda: weight_norm(nn.RNN(2, 3), "weight_hh_l0"),
-            "it has forward pre-hooks",
-            marks=pytest.mark.filterwarnings("ignore"),
-        ),
         (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
         pytest.param(
             lambda: torch.jit.script(nn.GRU(2, 3)), "it is scripted", marks=pytest.mark.filterwarnings("ignore")
@@ -198,19 +180,3 @@ def test_a_model_that_cannot_be_copied() -> None:
 
     with pytest.raises(InputError, match=r"the model cannot be copied \(RuntimeError: no\); accepted: inplace=True"):
         convert(nn.Sequential(Stubborn(2, 3)))
-
-
-def test_saved_and_loaded_both_ways() -> None:
-    model = nn.Sequential(nn.GRU(2, 3), nn.RNN(3, 4, num_layers=2, bidirectional=True))
-    converted, _ = convert(model)
-
-    def fresh() -> nn.Module:  # with other random values
-        return nn.Sequential(nn.GRU(2, 3), nn.RNN(3, 4, num_layers=2, bidirectional=True))
-
-    for saved, loaded in ((converted, fresh()), (model, convert(fresh())[0])):
-        expected = saved.state_dict()
-        assert not any(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
-        loaded.load_state_dict(expected)
-        found = dict(loaded.named_parameters())
-        assert found.keys() == dict(model.named_parameters()).keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in found.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from orthokern.data import load_mnist, pixel_permutation
-from orthokern.data import mnist as module
-from orthokern.data._files import Standard
 from orthokern.errors import InputError
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -80,28 +77,20 @@ def test_spellings(folder: Path, mark: str, ending: str, packed: bool) -> None:
         assert torch.equal(getattr(result, part).labels, getattr(expected, part).labels)
 
 
-def flipped(content: bytes, at: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
 # name of the file to change, its new content (None: no file), and what the error says
 DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] = {
     "missing": (TEST_LABELS, lambda f: None, "missing data file t10k-labels-idx1-ubyte .nor .*looked for in /"),
     "empty": (TRAIN_IMAGES, lambda f: b"", "cut off: 0 bytes; expected: a header of 16"),
     "truncated": (TRAIN_IMAGES, lambda f: f[TRAIN_IMAGES][:-1], "has 9423 bytes for 12 images; expected: 9424"),
-    "too long": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS] + b"\0", "has 21 bytes for 12 labels; expected: 20"),
-    "no items": (TEST_LABELS, lambda f: labels_file(torch.zeros(0, dtype=torch.uint8)), "has 8 bytes for 0 labels"),
     "other file": (TRAIN_IMAGES, lambda f: b"%PDF-1.4" * 20, "has magic number 626017350; expected: 2051"),
     "other size of images": (
         TEST_IMAGES,
         lambda f: struct.pack(">4I", 2051, 5, 32, 32) + bytes(5 * 1024),
         "holds images of 32 x 32 pixels; expected: 28 x 28",
     ),
-    "nothing but paper": (TEST_IMAGES, lambda f: f[TEST_IMAGES][:16] + bytes(5 * 784), "damaged: every pixel of every"),
     "a label of 10": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS][:-1] + b"\x0a", "has the label 10; expected: 0 to 9"),
     "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "holds 5 images and .* 12 labels; expected: the same"),
     "gzip cut off": (TRAIN_IMAGES, lambda f: gzip.compress(f[TRAIN_IMAGES])[:-3], "gzip cannot decompress it"),
-    "gzip header": (TRAIN_IMAGES, lambda f: flipped(gzip.compress(f[TRAIN_IMAGES]), 2), "gzip cannot decompress it"),
 }
 
 
@@ -122,27 +111,20 @@ def test_train_and_test_swapped_or_the_same(folder: Path) -> None:
         (folder / name).write_bytes(files()[other])
     with pytest.raises(InputError, match="hold 5 images and the t10k files 5, the same: are they swapped or copied"):
         load_mnist(folder, validation=2)
-    for name, other in ((TEST_IMAGES, TRAIN_IMAGES), (TEST_LABELS, TRAIN_LABELS)):
-        (folder / name).write_bytes(files()[other])
-    with pytest.raises(InputError, match="hold 5 images and the t10k files 12: are they swapped"):
-        load_mnist(folder, validation=2)
 
 
 def test_wrong_arguments(folder: Path) -> None:
     for wrong, message in (
         (folder / "nowhere", "the data folder .*nowhere does not exist"),
         (folder / TRAIN_IMAGES, "is a file; expected: the folder"),
-        (None, "folder must be a path, got None"),
     ):
         with pytest.raises(InputError, match=message):
             load_mnist(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
         load_mnist(folder, validation=12)
-    with pytest.raises(InputError, match="validation must be an integer of at least 0, got -1"):
-        load_mnist(folder, validation=-1)
     (folder / TRAIN_LABELS).unlink()
     (folder / TRAIN_LABELS).mkdir()
-    with pytest.raises(InputError, match=f"{TRAIN_LABELS} cannot be read: is a directory"):
+    with pytest.raises(InputError, match=f"{TRAIN_LABELS} must be a regular file"):
         load_mnist(folder, validation=2)
 
 
@@ -152,19 +134,3 @@ def test_permutation() -> None:
     assert order.dtype == torch.int64 and order.sort().values.tolist() == list(range(784))
     assert torch.equal(order, pixel_permutation(7)) and not torch.equal(order, pixel_permutation(8))
     assert hashlib.sha256(order.numpy().astype("<i8").tobytes()).hexdigest()[:16] == "4fbbf862a7a64e92"
-    with pytest.raises(InputError, match="seed must be an integer .* got -1"):
-        pixel_permutation(-1)
-
-
-def test_known_content(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Small files in the place of the standard ones. A part with another checksum is damage; a file of the same size
-    without any matching part is another data set."""
-    content = files()[TRAIN_IMAGES]
-    quarters = tuple(zlib.crc32(content[start : start + 2356]) for start in range(0, 9424, 2356))
-    wrong = tuple(zlib.crc32(bytes([i])) for i in range(4))
-    for known in (wrong, quarters):
-        monkeypatch.setitem(module._FILES, "train-images", Standard(len(content), known))
-        assert len(load_mnist(folder, validation=2).train) == 10
-    (folder / TRAIN_IMAGES).write_bytes(flipped(content, 5000))
-    with pytest.raises(InputError, match="with a wrong checksum; expected: MNIST's train-images"):
-        load_mnist(folder, validation=2)

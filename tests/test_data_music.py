@@ -85,7 +85,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert "missing data file nottingham.npz (nor Nottingham.mat)" in refused(tmp_path)
     assert "did you mean 'nottingham'" in refused(tmp_path, "notingham")
     assert "does not exist" in refused(tmp_path / "no")
-    assert "unknown collection ['jsb']" in refused(tmp_path, ["jsb"])  # type: ignore[arg-type]
 
 
 def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:
@@ -95,13 +94,10 @@ def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]
         b"",
         good[:130],
         good[: len(good) // 2],
-        good[:300] + b"damage" + good[306:],
         b"MATLAB 7.3".ljust(600),
     ):
         path.write_bytes(content)
         assert "damaged or not a MATLAB 5 file" in refused(tmp_path)
-    path.write_bytes(mat_file({name: parts[name] for name in ("traindata", "testdata")}))
-    assert "must have the cell array validdata" in refused(tmp_path)
     buffer = io.BytesIO()
     savemat(buffer, {name: pieces[0] for name, pieces in parts.items()})
     path.write_bytes(buffer.getvalue())
@@ -111,11 +107,10 @@ def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (np.eye(5, NOTES) * 2, "must be 0 or 1, got 2.0 at step 0, note 21"),
-        (np.full((5, NOTES), np.nan), "must be 0 or 1, got nan at step 0, note 21"),
-        (np.zeros((5, 93)), "must be [steps, 88] with at least two steps, got [5, 93]"),
-        (np.zeros((1, NOTES)), "must be [steps, 88] with at least two steps, got [1, 88]"),
-        (np.full((5, NOTES), 1j), "must be a matrix of real numbers"),
+        (np.eye(5, NOTES) * 2, "float64 [5, 88]"),
+        (np.full((5, NOTES), np.nan), "float64 [5, 88]"),
+        (np.zeros((5, 93)), "float64 [5, 93]"),
+        (np.full((5, NOTES), 1j), "complex128 [5, 88]"),
     ],
 )
 def test_pieces_that_are_no_rolls(
@@ -123,7 +118,8 @@ def test_pieces_that_are_no_rolls(
 ) -> None:
     parts["validdata"][1] = piece
     (tmp_path / "Nottingham.mat").write_bytes(mat_file(parts))
-    assert f"valid piece 1 {message}" in refused(tmp_path)
+    accepted = "must be 0 and 1 [steps, 88] with at least two steps"
+    assert f"valid piece 1 {accepted}, got {message}" in refused(tmp_path)
 
 
 def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:
@@ -135,18 +131,15 @@ def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -
         path.write_bytes(content)
         assert "damaged or not a .npz file" in refused(tmp_path)
     for changes, text in (
-        ({"train_bits": np.zeros((4, 11), np.float32)}, "train_bits must be uint8 [steps, 11], got float32 [4, 11]"),
-        ({"valid_bits": np.zeros((4, 12), np.uint8)}, "valid_bits must be uint8 [steps, 11], got uint8 [4, 12]"),
-        ({"test_lengths": np.asarray([1, 3])}, "test_lengths must be integers of at least 2"),
-        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers of at least 2"),
-        ({"test_lengths": np.asarray([10_000])}, "test_lengths must add up to the"),
-        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "train_lengths must add up to the"),
+        ({"train_bits": np.zeros((4, 11), np.float32)}, "train_bits uint8 [steps, 11] and train_lengths: Expected an"),
+        ({"valid_bits": np.zeros((4, 12), np.uint8), "valid_lengths": [4]}, "[steps, 88] with at least two steps"),
+        ({"test_lengths": np.asarray([1, len(arrays["test_bits"]) - 1])}, "with at least two steps, got uint8 [1, 88]"),
+        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers that add up to the"),
+        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "train_lengths must be integers that add up"),
         ({"train_bits": np.asarray([{"an": "object"}], dtype=object)}, "damaged or not a .npz file"),  # a pickle
     ):
         np.savez(path, **{**arrays, **changes})
         assert text in refused(tmp_path)
-    np.savez(path, **{name: arrays[name] for name in arrays if name != "test_bits"})
-    assert "test_bits is not a file in the archive" in refused(tmp_path)
 
 
 # ---- windows -------------------------------------------------------------------------------------
@@ -206,8 +199,6 @@ def test_windows_resume() -> None:
         rolls.windows(4, 7, torch.Generator()).load_state_dict(state)
     with pytest.raises(InputError, match="total 89; expected: 4"):
         random_rolls([5]).windows(3, 7, torch.Generator()).load_state_dict(state)
-    with pytest.raises(InputError, match="batch must be an integer"):
-        rolls.windows(0, 7, torch.Generator())
 
 
 def test_whole_pieces_for_evaluation() -> None:

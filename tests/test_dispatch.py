@@ -258,37 +258,6 @@ def test_explain_refuses_what_means_nothing(
         orthokern.explain("cayley", M=3)
 
 
-def test_explain_of_a_loss() -> None:
-    """The algorithm that the function itself takes, why, and the backend of its op."""
-    sizes = {"N": 32, "T": 4000, "B": 20, "C": 9}
-
-    def told(**options: Any) -> list[str]:
-        return orthokern.explain("scan_cross_entropy", device="cpu", **{**sizes, **options}).splitlines()
-
-    call = "scan_cross_entropy (float32 on cpu, N=32, K=32, T=4000, B=20, C=9, identity): algorithm 'auto' takes "
-    lines = told()
-    assert lines[0] == call + "modal (17 modes of W, condition of their basis 1)"
-    assert lines[1].startswith("modal (float32 on cpu, N=32, C=9): backend 'auto' takes ")
-    lines = told(T=2, K=5)
-    assert (
-        "takes sequential (not modal: the modal form would cost" in lines[0]
-        and "factored_scan (float32 on cpu, N=32, K=5)" in lines[1]
-    )
-    assert "not modal: the activation is 'tanh'" in told(activation="tanh")[0]
-    assert "not modal: message_clip is 1" in told(features=("message_clip",))[0]
-    for wrong, message in (
-        ({"C": 0}, "needs the sizes N, T, B, C, each at least 1; C is missing"),
-        ({"K": 33}, "N=32, K=33; accepted"),
-        ({"N": 10**6}, "at most 2048"),
-        ({"activation": "tahn"}, "did you mean 'tanh'"),
-        ({"algorithm": "modl"}, "did you mean 'modal'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            told(**wrong)
-    with pytest.raises(InputError, match="no activation, except for scan_cross_entropy"):
-        orthokern.explain("factored_scan", N=4, activation="tanh")
-
-
 def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, cuda_serves=False)
 

@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 120
-README_LINES = 130
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a source tree with documentation")
 
@@ -60,10 +59,6 @@ def test_lines_fit() -> None:
     assert not long, f"lines of at most {WIDTH} columns, tables excepted:\n" + "\n".join(long)
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
-
-
 def test_relative_links_resolve() -> None:
     broken = [f"{path.relative_to(ROOT)}: {target}" for path in documents() for target in unresolved(path)]
     assert not broken, "\n".join(broken)
@@ -83,7 +78,6 @@ def ragged(text: str) -> list[str]:
 def test_tables_are_complete() -> None:
     broken = [f"{path.relative_to(ROOT)}: {first}" for path in documents() for first in ragged(path.read_text())]
     assert not broken, "\n".join(broken)
-    assert ragged("| a | b |\n| --- | --- |\n| 1 |\n\n| c |\n| --- |\n") == ["| a | b |", "| c |"]
 
 
 def test_every_document_is_in_an_index() -> None:
@@ -119,5 +113,3 @@ def test_every_note_that_is_referred_to_is_defined_once() -> None:
     counts = Counter(name for defined, _ in found for name in defined)
     wrong = {name: counts[name] for _, referred in found for name in referred if counts[name] != 1}
     assert not wrong, f"definitions of Notes (exactly one is needed): {wrong}"
-    text = "    Note [A thing]\n    It is Note [A\n    thing] and // Note [Other].\n"
-    assert notes(text) == (["A thing"], {"A thing", "Other"})

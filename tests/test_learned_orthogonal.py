@@ -106,34 +106,21 @@ def test_the_guard_at_any_scale(std: float, dtype: torch.dtype) -> None:
     assert ((result.scale == 1) == (std < 1)).all()
 
 
-def test_deficient_rank_ends_unconverged() -> None:
-    w = torch.diag(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
-    result = learned_orthogonal_(w, max_steps=50)
-    assert not result.converged and not result.diverged and result.steps == 50
-    torch.testing.assert_close(w, torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)))
-    assert float(result.error) == pytest.approx(1.0)
-
-
 def test_refusals() -> None:
     w = torch.randn(2, 3, 4)
     before = w.clone()
-    bad, zero = w.clone(), w.clone()
+    bad = w.clone()
     bad[1, 2, 3] = math.nan
-    zero[1] = 0
     for call, message in (
         (lambda: learned_orthogonal_(bad), "W[1] has an entry that is not finite; accepted"),
-        (lambda: learned_orthogonal_(zero), "W[1] is zero"),
         (
             lambda: learned_orthogonal_(torch.randn(3)),
             "W must be matrices [..., N, K] with N and K at least 1, got shape [3]",
         ),
         (lambda: learned_orthogonal_(w.half()), "float32 or float64, got torch.float16"),
-        (lambda: learned_orthogonal_([[1.0]]), "got list"),  # type: ignore[arg-type]
         (lambda: learned_orthogonal_(w, lr=0.25), "lr must be a number above 0 and below 0.25, got 0.25"),
-        (lambda: learned_orthogonal_(w, lr="a"), "lr must be a number above 0 and below 0.25, got 'a'"),
         (lambda: learned_orthogonal_(w, max_steps=0), "max_steps must be an integer of at least 1, got 0"),
         (lambda: learned_orthogonal_(w, tol=1e-13), "tol must be a finite number above 2.7e-13, the rounding of"),
-        (lambda: learned_orthogonal_(w, tol=math.inf), "got inf"),
     ):
         with pytest.raises(InputError) as error:
             call()
@@ -158,7 +145,3 @@ def test_starts_from_normal_numbers() -> None:
     with pytest.raises(InputError, match="learned_: 1 of 1 matrices did not become orthogonal from std 1e-200, which"):
         init.learned_(t, std=1e-200)
     assert not t.any()
-    for std in (0.0, -1.0, math.inf, math.nan):
-        for fill in (lambda t, std: init.normal_(t, std), lambda t, std: init.learned_(t, std=std)):
-            with pytest.raises(InputError, match="std must be finite and above 0, got"):
-                fill(torch.empty(3, 3), std)

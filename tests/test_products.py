@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from orthokern import _products
-from orthokern._products import add_product, ieee_products, onednn_serves, product
+from orthokern._products import add_product, ieee_products, product
 from orthokern.nn import GRU, FactorizedRNN, PeepholeLSTM
 from orthokern.ops._linear import linear
 
@@ -51,14 +48,6 @@ def test_product(R: int, K: int, C: int, layout: str) -> None:
     expected = total.double() + left.double().mT @ rows.double()
     add_product(total, left, rows)
     close(total, expected)
-
-
-def test_float32_above_a_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_products, "_SMALL", 60)
-    assert onednn_serves(torch.randn(3, 4), 5) and not onednn_serves(torch.randn(3, 4), 4)
-    assert not onednn_serves(torch.randn(3, 4, dtype=torch.float64), 5)
-    left, right = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    assert torch.equal(product(left, right), left @ right)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -184,38 +173,6 @@ def test_threads_share_one_setting() -> None:
         torch.set_float32_matmul_precision("medium")
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_fork_leaves_the_contexts_of_other_threads_behind() -> None:
-    """The child has its own, and the setting of the user."""
-    script = """
-import os, threading, torch
-from orthokern._products import _open, ieee_products
-def setting():
-    return getattr(torch.backends.mkldnn.matmul, "fp32_precision", torch.get_float32_matmul_precision())
-torch.set_float32_matmul_precision("medium")
-medium = setting()
-inside, leave = threading.Event(), threading.Event()
-def other():
-    with ieee_products():
-        inside.set()
-        leave.wait()
-thread = threading.Thread(target=other)
-thread.start()
-inside.wait()
-child = os.fork()
-if child == 0:
-    fine = not _open and setting() == medium
-    with ieee_products():
-        fine = fine and setting() != medium
-    os._exit(0 if fine and setting() == medium else 1)
-status = os.waitpid(child, 0)[1]
-leave.set()
-thread.join()
-raise SystemExit(os.waitstatus_to_exitcode(status))
-"""
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120).returncode == 0
 
 
 def test_autocast_does_not_reach_the_products() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from orthokern.diagnostics import diagnose_stability, load_run
-from orthokern.diagnostics.plots import compare_stability, plot_losses, save
+from orthokern.diagnostics import RunRecord, diagnose_stability, load_run
+from orthokern.diagnostics.plots import compare_stability, plot_learning, save
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 
@@ -42,9 +42,9 @@ def test_the_radius_is_that_of_the_map(kind: str) -> None:
 
 
 def test_what_is_no_gru() -> None:
-    for module in (torch.nn.LSTM(3, 4), torch.nn.Linear(3, 4), torch.nn.RNN(3, 4)):
+    for module in (torch.nn.LSTM(3, 4), torch.nn.Linear(3, 4), torch.nn.RNN(3, 4), None):
         with pytest.raises(InputError, match=f"module must be a GRU .*, got {type(module).__name__}"):
-            diagnose_stability(module)
+            diagnose_stability(module)  # type: ignore[arg-type]
     broken = GRU(3, 4)
     with torch.no_grad():
         broken.weight_hh_l0.fill_(torch.inf)
@@ -53,11 +53,8 @@ def test_what_is_no_gru() -> None:
 
 def test_plots(tmp_path: Path) -> None:
     records = [{"iteration": i, "grad_norm": 1.0 + (i == 7) * 50, "nll": 3.0 / i} for i in range(1, 21)]
-    assert plot_losses([], tmp_path / "none.png", label="nats") is None and not (tmp_path / "none.png").exists()
     for record in records[::3]:
         record |= {"jacobian_radius": 0.9 + record["iteration"] / 100, "jacobian_radius_l1": 0.8, "held_out_loss": 2.0}
-    drawn = plot_losses(records, tmp_path / "losses.png", label="nats", title="a run")
-    assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
     runs = []
     for delta in (0.2, 1.1):
         folder = tmp_path / f"run{delta}"
@@ -65,6 +62,9 @@ def test_plots(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({"task": "music", "settings": {"delta": delta}}))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         runs.append(load_run(folder))
+    assert plot_learning(RunRecord(tmp_path, {}, {}, "music", [])) is None
+    figure = plot_learning(runs[0], title="a run")
+    assert figure is not None and figure.axes[0].get_lines()[0].get_label() == "training batch"
     figure = compare_stability(runs, legend=("delta",), title="two runs")
     assert figure is not None and len(figure.axes) == 2
     norms = figure.axes[0].get_lines()[0].get_ydata()

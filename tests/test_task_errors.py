@@ -55,7 +55,7 @@ adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at 
 adding | --forget-bias 2 | --forget-bias: for --model lstm or peephole-lstm; here --model is factorized
 adding | --no-triangle | --no-triangle: for --model nnrnn
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
-adding | --batch 9007199254740992 | out of memory on cpu
+adding | --batch 9007199254740992 | batch must be small enough for a tensor
 adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
 adding | --T 10 --rebase-every 5 | --rebase-every: for --model exprnn or nnrnn; here

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern.commandline import Parser, Settings, command, device, integer, one_of, say
 from orthokern.compare import __doc__ as DESCRIPTION
-from orthokern.compare.measure import compare, first_line, mapped, refuse_meta, user_errors
+from orthokern.compare.measure import compare, first_line, mapped, user_errors
 from orthokern.compare.result import Comparison
 from orthokern.errors import InputError
 
@@ -60,19 +60,11 @@ def _new_input(model: nn.Module, batch: int, steps: int, seed: int) -> Tensor:
 
 def _new_model(options: Settings) -> nn.Module:
     """One module of the sizes of the command line."""
-    arguments: Settings = {
-        "num_layers": options.get("layers", 1),
-        "bias": not options.get("no_bias", False),
-        "batch_first": options.get("batch_first", False),
-        "bidirectional": options.get("bidirectional", False),
-    }
-    sizes = (options.get("input", 64), options.get("hidden", 128))
-    if options.get("cell") == "gru":
-        return nn.GRU(*sizes, **arguments)
-    return nn.RNN(*sizes, nonlinearity=options.get("nonlinearity", "tanh"), **arguments)
+    kind = nn.GRU if options.get("cell") == "gru" else nn.RNN
+    return kind(options.get("input", 64), options.get("hidden", 128), options.get("layers", 1))
 
 
-_ONLY_SIZES = ("cell", "input", "hidden", "layers", "nonlinearity", "bidirectional", "batch_first", "no_bias")
+_ONLY_SIZES = ("cell", "input", "hidden", "layers")
 
 
 def _parser() -> Parser:
@@ -84,12 +76,6 @@ def _parser() -> Parser:
     what.add_argument("--input", type=integer(1), metavar="D", help="features of the input (default 64)")
     what.add_argument("--hidden", type=integer(1), metavar="N", help="hidden units (default 128)")
     what.add_argument("--layers", type=integer(1, 1000), metavar="N", help="stacked layers (default 1)")
-    what.add_argument(
-        "--nonlinearity", type=one_of("nonlinearity", ("tanh", "relu")), help="of an rnn: tanh or relu (default tanh)"
-    )
-    what.add_argument("--bidirectional", action="store_true", help="both directions")
-    what.add_argument("--batch-first", action="store_true", help="layout [B, T, D]")
-    what.add_argument("--no-bias", action="store_true", help="no biases")
     what.add_argument("--batch", type=integer(1), metavar="B", help="sequences (default 32)")
     what.add_argument("--time", type=integer(1), metavar="T", help="time steps (default 200)")
     how = parser.add_argument_group("execution")
@@ -120,11 +106,9 @@ def _compare(options: Settings) -> Comparison:
         _check_effect(options, _ONLY_SIZES, "with --module")
         model, inputs = _load(options["module"])
     else:
-        if options.get("cell") == "gru":
-            _check_effect(options, ["nonlinearity"], "with --cell gru")
         model, inputs = _new_model(options), ()
-    refuse_meta(model, inputs)
-    model = model.to(device=place, dtype=dtype)
+    with user_errors(f"moving {type(model).__name__}"):
+        model = model.to(device=place, dtype=dtype)
     if inputs:
         _check_effect(options, ["batch", "time"], "where the factory returns inputs too")
         inputs = mapped(inputs, lambda t: t.to(device=place, dtype=dtype if t.is_floating_point() else None))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +16,8 @@ from torch.utils import _pytree as pytree
 from orthokern import dispatch
 from orthokern.compare.result import Comparison, Errors, Times
 from orthokern.conversion import Conversion, convert
-from orthokern.errors import BackendUnavailable, InputError
+from orthokern.errors import BackendUnavailable, InputError, require
 
-SECONDS = 60.0  # no new round of timing after this, once there are LEAST_ROUNDS
-LEAST_ROUNDS = 3
 # The error of orthokern against float64 may be FACTOR times that of torch, plus FLOOR units of rounding of the largest
 # value: two orders of summation differ by that much. Where a unit of relu lies within rounding of its kink, the two may
 # take different branches, and a gradient then differs by more. TRIALS draws that all disagree are no such accident.
@@ -38,7 +34,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     Args:
         module: the model, in the mode (train or eval) to compare.
         inputs: inputs of its forward; tensors, or PackedSequences, tuples, lists and dictionaries of tensors.
-        rounds: number of timed rounds of each model. If they take more than a minute there are fewer, but at least 3.
+        rounds: number of timed rounds of each model.
         backend: backend of orthokern's modules; see ``orthokern.functional``.
         seed: seed of the cotangents, and of random numbers in forward.
 
@@ -51,25 +47,21 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         >>> compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3).agree
         True
     """
-    if type(rounds) is not int or rounds < 1:
-        raise InputError(f"rounds must be an integer of at least 1, got {rounds!r}")
-    if not isinstance(module, nn.Module):
-        raise InputError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    refuse_meta(module, inputs)
-    with user_errors(f"copying {type(module).__name__}"):
+    require(type(rounds) is int and rounds >= 1, "rounds", "an integer of at least 1", repr(rounds))
+    require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
+    kind = type(module).__name__
+    if any(t.is_meta for t in (*module.parameters(), *module.buffers(), *tensors(inputs))):
+        raise InputError(f"{kind} or an input is on the device meta; accepted: tensors with values")
+    with user_errors(f"copying {kind}"):
         theirs = copy.deepcopy(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
     if not report.swapped:
         reasons = "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
-        raise InputError(f"{type(module).__name__} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
+        raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
     run = _Run(inputs, seed)
     if run.is_random(theirs):
-        theirs.eval()
-        ours.eval()
-        notes.append("forward draws random numbers: both models run in eval mode")
-        if run.is_random(theirs):
-            raise InputError(f"forward of {type(module).__name__} is random in eval mode too: nothing to compare")
+        raise InputError(f"forward of {kind} draws random numbers: nothing to compare; accepted: a model in eval mode")
     run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
     if not run.with_backward:
         notes.append("no output depends on a parameter that requires gradients: forward only")
@@ -78,19 +70,9 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         notes.append(f"agreed at draw {trials} of the weights: near a kink of relu rounding decides the branch")
     kept = (_kept_mib(theirs, run), _kept_mib(ours, run))
     forward, backward, peaks = _time((theirs, ours), run, rounds)
-    if len(forward.torch) < rounds:
-        notes.append(f"{len(forward.torch)} rounds instead of {rounds}: they took {SECONDS:.0f} s")
     backends = _backends(Conversion(ours, report))
     head = _head(module, run)
     return Comparison(head, report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes))
-
-
-def refuse_meta(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Rejects a model or inputs on the meta device, whose tensors have no values."""
-    named = [*module.named_parameters(), *module.named_buffers(), *(("an input", t) for t in tensors(inputs))]
-    for name, tensor in named:
-        if tensor.is_meta:
-            raise InputError(f"{name} of {type(module).__name__} is on the device meta; accepted: tensors with values")
 
 
 def first_line(error: BaseException) -> str:
@@ -122,14 +104,8 @@ def _without_dropout(module: nn.Module) -> list[str]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """All tensors in an output or input: of tuples, lists, dictionaries and dataclasses."""
-    result: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            result.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            result += tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return result
+    """All tensors in an output or input: of tuples, lists and dictionaries."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -213,25 +189,23 @@ class _Run:
 
 def _agreement(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Errors | None, int]:
     """Errors of outputs and gradients, and at which draw of the weights. The first draw is the model's own."""
-    # the names of the parameters are the same in both models
-    twins = dict(ours.named_parameters(remove_duplicate=False))
-    pairs = [(p, twins[name]) for name, p in theirs.named_parameters() if p.is_floating_point()]
-    own = [p.detach().clone() for p, _ in pairs]
+    pairs = [(p, q, p.detach().clone()) for p, q in zip(theirs.parameters(), ours.parameters(), strict=True)]
     generator = torch.Generator().manual_seed(run.seed)
-    results = []
+    first = None
     for trial in range(1, TRIALS + 1):
-        results.append(_errors(theirs, ours, run))
-        agree = all(errors.agree for errors in results[-1] if errors is not None)
+        result = _errors(theirs, ours, run)
+        first = result if first is None else first
+        agree = all(errors.agree for errors in result if errors is not None)
         with torch.no_grad():
-            for (p, q), value in zip(pairs, own, strict=True):
-                noise = torch.zeros(())
-                if not agree and trial < TRIALS:
-                    noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
-                p.copy_(value * (1 + 1e-3 * noise.to(value)))
-                q.copy_(p)
+            for p, q, own in pairs:
+                if not agree and trial < TRIALS and own.is_floating_point():
+                    own = own * (1 + 1e-3 * torch.randn(own.shape, generator=generator, device="cpu").to(own))
+                p.copy_(own)
+                q.copy_(own)
         if agree:
-            return *results[-1], trial
-    return *results[0], TRIALS
+            return *result, trial
+    assert first is not None
+    return *first, TRIALS
 
 
 def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Errors | None]:
@@ -257,20 +231,13 @@ def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Erro
 
 def _largest(values: list[Tensor], others: list[Tensor]) -> float:
     """The largest difference, relative to the largest value of each tensor; NaN where one alone is not finite."""
-    worst = 0.0
+    errors = [0.0]
     for a, b in zip(values, others, strict=True):
-        if a.numel() == 0:
-            continue
-        a, b = a.detach().double().cpu(), b.detach().double().cpu()
-        same = (a == b) | (a.isnan() & b.isnan())
-        off = torch.where(same, torch.zeros_like(a), (a - b).abs())
-        top = float(b[b.isfinite()].abs().max()) if bool(b.isfinite().any()) else 0.0
-        error = float(off.max()) / (top if top > 0 else 1.0)
-        if not error <= worst:  # NaN too
-            worst = error
-        if worst != worst:
-            return worst
-    return worst
+        a, b = a.detach().double().cpu().flatten(), b.detach().double().cpu().flatten()
+        off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+        top = float(torch.cat([b[b.isfinite()].abs(), b.new_zeros(1)]).max())
+        errors.append(float(torch.cat([off, off.new_zeros(1)]).max()) / (top or 1.0))  # the largest of NaN is NaN
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 # ---- time and memory ---------------------------------------------------------------------------------------------
@@ -298,47 +265,38 @@ def _time(
     modules: tuple[nn.Module, nn.Module], run: _Run, rounds: int
 ) -> tuple[Times, Times | None, tuple[float, float] | None]:
     """Times in turns, after two rounds that do not count; and the peaks of memory on a CUDA device."""
-    inputs, started = run.fresh_inputs(), time.perf_counter()
+    inputs = run.fresh_inputs()
     samples: tuple[list[Any], list[Any]] = ([], [])
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for number in range(-2, rounds):
-            if number >= LEAST_ROUNDS and time.perf_counter() - started > SECONDS:
-                break
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
-                sample = _sample(modules[which], run, inputs)
-                samples[which].extend([sample] if number >= 0 else [])
-    finally:
-        if collecting:
-            gc.enable()
-    forward, backward, peaks = (tuple(tuple(each[i] for each in part) for part in samples) for i in range(3))
+    for number in range(rounds + 2):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            samples[which].append(_sample(modules[which], run, inputs))
+    forward, backward, peaks = (tuple(tuple(each[i] for each in part[2:]) for part in samples) for i in range(3))
     both = (max(peaks[0]), max(peaks[1])) if run.device.type == "cuda" else None
     return Times(*forward), Times(*backward) if run.with_backward else None, both
 
 
 def _sample(module: nn.Module, run: _Run, inputs: tuple[Any, ...]) -> tuple[float, float, float]:
     """Time of one forward and backward in ms, and the peak in MiB. Gradients are removed again."""
-    cuda, times = run.device.type == "cuda", []
+    cuda = run.device.type == "cuda"
 
-    def stop() -> None:
+    def now() -> float:
         if cuda:
             torch.cuda.synchronize(run.device)
-        times.append(1e3 * time.perf_counter())
+        return 1e3 * time.perf_counter()
 
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.device)
-    stop()
+    start = now()
     outputs = run.forward(module, inputs)
-    stop()
+    middle = now()
     if run.with_backward:
         run.backward(module, outputs)
-    stop()
+    end = now()
     module.zero_grad(set_to_none=True)
     for t in tensors(inputs):
         t.grad = None
     peak = torch.cuda.max_memory_allocated(run.device) / 2**20 if cuda else 0.0
-    return times[1] - times[0], times[2] - times[1], peak
+    return middle - start, end - middle, peak
 
 
 # ---- text --------------------------------------------------------------------------------------------------------
@@ -353,16 +311,12 @@ def _head(module: nn.Module, run: _Run) -> str:
 
 
 def _backends(conversion: Conversion) -> tuple[str, ...]:
-    """Which backend serves each swapped module, and why none of those before it in the order of "auto"."""
+    """Which backend serves each swapped module."""
     lines = []
     for each in conversion.report.swapped:
         module: Any = conversion.module.get_submodule(each.name)
         op, sizes = module._op()
         call = dispatch.Call(module.weight_hh_l0.device, module.weight_hh_l0.dtype, sizes)
-        chosen, why = dispatch.choose(op, module.backend, call), "asked for"
-        if dispatch.requested(module.backend) == "auto":
-            before = dispatch.AUTO_ORDER[: dispatch.AUTO_ORDER.index(chosen)]
-            reasons = [f"{name}: {' and '.join(dispatch.reasons(op, name, call))}" for name in before]
-            why = "; ".join(reasons) or "the first in the order of auto"
-        lines.append(f"backend of {each.name or 'the module itself'}: {chosen} ({op}; {why})")
+        chosen = dispatch.choose(op, module.backend, call)
+        lines.append(f"backend of {each.name or 'the module itself'}: {chosen} ({op})")
     return tuple(lines)

@@ -50,7 +50,7 @@ class Comparison:
     Attributes:
         head: description of the model, the inputs and the versions.
         report: the report of `orthokern.convert`.
-        backends: one line per replaced module: the selected backend and the reason.
+        backends: one line per replaced module: the selected backend and its op.
         forward, backward: times in ms; backward is None if no output depends on a parameter.
         kept_mib: MiB that torch and orthokern keep from forward to backward, without parameters and inputs.
         peak_mib: peak MiB allocated on a CUDA device; None on a CPU.

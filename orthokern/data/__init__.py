@@ -6,12 +6,11 @@ with time first ([T, B]). Readers check their files: a missing, damaged or wrong
 
 from orthokern.data.adding import AddingTask
 from orthokern.data.copy import CopyTask
+from orthokern.data.last_answer import RandomPermutationTask, TemporalOrderTask
 from orthokern.data.mnist import Labelled, Mnist, load_mnist, pixel_permutation, pixel_statistics
 from orthokern.data.music import Music, Rolls, RollWindow, RollWindows, load_music
 from orthokern.data.ptb import Ptb, SentenceBatch, SentenceBatches, Sentences, load_ptb, read_sentences
 from orthokern.data.ptb_stream import PtbStream, load_ptb_stream, stream_rows
-from orthokern.data.random_permutation import RandomPermutationTask
-from orthokern.data.temporal_order import TemporalOrderTask
 from orthokern.data.words import Words, load_words
 
 __all__ = [

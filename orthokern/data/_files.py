@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from orthokern._files import read_file
 from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
@@ -26,11 +25,9 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
     """Path and content of a file that may have several names: the first one that exists is read."""
     for path in (folder / name for name in names):
         try:
-            return path, path.read_bytes()
+            return path, read_file(path)
         except FileNotFoundError:
             continue
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
     raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
 
@@ -48,32 +45,3 @@ def text_of(path: Path, content: bytes) -> str:
     if not text.rstrip(" ").endswith("\n"):
         raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence per line")
     return text
-
-
-@dataclass(frozen=True)
-class Standard:
-    """Size and checksums of a file of a standard data set."""
-
-    size: int  # bytes of its content
-    quarters: tuple[int, int, int, int]  # CRC-32 of the four quarters; all but the last have ceil(size / 4) bytes
-
-    def matches(self, content: bytes) -> list[bool]:
-        """For each quarter, whether the content has its checksum."""
-        quarter = -(-self.size // 4)
-        parts = [content[start : start + quarter] for start in (0, quarter, 2 * quarter)] + [content[3 * quarter :]]
-        return [zlib.crc32(part) == known for part, known in zip(parts, self.quarters, strict=True)]
-
-
-def check_standard(path: Path, name: str, content: bytes, files: Mapping[str, Standard], owner: str) -> None:
-    """Rejects a damaged copy of a standard file, and a standard file with the name of another one. If all quarters of
-    the content match, it is the standard file; if some match, it is a damaged copy. If none matches, it belongs to
-    another data set of the same format, and is accepted. `owner` is the name of the data set in the genitive."""
-    for known, standard in files.items():
-        matches = standard.matches(content)
-        if all(matches) and known != name:
-            raise InputError(f"{path} holds {owner} {known}; expected: its {name}")
-        if any(matches) and not all(matches):
-            raise InputError(
-                f"{path} is damaged or cut off: {len(content)} bytes with a wrong checksum; "
-                f"expected: {owner} {known}, {standard.size} bytes"
-            )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
+from orthokern.errors import require
 
 
 class Generator(ABC):
@@ -22,8 +23,11 @@ class Generator(ABC):
     baseline: float
 
     def buffers(self, batch: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of `batch` sequences on a device, for `fill`. InputError for a batch below 1."""
-        return self._empty(integer("batch", batch), device)
+        """Inputs and targets of `batch` sequences on a device, for `fill`. InputError for a batch below 1, and for
+        sizes whose product overflows."""
+        numbers = integer("batch", batch) * self.length * getattr(self, "num_features", 1)
+        require(numbers < 2**60, "batch", "small enough for a tensor", f"{batch} sequences of {self.length} steps")
+        return self._empty(batch, device)
 
     @abstractmethod
     def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]: ...
@@ -38,23 +42,3 @@ class Generator(ABC):
         inputs, targets = self.buffers(batch)
         self.fill(inputs, targets, generator)
         return inputs, targets
-
-
-class OneHotGenerator(Generator):
-    """Inputs [T, B, num_features] float32, one-hot symbols; targets [B] int64, a class due after the last step."""
-
-    num_features: int
-    num_classes: int
-
-    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        inputs = torch.zeros(self.length, batch, self.num_features, device=device)
-        return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
-        symbols, classes = self._draw(inputs.shape[1], generator)
-        inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
-        targets.copy_(classes)
-
-    @abstractmethod
-    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Symbols [T, B] int64 and classes [B] int64."""

@@ -27,7 +27,6 @@ from orthokern.data._files import data_folder, read_first
 from orthokern.errors import InputError, unknown_name
 
 NOTES = 88
-LOWEST = 21  # MIDI number of the first key
 
 # Name -> its file, without the ending, in both forms.
 COLLECTIONS = {
@@ -205,7 +204,8 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         raise unknown_name("collection", collection, COLLECTIONS)
     mat, npz = COLLECTIONS[collection]
     path, content = read_first(data_folder(folder), [f"{npz}.npz", f"{mat}.mat"])
-    parts = (_from_mat if path.suffix == ".mat" else _from_npz)(path, content)
+    read = _read_mat if path.suffix == ".mat" else _read_npz
+    parts = [_rolls(f"{path}: {split} piece", read(path, content, split)) for split in SPLITS]
     steps = tuple(len(part.notes) for part in parts)
     for other, expected in _STEPS.items():
         if steps == expected and other != collection:
@@ -213,58 +213,42 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
     return Music(*parts)
 
 
-def _from_mat(path: Path, content: bytes) -> list[Rolls]:
-    """The three parts of a MATLAB file."""
+def _read_mat(path: Path, content: bytes, split: str) -> list[Any]:
+    """The pieces of a part of a MATLAB file."""
     try:
         from scipy.io import loadmat
     except ImportError:
         raise InputError(f"{path} needs scipy to be read: pip install 'orthokern[music]'") from None
+    name = f"{split}data"
     try:
-        variables = loadmat(io.BytesIO(content))
+        cells = loadmat(io.BytesIO(content), variable_names=[name]).get(name)
     except Exception as error:  # scipy's errors share no base class
         raise InputError(f"{path} is damaged or not a MATLAB 5 file ({len(content)} bytes): {error}") from None
-    parts = []
-    for split in SPLITS:
-        cells = variables.get(f"{split}data")
-        if not isinstance(cells, np.ndarray) or cells.dtype != object or not cells.size:
-            raise InputError(f"{path} must have the cell array {split}data with at least one piece")
-        pieces = cells.flatten(order="F")
-        for index, piece in enumerate(pieces):
-            name = f"{path}: {split} piece {index}"
-            if not isinstance(piece, np.ndarray) or piece.dtype.kind not in "biuf":
-                raise InputError(f"{name} must be a matrix of real numbers, got {type(piece).__name__}")
-            if piece.ndim != 2 or piece.shape[1] != NOTES or len(piece) < 2:
-                raise InputError(f"{name} must be [steps, {NOTES}] with at least two steps, got {list(piece.shape)}")
-            wrong = np.argwhere((piece != 0) & (piece != 1))
-            if len(wrong):
-                step, key = wrong[0].tolist()
-                raise InputError(f"{name} must be 0 or 1, got {piece[step, key]} at step {step}, note {LOWEST + key}")
-        notes = np.concatenate([piece.astype(np.uint8) for piece in pieces])
-        parts.append(Rolls(torch.from_numpy(notes), _offsets([len(piece) for piece in pieces])))
-    return parts
+    if not isinstance(cells, np.ndarray) or cells.dtype != object or not cells.size:
+        raise InputError(f"{path} must have the cell array {name} with at least one piece")
+    return list(cells.flatten(order="F"))
 
 
-def _from_npz(path: Path, content: bytes) -> list[Rolls]:
-    """The three parts of a .npz file."""
-    names = [f"{split}_{part}" for split in SPLITS for part in ("bits", "lengths")]
+def _read_npz(path: Path, content: bytes, split: str) -> list[Any]:
+    """The pieces of a part of a .npz file."""
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in names}
+            bits, lengths = archive[f"{split}_bits"], archive[f"{split}_lengths"]
+            notes = np.unpackbits(bits, axis=1)
     except Exception as error:  # those of numpy, zipfile and zlib share no base class
-        raise InputError(f"{path} is damaged or not a .npz file with the arrays {', '.join(names)}: {error}") from None
-    parts = []
-    for split in SPLITS:
-        bits, lengths = arrays[f"{split}_bits"], arrays[f"{split}_lengths"]
-        if bits.dtype != np.uint8 or bits.ndim != 2 or bits.shape[1] * 8 != NOTES:
-            got = f"{bits.dtype} {list(bits.shape)}"
-            raise InputError(f"{path}: {split}_bits must be uint8 [steps, {NOTES // 8}], got {got}")
-        if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not lengths.size or lengths.min() < 2:
-            raise InputError(f"{path}: {split}_lengths must be integers of at least 2, for at least one piece")
-        if sum(lengths.tolist()) != len(bits):
-            raise InputError(f"{path}: {split}_lengths must add up to the {len(bits)} steps of {split}_bits")
-        parts.append(Rolls(torch.from_numpy(np.unpackbits(bits, axis=1)), _offsets(lengths)))
-    return parts
+        accepted = f"a .npz file with {split}_bits uint8 [steps, {NOTES // 8}] and {split}_lengths"
+        raise InputError(f"{path} is damaged or not {accepted}: {error}") from None
+    if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not lengths.size or sum(lengths.tolist()) != len(notes):
+        raise InputError(f"{path}: {split}_lengths must be integers that add up to the {len(notes)} steps of the bits")
+    return np.split(notes, np.cumsum(lengths)[:-1])
 
 
-def _offsets(lengths: Any) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]))
+def _rolls(name: str, pieces: list[Any]) -> Rolls:
+    """The pieces of a part, each a matrix [steps, 88] of 0 and 1."""
+    for index, piece in enumerate(pieces):
+        is_roll = isinstance(piece, np.ndarray) and piece.dtype.kind in "biuf" and piece.shape[1:] == (NOTES,)
+        if not is_roll or len(piece) < 2 or not np.isin(piece, (0, 1)).all():
+            got = f"{piece.dtype} {list(piece.shape)}" if isinstance(piece, np.ndarray) else type(piece).__name__
+            raise InputError(f"{name} {index} must be 0 and 1 [steps, {NOTES}] with at least two steps, got {got}")
+    offsets = np.cumsum([0, *map(len, pieces)])
+    return Rolls(torch.from_numpy(np.concatenate(pieces).astype(np.uint8)), torch.from_numpy(offsets))

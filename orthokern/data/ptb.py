@@ -28,15 +28,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from orthokern.data._checks import as_path, check_state, integer
-from orthokern.data._files import Standard, check_standard, data_folder, read_first, text_of
+from orthokern.data._files import data_folder, read_first, text_of
 from orthokern.errors import InputError
-
-# The text of the three standard files, as it stands in the word files.
-_FILES = {
-    "train": Standard(5_101_618, (0x5D8449F8, 0xFDA42216, 0x707DDA68, 0x30F01F9E)),
-    "valid": Standard(399_782, (0x03426952, 0x9F497897, 0x44A8C2F1, 0xF20E51BE)),
-    "test": Standard(449_945, (0x808CB103, 0xC92CEB5F, 0xF1A65F91, 0x9C9915F3)),
-}
 
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
@@ -159,12 +152,7 @@ class SentenceBatches:
     """
 
     def __init__(
-        self,
-        sentences: Sentences,
-        batch: int,
-        generator: torch.Generator,
-        bucket: int = 16,
-        part: tuple[int, int] = (0, 1),
+        self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int, part: tuple[int, int]
     ) -> None:
         self.batch = integer("batch", batch)
         self.bucket = integer("bucket", bucket)
@@ -247,13 +235,8 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
         batch.inputs.shape  # [P], all tokens of the batch
     """
     path = data_folder(folder)
-    parts = []
-    for part in ("train", "valid", "test"):
-        file, content = read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"])
-        lines = _lines(file, content)
-        check_part(file, part, lines)
-        parts.append(_sentences(file, lines, max_length, released_targets))
-    return Ptb(*parts)
+    files = [read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]) for part in ("train", "valid", "test")]
+    return Ptb(*(_sentences(*file, max_length, released_targets) for file in files))
 
 
 def read_sentences(path: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Sentences:
@@ -282,8 +265,7 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         (2, ' and so on \\n')
     """
     path = as_path("path", path)
-    path, content = read_first(path.parent, [path.name])
-    return _sentences(path, _lines(path, content), max_length, released_targets)
+    return _sentences(*read_first(path.parent, [path.name]), max_length, released_targets)
 
 
 def decode(tokens: Tensor) -> str:
@@ -291,13 +273,9 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[i] for i in tokens.tolist())
 
 
-def check_part(path: Path, part: str, lines: list[str]) -> None:
-    """`check_standard` of the text of a part ("train", "valid" or "test") in the format of the word files."""
-    check_standard(path, part, "".join(lines).encode(), _FILES, "the Penn Treebank's")
-
-
-def _sentences(path: Path, lines: list[str], max_length: int | None, released_targets: bool) -> Sentences:
-    """The lines of a word file of at most max_length characters, as tokens."""
+def _sentences(path: Path, content: bytes, max_length: int | None, released_targets: bool) -> Sentences:
+    """The lines of a file of at most max_length characters, as tokens."""
+    lines = _lines(path, content)
     limit = math.inf if max_length is None else integer("max_length", max_length)
     kept = [line for line in lines if len(line) <= limit]
     if not kept:
@@ -323,8 +301,10 @@ def _sentences(path: Path, lines: list[str], max_length: int | None, released_ta
 def _lines(path: Path, content: bytes) -> list[str]:
     """The lines of a file in either format as in a word file, without blank ones. All characters are in ALPHABET."""
     text = text_of(path, content)
-    if _is_char_file(text):
-        text = _despaced(path, text)
+    if "_" in text:  # it is in no word file
+        if text[1::2].strip(" ") or " " in text[::2]:
+            raise InputError(f"{path} has _ for the space between words; expected: a space after every character too")
+        text = text[::2].replace("_", " ")
     foreign = _OUTSIDE.search(text.replace("<unk>", ""))  # as many lines as the text
     if foreign:
         line = foreign.string.count("\n", 0, foreign.start()) + 1
@@ -333,24 +313,3 @@ def _lines(path: Path, content: bytes) -> list[str]:
             "space, #$&'*-./\\ and <unk>"
         )
     return [f" {stripped} \n" for line in text.split("\n") if (stripped := line.strip(" "))]
-
-
-def _is_char_file(text: str) -> bool:
-    """Whether the text begins with a character, and characters and spaces alternate except in a few places. These
-    places are damaged; `_despaced` reports them."""
-    start = text[:4096]
-    alternating = sum((a == " ") != (b == " ") for a, b in zip(start, start[1:], strict=False))
-    return start[0] != " " and alternating > 0.9 * (len(start) - 1)
-
-
-def _despaced(path: Path, text: str) -> str:
-    """The text of a character file in the format of a word file."""
-    characters, spaces = text[0::2], text[1::2]
-    if spaces.strip(" ") or " " in characters:
-        place = next(i for i, character in enumerate(text) if (character == " ") != bool(i % 2))
-        line = text.count("\n", 0, place) + 1
-        raise InputError(
-            f"{path} line {line}: characters and spaces do not alternate; expected: a space after every character, "
-            "and _ for the space between words"
-        )
-    return characters.replace("_", " ")

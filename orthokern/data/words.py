@@ -19,7 +19,6 @@ from torch import Tensor
 
 from orthokern.data._checks import integer
 from orthokern.data._files import data_folder, read_first, text_of
-from orthokern.data.ptb import check_part
 from orthokern.errors import InputError
 
 END, UNKNOWN = "<eos>", "<unk>"
@@ -66,7 +65,7 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
     """
     integer("limit", limit, minimum=2)
     path = data_folder(folder)
-    texts = {part: _words(*read_first(path, [f"ptb.{part}.txt"]), part) for part in ("train", "valid", "test")}
+    texts = {part: _words(*read_first(path, [f"ptb.{part}.txt"])) for part in ("train", "valid", "test")}
     counts = Counter(texts["train"])
     if len(counts) > limit:
         raise InputError(
@@ -85,7 +84,7 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
     return Words(vocabulary, *(torch.tensor([ids.get(word, unknown) for word in words]) for words in texts.values()))
 
 
-def _words(path: Path, content: bytes, part: str) -> list[str]:
+def _words(path: Path, content: bytes) -> list[str]:
     text = text_of(path, content)
     # splitlines and split know more ends of lines and more spaces, as U+2028 and \x1c
     rows = [re.findall(r"[^ \t\r]+", row) if row.strip() else [] for row in text.split("\n")]
@@ -93,5 +92,4 @@ def _words(path: Path, content: bytes, part: str) -> list[str]:
         foreign = next((word for word in row if word == END or "\0" in word), None)
         if foreign is not None:
             raise InputError(f"{path} line {number}: the word {foreign!r}; expected: text without {END} and zero bytes")
-    check_part(path, part, [f" {' '.join(row)} \n" for row in rows if row])
     return [word for row in rows if row for word in (*row, END)]

@@ -4,19 +4,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from orthokern.commandline import Parser, Settings, command, one_of, path, printable, real, say
+from orthokern.commandline import Parser, Settings, command, one_of, path, printable, say
 from orthokern.diagnostics import comparison, plots
-from orthokern.diagnostics.drawing import FIGURES, draw_comparison, draw_run, recorded_layers, usual_figures
+from orthokern.diagnostics.drawing import FIGURES, draw_comparison, draw_run, usual_figures
 from orthokern.diagnostics.runs import RunRecord, load_run
 from orthokern.errors import InputError, unknown_name
 
 _OF_ONE_RUN = ("layers",)  # figures that do not compare runs
-_NEEDED = {  # option -> the figures that it changes, besides "all"
-    **dict.fromkeys(("quantity", "panel", "baseline"), ("curves",)),
-    "recurrence": ("spectrum", "moduli", "angles"),
-}
 _QUANTITIES = ("loss", "accuracy")  # drawn by default, together with all quantities measured on held-out data
 
 DESCRIPTION = """\
@@ -46,7 +41,6 @@ examples:
   python -m orthokern.diagnostics runs/* --figure none       the table alone, no picture
   python -m orthokern.diagnostics runs/* --figure curves --quantity accuracy --panel T
                                                              accuracy, one panel per T, side by side
-  python -m orthokern.diagnostics runs/* --figure curves --quantity loss --baseline 0.1667
   python -m orthokern.diagnostics runs/* --figure curves --quantity spectrum.max,spectral_radius
   python -m orthokern.diagnostics runs/* --legend margin --table results.md --out pictures
 
@@ -80,10 +74,6 @@ def _parser() -> Parser:
     group.add_argument("--legend", type=_names, metavar="SETTING[,...]", help=text)
     text = "iteration or epoch (default: epoch if the length of an epoch is known for all runs)"
     group.add_argument("--x", type=one_of("x", plots.AXES), metavar="NAME", help=text)
-    text = "curves: draw a line at this value (default: the baseline of the loss, if known)"
-    group.add_argument("--baseline", type=real(), metavar="X", help=text)
-    text = "spectrum, moduli, angles: layer to draw, as in the names of its parameters: l1, l0_reverse (default: first)"
-    group.add_argument("--recurrence", metavar="NAME", help=text)
     group = parser.add_argument_group("output")
     text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
     group.add_argument("--out", type=path, metavar="DIR", help=text)
@@ -103,17 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: Settings) -> None:
     figure = options.get("figure", "all")
-    for name, figures in _NEEDED.items():
-        if name in options and figure not in (*figures, "all"):
-            raise InputError(f"--{name} has no effect with --figure {figure} (needs {' or '.join(figures)})")
+    for name in ("quantity", "panel"):
+        if name in options and figure not in ("curves", "all"):
+            raise InputError(f"--{name} has no effect with --figure {figure} (needs curves)")
     unique = {os.path.realpath(folder): folder for folder in reversed(options["runs"])}
     runs = [load_run(folder) for folder in reversed(unique.values())]
-    if "panel" in options:
-        comparison.check_settings("--panel", runs, [options["panel"]])
+    comparison.check_settings("--panel", runs, [options["panel"]] if "panel" in options else ())
     comparison.check_settings("--legend", runs, options.get("legend", ()))
     quantities = _quantities(runs, options)
-    if "recurrence" in options:
-        _check_recurrence(options["recurrence"], runs)
     drawn = [] if figure == "none" else _draw(figure, runs, options, quantities)
     table = comparison.table(runs)
     if "table" in options:
@@ -129,18 +116,14 @@ def _run(options: Settings) -> None:
 
 def _draw(figure: str, runs: Sequence[RunRecord], options: Settings, quantities: Sequence[str]) -> list[Path]:
     """Draws one run as training does, or a comparison; returns the files."""
-    layer: dict[str, Any] = {name: options.get(name) for name in ("recurrence", "baseline")}
-    if len(runs) == 1 and not options.keys() & {"quantity", "panel", "legend", "x"}:
-        return draw_run(runs[0], options.get("out", runs[0].path), None if figure == "all" else [figure], **layer)
+    common = {name: options[name] for name in ("legend", "x", "panel") if name in options}
+    if len(runs) == 1 and not common and "quantity" not in options:
+        return draw_run(runs[0], options.get("out", runs[0].path), None if figure == "all" else [figure])
     if figure in _OF_ONE_RUN:
         raise InputError(f"--figure {figure}: of one run, without --quantity, --panel, --legend and --x")
     figures = [name for name in usual_figures(runs) if name not in _OF_ONE_RUN] if figure == "all" else [figure]
     out = options.get("out", runs[0].path if len(runs) == 1 else Path("comparison"))
-    # among the usual quantities, the baseline is that of the loss
-    ours = [name for name in quantities if "quantity" in options or name in ("loss", "held_out_loss")]
-    baselines = {name: layer["baseline"] if name in ours else None for name in quantities}
-    common = {name: options[name] for name in ("legend", "x", "panel", "recurrence") if name in options}
-    return draw_comparison(runs, out, figures, baselines, **common)
+    return draw_comparison(runs, out, figures, quantities, **common)
 
 
 def _quantities(runs: Sequence[RunRecord], options: Settings) -> list[str]:
@@ -154,14 +137,6 @@ def _quantities(runs: Sequence[RunRecord], options: Settings) -> list[str]:
                 raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
             raise unknown_name("--quantity", quantity, known)
     return list(options["quantity"])
-
-
-def _check_recurrence(name: str, runs: Sequence[RunRecord]) -> None:
-    known = recorded_layers(runs)
-    if not known:
-        raise InputError(f"--recurrence {name}: no record of {_all_of(runs)} holds a spectrum, moduli or angles")
-    if name not in known:
-        raise unknown_name("--recurrence", name, known)
 
 
 def _all_of(runs: Sequence[RunRecord]) -> str:

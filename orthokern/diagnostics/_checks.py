@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from orthokern.errors import InputError
+from orthokern.ops._checks import strided
 
 
 def exact(name: str, value: Any, accepted: str, fits: bool) -> Tensor:
@@ -14,6 +15,7 @@ def exact(name: str, value: Any, accepted: str, fits: bool) -> Tensor:
     if not isinstance(value, Tensor) or value.is_complex() or not fits:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{name} must be {accepted} of real numbers, got {got}")
+    strided(name, value)
     return value.detach().double().cpu()
 
 

@@ -1,8 +1,6 @@
 """Several runs side by side: the settings in which they differ, names for a legend, and a table."""
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,18 +10,8 @@ from orthokern.errors import unknown_name
 
 # Settings that change how a run is executed, not what it learns. They come last in a label, and only if the other
 # settings of two runs are equal.
-_TECHNICAL = (
-    "seed",
-    "iterations",
-    "device",
-    "backend",
-    "threads",
-    "checkpoint_every",
-    "diagnose_every",
-    "eval_every",
-    "plots",
-    "preset",
-)
+_TECHNICAL: tuple[str, ...] = ("seed", "iterations", "device", "backend", "threads", "preset", "plots")
+_TECHNICAL += ("checkpoint_every", "diagnose_every", "eval_every")
 # counters of the evaluations, and constants
 _NO_RESULTS = ("held_out_sequences", "held_out_reached", "held_out_success", "held_out_initial_loss")
 _ABSENT = "–"
@@ -61,23 +49,22 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
         check_settings("legend", runs, names)
     if are_named(runs):
         return [caption(run.label) for run in runs]
-    if names is not None:
-        return [", ".join(_told(run, name) for name in names) or caption(run.name) for run in runs]
-    names = telling_settings(runs)
-    several_tasks = len({run.task for run in runs}) > 1
-    texts = [", ".join([*([run.task] if several_tasks else []), *(_told(run, name) for name in names)]) for run in runs]
+    several_tasks = names is None and len({run.task for run in runs}) > 1
+    shown = telling_settings(runs) if names is None else names
+    parts = [[run.task] * several_tasks + [f"{name} {setting_text(run, name)}" for name in shown] for run in runs]
+    texts = [", ".join(part) for part in parts]
     places = [run.name if [other.name for other in runs].count(run.name) == 1 else str(run.path) for run in runs]
     return [
-        caption(text if text and texts.count(text) == 1 else f"{text} {place}".strip())
+        caption(text if text and (names is not None or texts.count(text) == 1) else f"{text} {place}".strip())
         for text, place in zip(texts, places, strict=True)
     ]
 
 
-def telling_settings(runs: Sequence[RunRecord]) -> list[str]:
-    """The differing settings that are needed to distinguish the runs, in order. A setting that is determined by earlier
-    ones (for example a learning rate that depends on T) is left out."""
+def telling_settings(runs: Sequence[RunRecord], known: Sequence[str] = ()) -> list[str]:
+    """The differing settings that are needed, besides those that are `known`, to distinguish the runs, in order. A
+    setting that is determined by earlier ones (for example a learning rate that depends on T) is left out."""
     names: list[str] = []
-    apart: list[tuple[str, ...]] = [(run.task,) for run in runs]
+    apart = [(run.task, *(setting_text(run, name) for name in known)) for run in runs]
     for name in differing_settings(runs):
         further = [(*values, setting_text(run, name)) for values, run in zip(apart, runs, strict=True)]
         if len(set(further)) > len(set(apart)):
@@ -103,10 +90,6 @@ def setting_text(run: RunRecord, name: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else printable(str(value))
-
-
-def _told(run: RunRecord, name: str) -> str:
-    return f"{name} {setting_text(run, name)}"
 
 
 def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
@@ -163,19 +146,11 @@ def _last(run: RunRecord, quantity: str, form: str) -> str:
 
 
 def _markdown(columns: dict[str, list[str]]) -> str:
-    """Pads the cells of each column to equal width; numbers are right-aligned."""
+    """Pads the cells of each column to equal width."""
     padded = []
     for name, cells in columns.items():
         texts = [printable(cell).replace("|", "\\|") for cell in (name, *cells)]
-        right = all(_numeric(cell) for cell in texts[1:])
         width = max(3, *map(len, texts))
-        head, *rest = (text.rjust(width) if right else text.ljust(width) for text in texts)
-        padded.append([head, "-" * (width - 1) + (":" if right else "-"), *rest])
+        head, *rest = (text.ljust(width) for text in texts)
+        padded.append([head, "-" * width, *rest])
     return "".join(f"| {' | '.join(line)} |\n" for line in zip(*padded, strict=True))
-
-
-def _numeric(cell: Any) -> bool:
-    try:
-        return math.isfinite(float(str(cell).split(",")[0]))
-    except ValueError:
-        return cell in (_ABSENT, "none")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import exact, square
-from orthokern.errors import InputError
+from orthokern.errors import InputError, is_number, require
 
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
 
@@ -36,20 +35,19 @@ class FisherMemory:
     covariance: Tensor
 
 
-def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: int | None = None) -> FisherMemory:
+def fisher_memory(v: Tensor, u: Tensor, noise: float = 1.0, *, steps: int | None = None) -> FisherMemory:
     """The Fisher memory of h_t = V h_{t-1} + u x_t + noise: J_kl = (V^k u)^T C^-1 V^l u (the report's eq. 12).
 
-    C = sum_k V^k E V^kT is the covariance of the states for noise of covariance E, the solution of C = V C V^T + E. It
+    C = e sum_k V^k V^kT is the covariance of the states for noise of variance e, the solution of C = V C V^T + e I. It
     is computed by doubling, C <- C + V C V^T, V <- V^2, on the triangular factor L of C = L L^T (each step is a QR
     factorisation). The factor keeps small elements that rounding would remove from C: for a network with strong
     transients the condition number of C is about 1e20. The total is |L^-1 S|_F^2 with S S^T = sum_k V^k u u^T V^kT. For
-    a normal V and E = e I it is |u|^2 / e.
+    a normal V it is |u|^2 / e.
 
     Args:
         v: [N,N] float, applied to column vectors. It must be stable: all eigenvalues inside the unit circle.
         u: [N] float, the input vector.
-        noise: e > 0, the variance of independent noise at every unit, or its covariance E [N,N], symmetric and positive
-            definite.
+        noise: e > 0, the variance of independent noise at every unit.
         steps: T at least 1, length of the curve; None for 2 N.
 
     Example::
@@ -61,7 +59,8 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float | Tensor = 1.0, *, steps: i
     v, u = _inputs(v, u)
     n = len(v)
     steps = 2 * n if steps is None else integer("steps", steps)
-    factor, signal, power = _noise_factor(noise, n), u.unsqueeze(1), v
+    require(is_number(noise) and 0 < noise < math.inf, "noise", "a finite variance above 0", repr(noise))
+    factor, signal, power = math.sqrt(noise) * torch.eye(n, dtype=torch.float64), u.unsqueeze(1), v
     for _ in range(DOUBLINGS):
         factor = _compressed(torch.cat([factor, power @ factor], 1))
         signal = torch.cat([signal, power @ signal], 1)
@@ -94,11 +93,7 @@ def transient_norms(v: Tensor, u: Tensor, *, steps: int | None = None) -> Tensor
         tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     v, h = _inputs(v, u, several=True)
-    norms = []
-    for _ in range(2 * len(v) if steps is None else integer("steps", steps)):
-        norms.append(torch.linalg.vector_norm(h, dim=0))
-        h = v @ h
-    return torch.stack(norms)
+    return torch.linalg.vector_norm(_history(v, h, 2 * len(v) if steps is None else integer("steps", steps)), dim=1)
 
 
 def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor]:
@@ -107,22 +102,8 @@ def _inputs(v: Tensor, u: Tensor, several: bool = False) -> tuple[Tensor, Tensor
     accepted = f"a tensor [N] = [{n}]" + (f" or [N, M] = [{n}, M]" if several else "")
     u = exact("u", u, accepted, shape[:1] == (n,) and len(shape) <= 1 + several)
     for name, value in (("v", v), ("u", u)):
-        if not bool(value.isfinite().all()):
-            raise InputError(f"{name} must be finite, got NaN or infinity")
+        require(bool(value.isfinite().all()), name, "finite", "NaN or infinity")
     return v, u
-
-
-def _noise_factor(noise: float | Tensor, n: int) -> Tensor:
-    """L [N,N] with L L^T = E."""
-    if isinstance(noise, Tensor) and noise.dim():
-        e = exact("noise", noise, f"a variance, or a covariance [{n}, {n}]", noise.shape == (n, n))
-        factor, info = torch.linalg.cholesky_ex(e)
-        if int(info) or not torch.allclose(e, e.mT) or not bool(factor.isfinite().all()):
-            raise InputError("noise must be a covariance: a symmetric positive definite matrix")
-        return factor
-    if isinstance(noise, bool) or not isinstance(noise, Real | Tensor) or not 0 < float(noise) < math.inf:
-        raise InputError(f"noise must be a finite variance above 0, or a covariance [{n}, {n}], got {noise!r}")
-    return math.sqrt(noise) * torch.eye(n, dtype=torch.float64)
 
 
 def _compressed(wide: Tensor) -> Tensor:
@@ -131,7 +112,7 @@ def _compressed(wide: Tensor) -> Tensor:
 
 
 def _history(v: Tensor, u: Tensor, steps: int) -> Tensor:
-    """V^k u [T,N], k = 0 ... T-1."""
+    """V^k u [T,N] or [T,N,M], k = 0 ... T-1."""
     states = [u]
     for _ in range(steps - 1):
         states.append(v @ states[-1])

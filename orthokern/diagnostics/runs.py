@@ -4,7 +4,7 @@ A run in progress can be read at any time: an incomplete last line of metrics.js
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,6 @@ import numpy as np
 
 from orthokern._files import count, json_lines, number, read_object
 from orthokern.data._checks import as_path
-from orthokern.diagnostics.gradients import profile_steps
 from orthokern.errors import InputError
 
 Record = dict[str, Any]
@@ -49,21 +48,12 @@ class RunRecord:
 
     @property
     def time_steps(self) -> int | None:
-        """Time steps per sequence, or None if it is unknown or not the same for all sequences.
-
-        The number is read from "time_steps" in the records, configuration or settings. Otherwise it is computed from
-        the times per iteration and per time step in the records and the number of accumulated batches.
-        """
-        for places in (self.records, [self.config], [self.settings]):
+        """Time steps per sequence: "time_steps" of the records, else of the configuration. None if it is unknown or not
+        the same for all sequences."""
+        for places in (self.records, [self.config]):
             steps = {value for place in places if (value := count(place.get("time_steps"), 1)) is not None}
             if steps:
                 return steps.pop() if len(steps) == 1 else None
-        for record in reversed(self.records):
-            per_iteration, per_step = number_at(record, "ms_per_iteration"), number_at(record, "us_per_step")
-            if per_iteration is not None and per_step:
-                batches = number_at(self.settings, "accumulate") or 1.0
-                ratio = number(1e3 * per_iteration / per_step / batches)
-                return None if ratio is None else count(max(1, round(ratio)))
         return None
 
     @property
@@ -71,26 +61,17 @@ class RunRecord:
         """The margin of a factorized network; None for other networks, which record the setting too."""
         return number_at(self.settings, "margin") if self.settings.get("model", "factorized") == "factorized" else None
 
-    def profile_length(self, name: str) -> int | None:
-        """`time_steps`, if the lists under `name` have the length of `profile_steps(time_steps)`; else None."""
-        length = self.time_steps
-        lists = {len(record[name]) for record in self.records if isinstance(record.get(name), list)}
-        return length if length is not None and lists == {len(profile_steps(length))} else None
-
     @property
     def iterations_per_epoch(self) -> float | None:
-        """Iterations per epoch, from the settings or from records with both counters; None if unknown."""
-        value = number_at(self.settings, "iterations_per_epoch")
-        if value is None:
-            last = next((record for record in reversed(self.records) if number_at(record, "epoch")), None)
-            ratio = None if last is None else number(last["iteration"] / float(last["epoch"]))
-            value = None if ratio is None else max(1.0, round(ratio))
-        return value if value is not None and value > 0 else None
+        """Iterations per epoch, from the settings; None if unknown."""
+        return number_at(self.settings, "iterations_per_epoch") or None
 
     def series(self, quantity: str) -> tuple[np.ndarray, np.ndarray]:
         """Iterations [P] and values [P], float64, of the records that have a finite number under `quantity`: a field of
         the records, or "field.part", e.g. "spectrum.mean"."""
-        return series(self.records, quantity)
+        points = [(r["iteration"], value) for r in self.records if (value := number_at(r, quantity)) is not None]
+        pairs = np.asarray(points, dtype=float).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
 
     @property
     def tested(self) -> dict[str, float]:
@@ -132,10 +113,8 @@ def load_run(folder: Path | str) -> RunRecord:
         (100, 2.0)
     """
     path = as_path("folder", folder)
-    if not os.path.exists(path):
+    if not os.path.isdir(path):
         raise InputError(f"no such run folder: {path}")
-    if not path.is_dir():
-        raise InputError(f"{path} is a file; accepted: the folder of a run")
     config = _object(path / "config.json")
     if config is None:
         inside = sum(1 for _ in path.glob("*/config.json"))
@@ -184,13 +163,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
             yield line, content.endswith(b"\n"), value if valid else None
     except FileNotFoundError:
         return
-
-
-def series(records: Sequence[Record], quantity: str) -> tuple[np.ndarray, np.ndarray]:
-    """See `RunRecord.series`."""
-    points = [(record["iteration"], value) for record in records if (value := number_at(record, quantity)) is not None]
-    pairs = np.asarray(points, dtype=float).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
 
 
 def number_at(record: Record, quantity: str) -> float | None:

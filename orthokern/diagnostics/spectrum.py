@@ -6,32 +6,18 @@ in comparison. `diagnose_recurrence(eigenvalues=False)` skips the eigenvalues, w
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from orthokern._decompositions import LinAlgError, robust_svdvals
 from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import square, vector
 from orthokern.errors import InputError
 
 ANGLE_BINS = 36  # of ten degrees each
-
-
-class Recurrence(Protocol):
-    """The interface that `diagnose_recurrence` needs. All recurrent modules of orthokern.nn have it.
-
-    `singular_values(layer, reverse)` [K] and `orthogonality_error()` are used if the module has them: a factorized
-    recurrence has its singular values as a parameter, without a decomposition.
-    """
-
-    num_layers: int
-    bidirectional: bool
-
-    def recurrent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
-        """W [N, N] of one recurrence, applied to column vectors."""
-        ...
 
 
 def summarize_spectrum(singular_values: Tensor) -> dict[str, float]:
@@ -87,7 +73,7 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
     return torch.bincount(part, minlength=bins).tolist()
 
 
-def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = True) -> dict[str, Any]:
+def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, Any]:
     """The spectral statistics of all recurrent matrices of a module, as a record for metrics.jsonl.
 
     The cost is one eigenvalue decomposition per recurrence, and for a dense W one singular value decomposition:
@@ -95,7 +81,9 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
     decomposition.
 
     Args:
-        module: a recurrence of orthokern.nn; see `Recurrence`.
+        module: a recurrence of orthokern.nn, or an object with their `num_layers`, `bidirectional` and
+            `recurrent_matrix(layer, reverse)`; `singular_values(layer, reverse)` and `orthogonality_error()` are used
+            if it has them.
         eigenvalues: also compute "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
 
     Returns:
@@ -116,16 +104,13 @@ def diagnose_recurrence(module: nn.Module | Recurrence, *, eigenvalues: bool = T
     if missing:
         kind = type(module).__name__
         raise InputError(f"module must be a recurrence of orthokern.nn, got {kind} without {', '.join(missing)}")
-    recurrence = cast(Recurrence, module)
     singular_values, error = (getattr(module, name, None) for name in ("singular_values", "orthogonality_error"))
     record: dict[str, Any] = {}
-    places = [
-        (i, r) for i in range(recurrence.num_layers) for r in ((False, True) if recurrence.bidirectional else (False,))
-    ]
+    places = [(i, r) for i in range(module.num_layers) for r in ((False, True) if module.bidirectional else (False,))]
     with torch.no_grad():
         for index, (layer, reverse) in enumerate(places):
             suffix = f"_l{layer}{'_reverse' if reverse else ''}" if index else ""
-            w = recurrence.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
+            w = module.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
             s = _singular_values(w) if singular_values is None else singular_values(layer, reverse)
             record[f"spectrum{suffix}"] = summarize_spectrum(s)
             if eigenvalues:
@@ -159,13 +144,13 @@ def _singular_values(w: Any) -> Tensor:
     if not bool(w.isfinite().all()):
         return w.new_full((len(w),), math.nan)
     with _one_thread():
-        return torch.linalg.svdvals(w)
+        return robust_svdvals(w)
 
 
 def _eigenvalues(w: Any) -> Tensor:
-    """[N] complex128 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
+    """[N] complex128 on the CPU, or NaN if w is not finite or LAPACK fails."""
     w = square("w", w)
-    if not bool(w.isfinite().all()):
-        return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")
-    with _one_thread():
-        return torch.linalg.eigvals(w)
+    if bool(w.isfinite().all()):
+        with _one_thread(), suppress(LinAlgError):
+            return torch.linalg.eigvals(w)
+    return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from orthokern._decompositions import robust_svdvals
 from orthokern.diagnostics.spectrum import spectral_radius
-from orthokern.errors import InputError
+from orthokern.errors import require
 
 
 @torch.no_grad()
@@ -35,9 +36,10 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
         >>> diagnose_stability(gru)
         {'jacobian_radius': 0.5, 'recurrent_norm': 0.0}
     """
-    weights = [(name, p) for name, p in module.named_parameters(recurse=False) if name.startswith("weight_hh_l")]
-    if not weights or any(p.dim() != 2 or p.shape[0] != 3 * p.shape[1] for _, p in weights):
-        raise InputError(f"module must be a GRU of orthokern.nn or torch.nn, got {type(module).__name__}")
+    parameters = module.named_parameters(recurse=False) if isinstance(module, nn.Module) else ()
+    weights = [(name, p) for name, p in parameters if name.startswith("weight_hh_l")]
+    fits = weights and all(p.dim() == 2 and p.shape[0] == 3 * p.shape[1] for _, p in weights)
+    require(fits, "module", "a GRU of orthokern.nn or torch.nn", type(module).__name__)
     record: dict[str, float] = {}
     for index, (name, parameter) in enumerate(weights):
         suffix = f"_{name.removeprefix('weight_hh_')}" if index else ""
@@ -48,7 +50,5 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
 
 
 def _norm(w: Tensor) -> float:
-    """The largest singular value of w [N, N], from the eigenvalues of W^T W, which are faster to compute."""
-    if not bool(w.isfinite().all()):
-        return float("nan")
-    return float(torch.linalg.eigvalsh(w.mT @ w)[-1].clamp(min=0).sqrt())
+    """The largest singular value of w [N, N]."""
+    return float(robust_svdvals(w)[0]) if bool(w.isfinite().all()) else float("nan")

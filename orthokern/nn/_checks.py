@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from orthokern import dispatch
+from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
 from orthokern.ops._checks import as_int, strided
@@ -156,7 +157,7 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
         return
     check_finite(name, parameter, "finite numbers")
     lower = parameter.detach().double().tril(-1)
-    angles = torch.linalg.svdvals(lower - lower.mT)
+    angles = robust_svdvals(lower - lower.mT)
     r = float(angles[0]) * float(((angles / angles[0]) ** 12).sum()) ** (1 / 12)
     largest = dispatch.leaf("skew_exp", "reference").LARGEST[p.dtype]
     raise OutOfRange(

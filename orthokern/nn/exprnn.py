@@ -47,6 +47,7 @@ from typing_extensions import Unpack
 
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
+from orthokern._decompositions import robust_eigh
 from orthokern.errors import InputError
 from orthokern.nn._checks import (
     check_exponential,
@@ -87,7 +88,7 @@ def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
     """
     # the gradient with respect to L is twice the lower triangle of the skew gradient with respect to A
     gamma = skew_from(momentum).to(torch.complex128) / 2
-    angles, q = torch.linalg.eigh(-1j * skew_from(parameter).to(torch.complex128))
+    angles, q = robust_eigh(-1j * skew_from(parameter).to(torch.complex128))
     difference = angles.unsqueeze(-1) - angles.unsqueeze(-2)
     sinc = torch.sinc(difference / (2 * torch.pi))  # torch's sinc(x) is sin(pi x) / (pi x)
     sinc = torch.where(sinc.abs() < FLATTEST, torch.where(sinc < 0, -FLATTEST, FLATTEST), sinc)

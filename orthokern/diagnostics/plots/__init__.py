@@ -1,9 +1,9 @@
 """Plots of one run or of several, drawn from the records of their metrics.jsonl and written as PNG.
 
-Functions named compare_... draw one run or several and return the figure, or None if no record has the fields that the
-plot needs; `save` writes it. Functions named plot_... draw one run, from its records, to the file `path`. Figures are
-built without pyplot: no global state, no window, and a shorter import. `key` is the field of the records; `legend` and
-`x`, in `common`, are explained in `compare_curves`. The colours can be distinguished by colour-blind readers.
+Functions named compare_... draw one run or several, those named plot_... one run. They return the figure, or None if no
+record has the fields that the plot needs; `save` writes it. Figures are built without pyplot: no global state, no
+window, and a shorter import. `legend`, `x` and `title`, in `common`, are
+explained in `compare_curves`. The colours can be distinguished by colour-blind readers.
 
 InputError is raised for a setting that no run has, for x = "epoch" if the length of an epoch is unknown for a run, and
 if matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
@@ -12,23 +12,14 @@ Long runs are downsampled: a curve of more than 1000 points is drawn as means ov
 minima and maxima are taken over these intervals, and a heat map shows at most 600 columns.
 """
 
-from orthokern.diagnostics.plots._figures import AXES, save, thin_curve
-from orthokern.diagnostics.plots.curves import (
-    compare_curves,
-    compare_dynamics,
-    iterations_over_lengths,
-    plot_layers,
-    plot_learning,
-    plot_losses,
-)
-from orthokern.diagnostics.plots.heat_maps import Profiles, compare_angles, compare_gradients, compare_states, profiles
-from orthokern.diagnostics.plots.linear import memory
-from orthokern.diagnostics.plots.parts import compare_parts
+from orthokern.diagnostics.plots._figures import AXES, save
+from orthokern.diagnostics.plots.curves import compare_curves, plot_layers, plot_learning
+from orthokern.diagnostics.plots.heat_maps import compare_angles, compare_gradients, compare_states
 from orthokern.diagnostics.plots.spectra import compare_moduli, compare_spectra, compare_stability
+from orthokern.diagnostics.plots.studies import compare_dynamics, compare_parts, iterations_over_lengths, memory
 
 __all__ = [
     "AXES",
-    "Profiles",
     "compare_angles",
     "compare_curves",
     "compare_dynamics",
@@ -42,8 +33,5 @@ __all__ = [
     "memory",
     "plot_layers",
     "plot_learning",
-    "plot_losses",
-    "profiles",
     "save",
-    "thin_curve",
 ]
