@@ -47,7 +47,7 @@ class CharOptions(StartOptions, DataOptions):
     """The settings of the character language model."""
 
     GROUP = "the task"
-    HIDDEN = DataOptions.HIDDEN | {"sigma"}
+    HIDDEN = frozenset({"sigma"})
     data: str = data_option("the Penn Treebank's text files")
     length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(

@@ -208,8 +208,6 @@ class CopyExperiment(DrawnTask):
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
-            if self.way[0] == "modal":
-                self.capturable = False  # it decides on the host when to decompose anew
 
     def headline(self) -> str:
         name, why = self.way

@@ -37,7 +37,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
     """The settings of deep feedforward MNIST."""
 
     GROUP = "the network"
-    HIDDEN = DigitsOptions.HIDDEN | {"backend"}  # all computation is done by torch
+    HIDDEN = frozenset({"backend"})  # all computation is done by torch
     layers: int = option(10, "hidden layers", basic=True)
     hidden: int = option(100, "units per hidden layer", basic=True)
     init: str = option(

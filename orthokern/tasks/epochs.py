@@ -56,7 +56,6 @@ class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
-    HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = data_option("the task's files")
     epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
 

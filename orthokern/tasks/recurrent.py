@@ -195,10 +195,6 @@ class DrawnTask(RecurrentTask):
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self._buffers = data.buffers(settings.batch, self.device)
 
-    def build(self, model: nn.Module) -> None:
-        super().build(model)
-        self.capturable = isinstance(self.rnn, (RNN, FactorizedRNN))  # exponentials move their base every few steps
-
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self._buffers
         self.drawn.fill(inputs, targets, self.generator)

@@ -91,9 +91,6 @@ class RunOptions(Options):
         shown="",
         optional=10,
     )
-    cuda_graph: bool = option(
-        False, "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it"
-    )
     process_timeout: int = option(
         600,
         "under torchrun, seconds that a process waits for the others; must exceed the time of an evaluation",

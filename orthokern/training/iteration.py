@@ -33,7 +33,6 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         profile: number of iterations to time by stage; None for no profile.
-        cuda_graph: capture iterations as CUDA graphs where that is possible (`orthokern.training.graphs`).
         minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
     """
 
@@ -44,7 +43,6 @@ class LoopSettings:
     accumulate: int = 1
     last_step_gradient: bool = False
     profile: int | None = None
-    cuda_graph: bool = False
     minutes: float | None = None
 
 
@@ -58,15 +56,13 @@ class Step:
     profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
 
 
-def step(
-    task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, batch: Any = None
-) -> Step:
+def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler) -> Step:
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
     profiles: list[Profiles] = []
-    batches = task.next_batches(settings.accumulate) if batch is None else iter([batch])
+    batches = task.next_batches(settings.accumulate)
     for index in range(settings.accumulate):
         last = index + 1 == settings.accumulate
         with profiler.stage("data"):

@@ -20,8 +20,7 @@ from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
-from orthokern.training.graphs import CapturedIterations, obstacle
-from orthokern.training.iteration import LoopSettings, Step, diagnosis, step
+from orthokern.training.iteration import LoopSettings, diagnosis, step
 from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.profiling import Profiler
 from orthokern.training.progress import Progress
@@ -102,9 +101,6 @@ def train(
     """
     shard = distributed.current_shard()
     progress = progress or Progress(settings.iterations, shown=shard.first)
-    take_step: Callable[..., Step] = step
-    if settings.cuda_graph:  # before a state is restored
-        take_step = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
     state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
     with StopRequest() as stop:
         if resume:
@@ -113,7 +109,7 @@ def train(
         profiler = Profiler(settings.profile if shard.first else None, task.device, progress.line, run.profile)
         try:
             task.module = distributed.wrap(task.model)
-            return _iterate(state, settings, stop, profiler, announce if shard.first else None, take_step)
+            return _iterate(state, settings, stop, profiler, announce if shard.first else None)
         except OutOfRange as error:
             return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
         finally:
@@ -140,7 +136,6 @@ def _iterate(
     stop: StopRequest,
     profiler: Profiler,
     announce: Callable[[], None] | None,
-    take_step: Callable[..., Step],
 ) -> Outcome:
     task, progress = state.task, state.progress
     several = state.shard.world > 1
@@ -154,7 +149,7 @@ def _iterate(
         state.iteration += 1
         profiler.begin(state.iteration)
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        result = take_step(task, settings, diagnose, stop, profiler)
+        result = step(task, settings, diagnose, stop, profiler)
         if announce is not None:
             announce()
             announce = None

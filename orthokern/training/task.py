@@ -29,8 +29,6 @@ class Task(ABC):
         time_steps: time steps per sequence, for "µs per time step".
         device: device of the model.
         data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
-        capturable: whether an iteration can be a CUDA graph (`orthokern.training.graphs`): `loss` and `clip_gradients`
-            read no value of a tensor on the host, and use no tensors but the batch and those of model and optimizer.
         iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
             no epochs.
 
@@ -54,7 +52,6 @@ class Task(ABC):
     time_steps: int
     device: torch.device
     data_digest: int | None = None
-    capturable: bool = False
     iterations_per_epoch: int | None = None
     _module: nn.Module | None = None
 
