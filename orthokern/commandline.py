@@ -137,18 +137,6 @@ def integer(minimum: int, maximum: int | None = None, *, none: bool = False) -> 
     return parse
 
 
-def duration(text: str) -> float:
-    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    try:
-        seconds = float(text[:-1]) * units[text[-1:]]
-    except (ValueError, KeyError):
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a length of time such as 90s, 30m or 2h")
-    return seconds
-
-
 def real(
     low: float | None = None,
     *,

@@ -272,21 +272,3 @@ def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SMALL, *options, "--out", tmp_path / "run") == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("diverged: the ") and "at iteration" in last and "no checkpoint was written yet" in last
-
-
-def test_a_run_does_not_load_the_compiler(tmp_path: Path) -> None:
-    """Its front end takes as long to load as torch; and torch's optimizers are afterwards what they were."""
-    program = (
-        "import sys, torch\n"
-        "from orthokern.tasks import copy\n"
-        "step = torch.optim.RMSprop.step\n"
-        f"copy.main({[*SMALL, '--iterations', '2', '--out', str(tmp_path / 'run')]!r})\n"
-        "assert 'torch._dynamo' not in sys.modules, [name for name in sys.modules if 'dynamo' in name]\n"
-        "assert torch.optim.RMSprop.step is step\n"
-        "parameter = torch.ones(2, requires_grad=True)\n"
-        "optimizer = torch.optim.RMSprop([parameter])\n"
-        "(3 * parameter).sum().backward()\n"
-        "optimizer.step()\n"
-        "assert 'torch._dynamo' in sys.modules\n"  # so the test notices when torch needs no help any longer
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True, timeout=120)

@@ -266,7 +266,6 @@ OWN = {
     "music": [
         (["--collection", "jsb"], "missing data file jsb_chorales.npz (nor JSB_Chorales.mat)"),
         (["--lr", "1e-3", "--lr-floor", "0.01"], "--lr 0.001: below --lr-floor, 0.01, at which training ends"),
-        (["--model", "torch-gru", "--backend", "cpu"], "--backend: for --model gru; here --model is torch-gru"),
     ],
 }
 
@@ -283,7 +282,6 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         (["--model", "lstm"], "unknown model 'lstm'"),
         (["--data", tmp_path / "no"], "does not exist"),
         (["--data", tmp_path], "missing data file"),
-        (["--model", "torch-gru", "--variant", "kanai"], "--variant: for --model gru; here --model is torch-gru"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
         *OWN[name],
     ):

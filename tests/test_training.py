@@ -235,8 +235,8 @@ def test_a_kill_during_a_checkpoint_leaves_the_old_one(
         go(folder, Regression())
     monkeypatch.setattr(os, "replace", replace)
     assert (folder / "checkpoint.pt.tmp").exists()  # a killed process cleans up nothing
-    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == 6
-    assert len(read_metrics(folder / "metrics.jsonl")) == 12
+    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == 4
+    assert len(read_metrics(folder / "metrics.jsonl")) == 6
     assert go(folder, Regression(), resume=True).exit_code == 0
     assert_same_run(whole, folder)
     assert not (folder / "checkpoint.pt.tmp").exists()
@@ -304,49 +304,40 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path, point: str, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]  # the half-written file is gone: it takes space
 
 
-def test_training_goes_on_while_the_disk_is_full(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, fsync = tmp_path / "full", os.fsync
-    full = lambda _: monkeypatch.setattr(os, "fsync", no_space)  # noqa: E731
-    free = lambda _: monkeypatch.setattr(os, "fsync", fsync)  # noqa: E731
-    assert go(folder, Regression(at={8: full, 16: free})).exit_code == 0
-    warnings = [line for line in outcome_output[-1].splitlines() if "No space left" in line]
-    assert any("checkpoint at iteration 12 not written: No space left on device" in line for line in warnings)
-    assert any("last good checkpoint: iteration 6" in line for line in warnings)
-    assert all(line.startswith("warning:") for line in warnings)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "result.json"])
+def test_a_full_disk_ends_a_run_which_resumes(
+    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file, and the last checkpoint stays."""
+    folder = tmp_path / "full"
+    with monkeypatch.context() as patch:
+        if name == "metrics.jsonl":
+            at = {9: lambda _: patch.setattr(os, "fsync", no_space)}
+        else:
+            replace = os.replace
+            full = lambda source, target: no_space() if Path(target).name == name else replace(source, target)  # noqa: E731
+            at = {9: lambda _: patch.setattr(os, "replace", full)}
+        with pytest.raises(OSError, match="No space left") as error:
+            go(folder, Regression(at=at))
+    assert error.value.filename == str(folder / name)
+    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == (20 if name == "result.json" else 8)
+    assert go(folder, Regression(), resume=True).exit_code == 0
     assert_same_run(whole, folder)
 
 
-def test_a_full_disk_at_the_end_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = go(tmp_path / "run", Regression(at={15: lambda _: monkeypatch.setattr(os, "fsync", no_space)}))
-    assert outcome.exit_code == 2
-    assert "not solved at 20; NOT saved (No space left on device; last good checkpoint: it" in outcome.message
-
-
-def test_metrics_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, pwrite = MetricsLog(tmp_path / "metrics.jsonl"), os.pwrite
+def test_a_record_that_does_not_fit_is_written_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
     log.start()
-    log.append({"iteration": 1, "loss": 0.5})
-
-    def half(descriptor: int, content: bytes, offset: int) -> int:
-        if offset > 40:
-            no_space()
-        return pwrite(descriptor, content[:15], offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", half)
-        for iteration in (2, 3):
-            with pytest.raises(OSError, match="No space left"):
-                log.append({"iteration": iteration, "loss": 0.5})
-            assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-            assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 1  # no half line either
-    log.append({"iteration": 4, "loss": math.nan})
+    log.append({"iteration": 1, "loss": math.nan})
+    own, log._file = log._file, FullFile(tmp_path / "metrics.jsonl", "ab")
+    with pytest.raises(OSError, match="No space left"):
+        log.append({"iteration": 2, "loss": [0.5] * 100})
+    log._file.close()
+    log._file = own
+    assert [(r["iteration"], r["loss"]) for r in read_metrics(log.path)] == [(1, None)]
+    log.start(keep=1)
+    assert log.path.read_bytes().count(b"\n") == 1  # no half line either
     log.close()
-    assert [(r["iteration"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
-        (1, 0.5),
-        (2, 0.5),
-        (3, 0.5),
-        (4, None),
-    ]
 
 
 def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +392,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 
     outcome = go(tmp_path / "run", Regression(at={12: spoil}))
     assert outcome.exit_code == 3 and "a parameter is no longer finite" in outcome.message
-    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["iteration"] == 6
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["iteration"] == 8
 
 
 # ---- checkpoints and folders that are not what they should be ------------------------------------

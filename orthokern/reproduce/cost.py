@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
 
 
 def _measure(
-    task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int, stream: TextIO
+    task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int
 ) -> tuple[dict[str, list[float]], float]:
     """The time of each part of each iteration in ms, by name; and the largest difference of the two projections."""
     times: dict[str, list[float]] = {name: [] for name in ("iteration", "naive SVD", "projection", "gradient clipping")}
@@ -108,7 +108,7 @@ def _measure(
                 values.clear()
             projection.counts = dict.fromkeys(projection.counts, 0)
         if (i + 1) % 50 == 0:
-            say(f"iteration {i + 1} of {WARM_UP + iterations}", stream)
+            say(f"iteration {i + 1} of {WARM_UP + iterations}")
     return times, worst
 
 
@@ -129,7 +129,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return table((*headings, "published ratio"), cells)
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains in the setting of Table 1 and times every method on the same iterations."""
     quick, folder = args.get("quick", False), output_folder(args)
     if "threads" in args:
@@ -139,7 +139,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     settings = task.settings
     projection = SpectralNormProjection(task.model, DELTA)
     began_with, growth = _begin(task, projection, folder)
-    times, worst = _measure(task, projection, growth, iterations, stream)
+    times, worst = _measure(task, projection, growth, iterations)
     if projection.counts["projections"] == 0:
         raise InputError(
             f"{spec['name']}: no singular value rose above {projection.limit:g} in {iterations} iterations from "

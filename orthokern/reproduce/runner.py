@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -14,29 +13,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from orthokern.commandline import EXIT_BAD_INPUT, say, write
+from orthokern.commandline import EXIT_BAD_INPUT, say
 from orthokern.errors import InputError
 from orthokern.reproduce.page import read_json
 from orthokern.reproduce.spec import Run, each_once, planned
+from orthokern.training.checkpoint import write_atomically
 from orthokern.training.loop import EXIT_DIVERGED
 
-POLL = 0.2  # seconds between two polls of the child processes
-
-
-class BudgetSpent(Exception):
-    """The end of `Plan.budget`, before all runs were done.
-
-    Attributes:
-        failed: as returned by `train_all`.
-    """
-
-    def __init__(self, failed: dict[str, str]) -> None:
-        super().__init__()
-        self.failed = failed
+POLL, STATUS_EVERY = 0.2, 60.0  # seconds between two polls of the child processes, and between two lines of status
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,7 +51,6 @@ class Plan:
         threads: CPU threads of a run.
         longer: options that replace the length of a run, for example ("--epochs", "20").
         device: for --device, or None.
-        budget: seconds after which no run trains on, or None.
     """
 
     folder: Path
@@ -73,16 +60,13 @@ class Plan:
     threads: int = 1
     longer: tuple[str, ...] = ()
     device: str | None = None
-    budget: float | None = None
 
     @classmethod
     def of(cls, args: Mapping[str, Any], folder: Path, data: Path | None, longer: tuple[str, ...]) -> Plan:
         """The plan of a command line."""
         jobs = args.get("jobs", 1)
         threads = args.get("threads", max(1, torch.get_num_threads() // jobs))
-        return cls(
-            folder, data, args.get("quick", False), jobs, threads, longer, args.get("device"), args.get("budget")
-        )
+        return cls(folder, data, args.get("quick", False), jobs, threads, longer, args.get("device"))
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
@@ -178,27 +162,6 @@ class _Child:
         return f"ended by {name}{why}; the last line was: {line}"
 
 
-class _Progress:
-    """Prints the progress of the runs: one line that is overwritten on a terminal, one line per minute elsewhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.terminal, self.next = stream, stream.isatty(), 0.0
-
-    def say(self, text: str) -> None:
-        say(("\r\033[K" if self.terminal else "") + text, self.stream)
-
-    def status(self, done: str, children: Mapping[str, _Child]) -> None:
-        now = time.monotonic()
-        if now < self.next:
-            return
-        self.next = now + (1.0 if self.terminal else 60.0)
-        line = f"{done}; " + "; ".join(f"{name}: {child.progress()}" for name, child in children.items())
-        if self.terminal:
-            write("\r\033[K" + line[: os.get_terminal_size(self.stream.fileno()).columns - 1], self.stream)
-        else:
-            say(line, self.stream)
-
-
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """SIGTERM and SIGHUP raise Interrupted, as SIGINT raises KeyboardInterrupt: else this process would end, and the
@@ -219,21 +182,18 @@ def _interruptible() -> Iterator[None]:
 
 
 @_interruptible()
-def train_all(plan: Plan, chains: Sequence[Sequence[Run]], stream: TextIO, what: str = "runs") -> dict[str, str]:
-    """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others."""
-    progress, total = _Progress(stream), len(chains)
-    waiting = [chain for chain in chains if _next(chain, plan) is not None]
+def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -> dict[str, str]:
+    """Trains the runs that are not done, in each chain one after the other until one does not reach its goal. Returns
+    the last lines of the runs that failed, by name."""
+    waiting, total = [chain for chain in chains if _next(chain, plan) is not None], len(chains)
     done = total - len(waiting)
     if done:
-        progress.say(f"{done} of {total} {what} are done already")
+        say(f"{done} of {total} {what} are done already")
     children: dict[str, _Child] = {}
     failed: dict[str, str] = {}
-    deadline = math.inf if plan.budget is None else time.monotonic() + plan.budget
+    told = 0.0
     try:
         while waiting or children:
-            if time.monotonic() >= deadline:
-                progress.say(f"the budget is spent: {total - done} {what} are not done; repeat the command to continue")
-                raise BudgetSpent(failed)
             while waiting and len(children) < plan.jobs:
                 chain = waiting.pop(0)
                 run = _next(chain, plan)
@@ -246,20 +206,22 @@ def train_all(plan: Plan, chains: Sequence[Sequence[Run]], stream: TextIO, what:
                     continue
                 del children[name]
                 line = child.last_line(code)
-                progress.say(f"{name}: {line}")
+                say(f"{name}: {line}")
                 if code == EXIT_BAD_INPUT:
                     raise InputError(f"{name}: {line.removeprefix('error: ')}")
                 if code == EXIT_DIVERGED:  # not to be repeated
                     content = json.dumps({"diverged": True, "message": line}, indent=2)
-                    (child.folder / "result.json").write_text(content + "\n")
+                    write_atomically(child.folder / "result.json", content.encode() + b"\n")
                 if code != 0:
                     failed[name] = line
                 if _next(child.chain, plan) in (None, child.run):  # the end of the chain, or an unfinished run
                     done += 1
                 else:
                     waiting.insert(0, child.chain)
-            if children:
-                progress.status(f"{done} of {total} {what} done", children)
+            if children and time.monotonic() >= told + STATUS_EVERY:
+                told = time.monotonic()
+                at = "; ".join(f"{name}: {child.progress()}" for name, child in children.items())
+                say(f"{done} of {total} {what} done; {at}")
     except BaseException:
         for child in children.values():  # they save themselves
             child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT

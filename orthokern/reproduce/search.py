@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
@@ -24,7 +24,7 @@ from orthokern.reproduce.page import (
     table,
 )
 from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
-from orthokern.reproduce.runner import BudgetSpent, Plan, is_done, result_of, train_all
+from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
 
 
@@ -82,7 +82,7 @@ def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
     )
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed."""
     searches = read_searches(spec)
     chosen = [search for search in searches if args.get("only", "") in search.name]
@@ -94,18 +94,15 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
     plan = Plan.of(args, output_folder(args), None, longer)
     failed: dict[str, str] = {}
-    spent = False
     try:
         if not args.get("report"):
             chains = [[search.run(T) for T in search.lengths(plan.quick)] for search in chosen]
-            failed = train_all(plan, chains, stream, "searches")
-    except BudgetSpent as end:
-        failed, spent = end.failed, True
+            failed = train_all(plan, chains, "searches")
     finally:
         files = report_searches(spec, searches, plan)
     # a search ends with a run that does not reach its goal
     failed = {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
-    return Outcome(files, failed, spent)
+    return Outcome(files, failed)
 
 
 def look(search: Search, plan: Plan) -> Row:
@@ -195,6 +192,6 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: P
     cells = (_cells(search, row) for search, row in zip(searches, rows, strict=True))
     text = ["Longer sequences are better.", "", *table(headings, cells), "", *picture(title, figure)]
     text += [paragraph(spec["note"]), "", *commands(trained)]
-    moment = dated(plan.folder, name, rows)
+    moment = dated()
     text += ["", f"{moment['versions']}; {machines(row['machine'] for row in rows)}; {moment['date']}."]
     return publish(plan.folder, spec, plan.quick, text, rows, figure, **moment)

@@ -46,7 +46,7 @@ from orthokern.nn import ExpRNN, FactorizedRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import SHORT_EVALUATIONS
-from orthokern.tasks.network import EXPONENTIALS, KERNELS, build_recurrence, last_output
+from orthokern.tasks.network import EXPONENTIALS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
     START_HELP,
@@ -132,8 +132,6 @@ class AddingOptions(StartOptions, DrawnOptions):
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
-    # the readout is computed by torch, and so are LSTMs
-    backend: str = changed(DrawnOptions, "backend", models=KERNELS)
 
 
 DEFAULTS = defaults(AddingOptions)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.network import UNGATED, build_recurrence
+from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training.distributed import current_shard
@@ -65,8 +65,6 @@ class CharOptions(StartOptions, DataOptions):
     goal: float | None = option(
         None, "stop at this number of bits per validation character; none", above=0.0, metavar="BITS"
     )
-    # the readout does not depend on it, and gates neither
-    start: str = changed(StartOptions, "start", models=UNGATED)
     hidden: int = 512
     nonlinearity: str = "modrelu"
     # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
@@ -166,9 +164,12 @@ class CharTask(RecurrentTask):
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
 
     @staticmethod
-    def _means(total: dict[str, float], targets: int) -> dict[str, float]:
-        means = {name: value / targets for name, value in total.items()}
-        return {**means, "bpc": means["loss"] / math.log(2.0)}
+    def _means(batches: Iterable[tuple[Tensor, Tensor, int]]) -> dict[str, float]:
+        """The means over all characters, from loss, accuracy and number of characters of each batch."""
+        loss = right = count = 0.0
+        for batch_loss, accuracy, size in batches:
+            loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
+        return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Means over the characters of the validation text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
@@ -230,13 +231,13 @@ class CharLm(CharTask):
             yield batch.packed(), batch.targets, weight
 
     def _evaluate(self, part: Sentences) -> dict[str, float]:
-        total = {"loss": 0.0, "accuracy": 0.0}
-        for sentences in part.ordered(200):
-            batch = sentences.to(self.device)
-            loss, numbers = self.model(batch.packed(), batch.targets)
-            total["loss"] += loss.item() * len(batch.targets)
-            total["accuracy"] += numbers["accuracy"].item() * len(batch.targets)
-        return self._means(total, part.targets)
+        def batches() -> Iterator[tuple[Tensor, Tensor, int]]:
+            for sentences in self.in_time(part.ordered(200)):
+                batch = sentences.to(self.device)
+                loss, numbers = self.model(batch.packed(), batch.targets)
+                yield loss, numbers["accuracy"], len(batch.targets)
+
+        return self._means(batches())
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}
@@ -304,13 +305,14 @@ class CharStream(CharTask):
         return loss if added is None else loss + added, numbers
 
     def _evaluate(self, part: Tensor) -> dict[str, float]:
-        total, targets, state = {"loss": 0.0, "accuracy": 0.0}, part[1:].numel(), None
-        for index in range(-(-(len(part) - 1) // self.length)):
-            inputs, expected = self._piece(part, index)
-            loss, numbers, state = self.model(inputs, expected, state)
-            total["loss"] += loss.item() * expected.numel()
-            total["accuracy"] += numbers["accuracy"].item() * expected.numel()
-        return self._means(total, targets)
+        def pieces() -> Iterator[tuple[Tensor, Tensor, int]]:
+            state = None
+            for index in self.in_time(range(-(-(len(part) - 1) // self.length))):
+                inputs, expected = self._piece(part, index)
+                loss, numbers, state = self.model(inputs, expected, state)
+                yield loss, numbers["accuracy"], expected.numel()
+
+        return self._means(pieces())
 
     def state_dict(self) -> dict[str, Any]:
         carried = [] if self.carried is None else [self.carried] if isinstance(self.carried, Tensor) else self.carried

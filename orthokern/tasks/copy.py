@@ -39,11 +39,12 @@ from torch import Tensor, nn
 from orthokern.commandline import Settings
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
+from orthokern.errors import InputError
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
-from orthokern.tasks.network import UNGATED, build_recurrence
+from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, defaults, option
@@ -91,7 +92,6 @@ class CopyOptions(DrawnOptions):
         "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; auto: modal if it is "
         "faster and as accurate",
         choices=ALGORITHMS,
-        models=UNGATED,
     )
     learn_blank: bool = option(
         False, "initialise and train the input column of the blank like the others (default: fixed at zero)"
@@ -204,6 +204,8 @@ class CopyExperiment(DrawnTask):
         self.build(CopyModel(self.data, settings))
 
         self.way = ("sequential", "")
+        if settings.algorithm == "modal" and not isinstance(self.rnn, RECURRENCES):
+            raise InputError(f"--algorithm modal: not for --model {settings.model}")
         if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
@@ -250,20 +252,20 @@ class CopyExperiment(DrawnTask):
         """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
         batch = self.settings.batch
         batches = -(-self.settings.eval_sequences // batch)
-        allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
+        allowed = (1.0 - self.goal) * batch * self.data.recall  # per batch
         errors, losses = 0, []
-        for _, (tokens, targets) in zip(range(batches), self.held_out(iteration, batch), strict=False):
+        for _, (tokens, targets) in self.in_time(zip(range(batches), self.held_out(iteration, batch), strict=False)):
             loss, numbers = self.model(tokens, targets)
             losses.append(loss.item())
             errors += int(numbers["wrong"].item())
-            if errors > allowed:
+            if errors > math.floor(allowed * batches + 1e-6):
                 break
         sequences = len(losses) * batch
         return {
             "accuracy": 1.0 - errors / (sequences * self.data.recall),
             "loss": sum(losses) / len(losses),
             "sequences": sequences,
-            "reached": float(errors <= allowed),
+            "reached": float(errors <= math.floor(allowed * len(losses) + 1e-6)),
         }
 
     def score(self, evaluation: dict[str, float]) -> float:

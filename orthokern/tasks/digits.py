@@ -76,12 +76,13 @@ class DigitsTask(Experiment):
     # ---- evaluation
 
     def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-        count, size, loss, right = len(data[1]), self.EVALUATION_BATCH, 0.0, 0.0
-        for start in range(0, count, size):
+        size, loss, right, count = self.EVALUATION_BATCH, 0.0, 0.0, 0
+        for start in self.in_time(range(0, len(data[1]), size)):
             pixels, labels = self._batch(data, slice(start, start + size))
             batch_loss, numbers = self.model(pixels, labels)
             loss += batch_loss.item() * len(labels)
             right += numbers["accuracy"].item() * len(labels)
+            count += len(labels)
         return {"loss": loss / count, "accuracy": round(right) / count}
 
     def evaluate(self, iteration: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from orthokern.data import stream_rows
 from orthokern.errors import InputError
 from orthokern.training import Task
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import declaration, option
+from orthokern.training.options import declarations, option
 
 
 class Experiment(Task):
@@ -63,7 +63,7 @@ class DataOptions(RunOptions):
 def require_data(settings: RunOptions) -> None:
     """InputError if a task that reads data has no --data. The message names the files, as the help does."""
     if isinstance(settings, DataOptions) and not settings.data:
-        files = declaration(type(settings), "data").help.removesuffix(" (required)")
+        files = declarations(type(settings))["data"][1].help.removesuffix(" (required)")
         raise InputError(f"--data is needed: the {files}")
 
 

@@ -47,7 +47,6 @@ class GruOptions(DataOptions):
         None,
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
         choices=("kanai", "torch"),
-        models=("gru",),
         shown="kanai",
     )
     hidden: int = option(200, "units of a layer", basic=True)

@@ -32,7 +32,7 @@ from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import defaults, option
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,6 @@ class MusicOptions(GruOptions):
     layers: int = 2
     lr: float = 0.1
     epochs: int = 1000
-    # everything but the GRU is computed by torch
-    backend: str = changed(GruOptions, "backend", models=("gru",))
 
 
 DEFAULTS = defaults(MusicOptions)
@@ -105,13 +103,14 @@ class MusicTask(GruTask):
 
     def measure(self, part: str) -> float:
         rolls = self.data.validation if part == "validation" else self.data.test
-        total, state = 0.0, self.zero_state(0)
-        for rows, window in rolls.whole(batch=100, steps=200):
+        total, steps, state = 0.0, 0, self.zero_state(0)
+        for rows, window in self.in_time(rolls.whole(batch=100, steps=200)):
             window = window.to(self.device)
             state = self.zero_state(rows) if bool(window.fresh[0]) else state[:, :rows]
             loss, state = self.model(window.inputs, window.targets, window.valid, state)
             total += loss.item()
-        return total / rolls.predictions
+            steps += int(window.valid.sum())
+        return total / steps
 
     def schedule_ended(self, loss: float) -> bool:
         """Whether the learning rate has fallen below "lr_floor"."""

@@ -58,10 +58,7 @@ EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 
-# The models for which an option has an effect.
-UNGATED = tuple(name for name in MODELS if name not in GATED)
 ROTATIONS = ", ".join(init.SKEW_ANGLES)
-KERNELS = tuple(name for name, model in MODELS.items() if model.ops)
 
 
 @dataclass(kw_only=True)
@@ -77,18 +74,17 @@ class NetworkOptions(RunOptions):
     )
     hidden: int = option(128, "hidden units", basic=True)
     nonlinearity: str = option(
-        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, models=UNGATED, basic=True
+        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, basic=True
     )
-    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values", models=UNGATED)
-    gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0, models=UNGATED)
+    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values")
+    gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0)
     margin: float | None = option(
-        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, models=("factorized",), basic=True
+        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, basic=True
     )
     spectrum_map: str = option(
         "sigmoid",
         f"factorized: map of the singular values within the margin: {' or '.join(SPECTRUM_MAPS)}",
         choices=SPECTRUM_MAPS,
-        models=("factorized",),
     )
     init: str = option(
         "orthogonal",
@@ -102,53 +98,43 @@ class NetworkOptions(RunOptions):
         "of --init",
         above=0.0,
         high=math.pi,
-        models=("factorized", "rnn", "exprnn"),
     )
-    rank: int | None = option(
-        None, "factorized: columns of U and V", metavar="K", models=("factorized",), shown="as many as hidden units"
-    )
+    rank: int | None = option(None, "factorized: columns of U and V", metavar="K", shown="as many as hidden units")
     apply: str = option(
         "factored",
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
         choices=APPLY,
-        models=("factorized",),
     )
-    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)", models=UNGATED)
+    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)")
     message_clip: float | None = option(
-        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0, models=UNGATED
+        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0
     )
     precision: str = option(
         "ieee",
         f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
         "AVX512_BF16, bf16 (without gates)",
         choices=PRECISIONS,
-        models=UNGATED,
     )
-    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate", models=LSTMS)
+    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate")
     rebase_every: int | None = option(
         None,
         "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
         metavar="K",
-        models=EXPONENTIALS,
         shown="never",
     )
-    project_every: int = option(
-        100, "with --rebase-every: orthogonalise the base every M times", metavar="M", models=EXPONENTIALS
-    )
+    project_every: int = option(100, "with --rebase-every: orthogonalise the base every M times", metavar="M")
     rebase_state: str = option(
         "transport",
         f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
         choices=OPTIMIZER_STATES,
-        models=EXPONENTIALS,
     )
     schur_mask: str = option(
         "block",
         "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as in "
         "the released code",
         choices=MASKS,
-        models=("nnrnn",),
     )
-    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix", models=("nnrnn",))
+    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix")
 
 
 # penalties and initialisations that fail for other models, also if a preset sets them

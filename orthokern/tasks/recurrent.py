@@ -44,7 +44,6 @@ class StartOptions(OptimizerOptions):
         "rnn: draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
         "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
         above=0.0,
-        models=("rnn",),
     )
 
 
@@ -214,7 +213,7 @@ class DrawnTask(RecurrentTask):
         count = self.settings.eval_sequences
         size = min(self.EVALUATION_BATCH, count)
         loss, right, done = 0.0, 0.0, 0
-        for inputs, targets in self.held_out(iteration, size):
+        for inputs, targets in self.in_time(self.held_out(iteration, size)):
             rows = min(size, count - done)
             batch_loss, numbers = self.model(inputs[:, :rows], targets[..., :rows])
             loss += batch_loss.item() * rows

@@ -27,6 +27,7 @@ from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.signals import STOP_SIGNALS
 
 T = TypeVar("T")
+TIMEOUT = timedelta(hours=2)  # that a rank waits for another, which may be evaluating
 
 
 class EndedElsewhere(Exception):
@@ -82,10 +83,9 @@ def prints_errors() -> bool:
 
 
 @contextlib.contextmanager
-def processes(timeout: float = 600.0) -> Iterator[Shard]:
+def processes() -> Iterator[Shard]:
     """Context manager: joins the processes started by torchrun in a process group. Without torchrun it does nothing.
-    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`). A rank waits `timeout` seconds for another,
-    which may be evaluating or writing."""
+    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`)."""
     shard = current_shard()
     if shard.world == 1 or dist.is_initialized():
         yield shard
@@ -93,7 +93,7 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
     # NCCL connects when the first CUDA tensor is sent: on CPUs it costs nothing.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(f"rank {shard.rank} cannot join {shard.world} processes: {reason}; use torchrun") from None

@@ -14,7 +14,7 @@ from orthokern.diagnostics import tap, thin_profile
 from orthokern.training import distributed
 from orthokern.training.checkpoint import rng_state, set_rng_state
 from orthokern.training.distributed import Shard
-from orthokern.training.profiling import Profiler
+from orthokern.training.profiling import stage
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
@@ -27,13 +27,15 @@ class LoopSettings:
 
     Attributes:
         iterations: number of the last iteration (the first is 1).
-        checkpoint_every: iterations between checkpoints; one is also written at the end and at an interrupt.
+        checkpoint_every: iterations between checkpoints; one is also written after a new best evaluation, at the end
+            and at an interrupt.
         diagnose_every: iterations between records of the spectrum and of the gradient through time; 0 for never.
         plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
-        profile: number of iterations to time by stage; None for no profile.
+        profile: number of iterations to profile; None for no profile.
         minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
+            An evaluation or test takes at most a quarter of it.
     """
 
     iterations: int
@@ -56,7 +58,7 @@ class Step:
     profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
 
 
-def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler) -> Step:
+def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) -> Step:
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
@@ -65,43 +67,35 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, 
     batches = task.next_batches(settings.accumulate)
     for index in range(settings.accumulate):
         last = index + 1 == settings.accumulate
-        with profiler.stage("data"):
+        with stage("data"):
             batch = next(batches)
-        with nullcontext() if last else distributed.keep_own_gradients(task.module):
-            with tap(sparse=True) if diagnose else nullcontext() as norms:
-                with profiler.stage("forward"):
-                    loss, extra = task.loss(batch)
-                with profiler.stage("backward"):
-                    (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
+        with (
+            nullcontext() if last else distributed.keep_own_gradients(task.module),
+            tap(sparse=True) if diagnose else nullcontext() as norms,
+        ):
+            with stage("forward"):
+                loss, extra = task.loss(batch)
+            with stage("backward"):
+                (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
         if norms is not None:
-            with profiler.stage("diagnose"):
+            with stage("diagnose"):
                 profiles.append(_profiles(task, norms, batch, settings))
-    with profiler.stage("clip and step"):
+    with stage("clip and step"):
+        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
         # One transfer for all numbers: on a GPU each .item() would synchronize.
-        metrics, finite, signal = joint_metrics(names, numbers_of(task, rows), stop)
+        numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
+        (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)
+        finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
         if finite:
             task.clip_gradients()
             task.optimizer.step()
             if task.scheduler is not None:
                 task.scheduler.step()
+    metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
     return Step(metrics, finite, signal, profiles)
-
-
-def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
-    """The norm of the gradients, and the means of the batches' numbers; float64."""
-    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
-    return torch.cat([norm.double()[None], torch.stack(rows).mean(0)])
-
-
-def joint_metrics(names: list[str], numbers: Tensor, stop: StopRequest) -> tuple[dict[str, float], bool, int | None]:
-    """The metrics over all ranks from the result of `numbers_of`, whether they are finite, and a signal of any rank."""
-    values, signal = distributed.agree(numbers.tolist(), stop.signal)
-    grad_norm, loss, *_ = values
-    metrics = {"loss": loss, **dict(zip(["grad_norm", "loss", *names], values, strict=True))}
-    return metrics, math.isfinite(loss) and math.isfinite(grad_norm), signal
 
 
 def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Profiles:
@@ -112,10 +106,8 @@ def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Pro
         profiles["grad_norm_through_time"] = norms.grad_norms[0] * settings.accumulate
     if norms.state_norms:
         profiles["state_norm_through_time"] = norms.state_norms[-1]
-    if settings.last_step_gradient:
-        last = _last_step_gradient(task, batch)
-        if last is not None:
-            profiles["last_grad_norm_through_time"] = last
+    if settings.last_step_gradient and (last := _last_step_gradient(task, batch)) is not None:
+        profiles["last_grad_norm_through_time"] = last
     return profiles
 
 
