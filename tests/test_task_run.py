@@ -65,7 +65,7 @@ def test_none_is_a_value(tmp_path: Path) -> None:
         ("copy", {"hiden": 3}, "unknown setting of task copy 'hiden': did you mean 'hidden'?"),
         ("copy", {"resume": "x"}, "unknown setting of task copy 'resume'"),
         ("copy", {"hidden": 0}, "'0' is not an integer of at least 1"),
-        ("copy", {"hidden": True}, "hidden takes a value, got True"),
+        ("copy", {"hidden": True}, "hidden must be a value, got True"),
         ("copy", {"plots": 1}, "plots must be True or False, got 1"),
         ("copy", {"margin": "wide"}, "'wide' is not a number"),
     ],

@@ -25,7 +25,7 @@ from orthokern.commandline import (
     say,
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
-from orthokern.errors import BackendUnavailable, CheckpointError, InputError
+from orthokern.errors import CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
@@ -196,16 +196,10 @@ class TaskCommand(Generic[Chosen]):
         started = time.perf_counter()
 
         def body() -> int:
-            joined = False
             try:
-                given = self.parser().parse(arguments)
                 with distributed.processes() as shard:
-                    joined = True
+                    given = distributed.on_all(lambda: self.parser().parse(arguments))
                     return self._run(given, shard, started)
-            except (InputError, BackendUnavailable):
-                if joined or distributed.prints_errors():
-                    raise
-                return EXIT_BAD_INPUT
             except distributed.EndedElsewhere:
                 return EXIT_BAD_INPUT
             except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop

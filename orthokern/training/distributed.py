@@ -58,28 +58,10 @@ class Shard:
 def current_shard() -> Shard:
     """The rank of this process and the number of processes: from the process group, else from the variables of
     torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too."""
-    if dist.is_available() and dist.is_initialized():
+    if _several():
         return Shard(dist.get_rank(), dist.get_world_size())
-    world = _environment("WORLD_SIZE", 1)
-    return Shard() if world <= 1 else Shard(_environment("RANK", 0), world)
-
-
-def _environment(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"environment variable {name} must be an integer, got {text!r}; start with torchrun") from None
-
-
-def local_rank() -> int:
-    """The number of this process on its machine."""
-    return _environment("LOCAL_RANK", 0)
-
-
-def prints_errors() -> bool:
-    """Whether this process prints an error that all processes have, such as a wrong option."""
-    return _environment("WORLD_SIZE", 1) == 1 or local_rank() == 0
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return Shard() if world <= 1 else Shard(int(os.environ.get("RANK", 0)), world)
 
 
 @contextlib.contextmanager
@@ -105,14 +87,14 @@ def processes() -> Iterator[Shard]:
 
 def use_device(device: str) -> None:
     """Sets the current GPU: with several processes, "cuda" is the GPU with the number LOCAL_RANK."""
-    shard = current_shard()
-    if shard.world == 1 or device == "cpu":
+    if current_shard().world == 1 or device == "cpu":
         return
     if device != "cuda":
-        raise InputError(f"--device must be cpu or cuda with {shard.world} processes (one GPU each), got {device}")
-    if local_rank() >= torch.cuda.device_count():
-        raise InputError(f"--device cuda: process {local_rank()} of this machine has no GPU of its own")
-    torch.cuda.set_device(local_rank())
+        raise InputError(f"--device must be cpu or cuda under torchrun (one GPU for each process), got {device}")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local >= torch.cuda.device_count():
+        raise InputError(f"--device cuda: process {local} of this machine has no GPU of its own")
+    torch.cuda.set_device(local)
 
 
 # ---- exchange --------------------------------------------------------------------------------------------------------
@@ -145,8 +127,6 @@ def gather(value: T) -> list[T]:
 
 def on_all(work: Callable[[], T]) -> T:
     """Runs `work` on every rank. If it raises on any rank, the first error is raised on rank 0."""
-    if not _several():
-        return work()
     result, error = None, None
     try:
         result = work()
@@ -154,7 +134,7 @@ def on_all(work: Callable[[], T]) -> T:
         error = caught
     errors = [each for each in gather(error) if each is not None]
     if errors:
-        raise errors[0] if dist.get_rank() == 0 else EndedElsewhere
+        raise errors[0] if current_shard().first else EndedElsewhere
     return result  # type: ignore[return-value]
 
 
