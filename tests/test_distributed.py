@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -188,39 +186,12 @@ def test_stray_ranks_of_a_single_process(fork_server: ForkServer, tmp_path: Path
 # ---- torchrun ------------------------------------------------------------------------------------
 
 
-def torchrun(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [str(word) for word in (*command, TESTS / "toy_task.py", *arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
-    process = torchrun("--out", tmp_path / "run", *OPTIONS)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.endswith("done at 24\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    words = [*command, TESTS / "toy_task.py", "--out", tmp_path / "run", *OPTIONS]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in words], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.endswith("done at 24\n"), done.stderr
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_torchrun_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    """It hands the signal to its processes, and gives them half a minute."""
-    folder = tmp_path / "run"
-    process = torchrun("--out", folder, "--iterations", 100_000, "--threads", 1, "--no-plots")
-    deadline = time.monotonic() + 60
-    while len(read_metrics(folder / "metrics.jsonl")) < 10:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    told = re.search(rf"^stopped by {number.name} after iteration (\d+), saved; continue with --resume", err, re.M)
-    assert told, err
-    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == int(told[1])

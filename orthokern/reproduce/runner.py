@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from orthokern.reproduce.spec import Run, each_once, planned
 from orthokern.training.checkpoint import write_atomically
 from orthokern.training.loop import EXIT_DIVERGED
 
-POLL, STATUS_EVERY = 0.2, 60.0  # seconds between two polls of the child processes, and between two lines of status
+POLL = 0.2  # seconds between two polls of the child processes
 
 
 class Interrupted(KeyboardInterrupt):
@@ -116,10 +115,8 @@ def is_done(folder: Path, length: Sequence[str] = ()) -> bool:
         return False
     if not result or not isinstance(settings, dict):
         return False
-    minutes, seconds = settings.get("minutes"), result.get("seconds")
-    if result.get("diverged") or result.get("reached"):
-        return True
-    if minutes is not None and seconds is not None and seconds >= 60.0 * minutes:
+    minutes = settings.get("minutes")
+    if result.get("diverged") or result.get("reached") or (minutes and result.get("seconds", 0.0) >= 60.0 * minutes):
         return True
     target = settings.get("iterations") or 0
     if length:
@@ -132,24 +129,13 @@ class _Child:
     """A run in progress."""
 
     def __init__(self, run: Run, chain: Sequence[Run], plan: Plan) -> None:
-        self.run, self.chain = run, chain
-        self.folder = plan.run_folder(run)
+        self.run, self.chain, self.folder = run, chain, plan.run_folder(run)
         self.log = plan.folder / f"{run.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.begin = log.tell()  # earlier processes have written before this
             self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
-
-    def progress(self) -> str:
-        """Where the run is: the last complete record of its metrics.jsonl, which is being written."""
-        try:
-            with open(self.folder / "metrics.jsonl", "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-                record = json.loads(file.read().split(b"\n")[-2])
-            at = f"epoch {record['epoch']:.2f}" if "epoch" in record else f"iteration {record['iteration']}"
-            return at + (f", loss {record['loss']:.4g}" if record.get("loss") is not None else "")
-        except (OSError, ValueError, IndexError, KeyError, TypeError):
-            return "starting"
+        say(f"{run.name}: started, output in {self.log}")
 
     def last_line(self, code: int) -> str:
         """The last line of this process in the log; behind the signal that ended it, if one did."""
@@ -157,9 +143,8 @@ class _Child:
         line = lines[-1] if lines else "no output"
         if code >= 0:
             return line
-        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
         why = ", perhaps by the system for lack of memory" if -code == signal.SIGKILL else ""
-        return f"ended by {name}{why}; the last line was: {line}"
+        return f"ended by {signal.Signals(-code).name}{why}; the last line was: {line}"
 
 
 @contextlib.contextmanager
@@ -185,26 +170,24 @@ def _interruptible() -> Iterator[None]:
 def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -> dict[str, str]:
     """Trains the runs that are not done, in each chain one after the other until one does not reach its goal. Returns
     the last lines of the runs that failed, by name."""
-    waiting, total = [chain for chain in chains if _next(chain, plan) is not None], len(chains)
-    done = total - len(waiting)
-    if done:
-        say(f"{done} of {total} {what} are done already")
-    children: dict[str, _Child] = {}
+    waiting = [chain for chain in chains if _next(chain, plan) is not None]
+    if len(waiting) < len(chains):
+        say(f"{len(chains) - len(waiting)} of {len(chains)} {what} are done already")
+    children: list[_Child] = []
     failed: dict[str, str] = {}
-    told = 0.0
     try:
         while waiting or children:
             while waiting and len(children) < plan.jobs:
                 chain = waiting.pop(0)
                 run = _next(chain, plan)
                 assert run is not None
-                children[run.name] = _Child(run, chain, plan)
+                children.append(_Child(run, chain, plan))
             time.sleep(POLL)
-            for name, child in list(children.items()):
-                code = child.process.poll()
+            for child in list(children):
+                code, name = child.process.poll(), child.run.name
                 if code is None:
                     continue
-                del children[name]
+                children.remove(child)
                 line = child.last_line(code)
                 say(f"{name}: {line}")
                 if code == EXIT_BAD_INPUT:
@@ -214,18 +197,12 @@ def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -
                     write_atomically(child.folder / "result.json", content.encode() + b"\n")
                 if code != 0:
                     failed[name] = line
-                if _next(child.chain, plan) in (None, child.run):  # the end of the chain, or an unfinished run
-                    done += 1
-                else:
+                if _next(child.chain, plan) not in (None, child.run):  # neither the end nor an unfinished run
                     waiting.insert(0, child.chain)
-            if children and time.monotonic() >= told + STATUS_EVERY:
-                told = time.monotonic()
-                at = "; ".join(f"{name}: {child.progress()}" for name, child in children.items())
-                say(f"{done} of {total} {what} done; {at}")
     except BaseException:
-        for child in children.values():  # they save themselves
+        for child in children:  # they save themselves
             child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
-        for child in children.values():
+        for child in children:
             child.process.wait()
         raise
     return failed
