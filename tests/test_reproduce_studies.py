@@ -16,7 +16,6 @@ from reproducing import Command, toy_command
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
 from orthokern.reproduce.search import Search
-from orthokern.tasks import word_lm
 
 NAME = "oinit-table1"
 SUBJECTS = command.STUDIES["constraint"]["subjects"]
@@ -154,7 +153,7 @@ def test_the_cost_of_the_constraint(
     # too few iterations for a singular value to rise above the bound: refused, with no page of an idle projection
     shutil.rmtree(checkpoint.parent)
     monkeypatch.setattr("orthokern.reproduce.cost._growth", torch.zeros_like)
-    monkeypatch.setitem(word_lm.DEFAULTS, "lr", 0.0)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
     reproduce.refused("increase --iterations", *measure, 1)
 
 

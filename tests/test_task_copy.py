@@ -103,7 +103,7 @@ def test_the_blank_may_be_learned() -> None:
     columns = {}
     for learned in (False, True):
         torch.manual_seed(0)
-        task = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16, "learn_blank": learned}))
+        task = copy.CopyExperiment(copy.COMMAND.complete({"T": 5, "hidden": 16, "learn_blank": learned}))
         table = task.rnn.get_parameter("weight_ih_l0")
         before = table.detach().clone()
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
     assert settings["lr"] == 3e-4  # the command line is stronger
-    assert copy.complete({**copy.DEFAULTS, **copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
+    assert copy.COMMAND.complete({**copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
 
 
 # ---- the algorithm ---------------------------------------------------------------------------------

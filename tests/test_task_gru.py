@@ -210,7 +210,7 @@ def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
     assert rates[: 2 * per] == [1.0] * (2 * per)
     assert rates[2 * per : 3 * per] == pytest.approx([1 / 1.1] * per)
     assert rates[3 * per] == pytest.approx(1.1**-2)
-    paper = word_lm.DEFAULTS
+    paper = word_lm.COMMAND.defaults
     assert (paper["lr"], paper["decay"], paper["decay_after"], paper["epochs"]) == (1.0, 1.1, 10, 75)
 
 

@@ -72,7 +72,7 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
     folder = tmp_path / "run"
     assert run("pixel_mnist", *options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
     last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("checkpoint", "best"))
-    settings = pixel_mnist.complete({**pixel_mnist.DEFAULTS, **pixel_mnist.COMMAND.parser().parse([*options])})
+    settings = pixel_mnist.COMMAND.complete(pixel_mnist.COMMAND.parser().parse([*options]))
     settings.model, settings.average = model, 0.95
     task = pixel_mnist.PixelMnist(settings)
     task.model.load_state_dict(last["model"])

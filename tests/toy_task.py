@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
 from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.optimization import plateau
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import complete as make_options
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -33,19 +31,12 @@ class ToyOptions(cli.RunOptions):
     batch: int = option(8, "sequences")
     hidden: int = option(12, "units")
     dropout: float = option(0.0, "dropout", low=0.0)
-    mistake: str | None = option(None, "drift, data or model: what the task does wrong")
+    mistake: str | None = option(None, "drift or data: what the task does wrong")
     dump: str | None = option(None, "at the end, each rank writes its parameters to this file, '.' and its number")
     device: str = "cpu"
     iterations: int = 30
     checkpoint_every: int = 4
     diagnose_every: int = 5
-
-
-DEFAULTS = defaults(ToyOptions)
-
-
-def complete(settings: Settings) -> ToyOptions:
-    return make_options(ToyOptions, settings)
 
 
 class Model(nn.Module):
@@ -96,13 +87,13 @@ class Toy(Task):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, target = batch
-        error = ((self.model if self.settings.mistake == "model" else self.module)(x) - target).square()
+        error = (self.model(x) - target).square()
         decay = 1e-3 * self.model.readout.weight.square().sum()  # a parameter used past the forward pass
         return error.mean() + decay, {"last_error": error[-1].mean().detach()}
 
     def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, target = batch
-        return (self.module(x)[-1] - target[-1]).square().mean()
+        return (self.model(x)[-1] - target[-1]).square().mean()
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         return iteration % 6 == 0
@@ -111,7 +102,7 @@ class Toy(Task):
         assert self.rank == 0 and not self.model.training
         generator = torch.Generator().manual_seed(1000 + iteration)
         x = torch.randn(self.time_steps, 16, 3, generator=generator, dtype=torch.float64)
-        return {"loss": (self.module(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
+        return {"loss": (self.model(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
@@ -132,7 +123,7 @@ class Toy(Task):
         return f"done at {iteration}"
 
 
-main = cli.TaskCommand("toy", "", "", ToyOptions, complete, Toy).main
+main = cli.TaskCommand("toy", "", "", ToyOptions, Toy).main
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def planned(run: Run, quick: bool) -> dict[str, Any]:
     settings = named_settings(run, quick)
     if "iterations" in settings:  # in place of the default number of epochs
         settings = {"epochs": None, **settings}
-    return {**importlib.import_module(f"orthokern.tasks.{run.task}").DEFAULTS, **settings}
+    return {**importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND.defaults, **settings}
 
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Settings
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import changed, option
 
 # Measurements of both rates and of the margin: docs/training.md, "Learning rates".
 # The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
@@ -81,8 +79,11 @@ class CharOptions(StartOptions, DataOptions):
     checkpoint_every: int = 200
     diagnose_every: int = 50
 
-
-DEFAULTS = defaults(CharOptions)
+    def complete(self) -> None:
+        self.fill(geodesic_lr=GEODESIC_RATE_TIMES_N / self.hidden)
+        if self.model in ("factorized", "exprnn"):
+            self.fill(input_lr=INPUT_RATE * self.lr)
+        super().complete()
 
 
 State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
@@ -93,7 +94,7 @@ class CharModel(nn.Module):
     """A recurrence over character ids and a readout of every state.
 
     Args:
-        settings: as DEFAULTS, complete.
+        settings: complete.
         characters: their number.
     """
 
@@ -131,8 +132,7 @@ class CharModel(nn.Module):
 
 
 class StreamModel(CharModel):
-    """The same model for a segment of a stream. It starts from the last state of the previous segment; settings as
-    DEFAULTS, complete."""
+    """The same model for a segment of a stream. It starts from the last state of the previous segment."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, len(STREAM_ALPHABET))
@@ -195,7 +195,7 @@ class CharTask(RecurrentTask):
 
 
 class CharLm(CharTask):
-    """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
+    """Penn Treebank characters by sentence for the training loop; complete settings."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, classes=len(ALPHABET))
@@ -300,7 +300,7 @@ class CharStream(CharTask):
         return inputs, targets
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers, self.carried = self.module(*batch, self.carried)
+        loss, numbers, self.carried = self.model(*batch, self.carried)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
@@ -331,16 +331,7 @@ def _task(settings: CharOptions) -> CharTask:
     return CharLm(settings) if settings.bptt is None else CharStream(settings)
 
 
-def complete(settings: Settings) -> CharOptions:
-    """The settings as an object, checked, with the defaults that depend on others; see `recurrent.complete`."""
-    if settings["geodesic_lr"] is None:
-        settings = {**settings, "geodesic_lr": GEODESIC_RATE_TIMES_N / settings["hidden"]}
-    if settings["input_lr"] is None and settings["model"] in ("factorized", "exprnn"):
-        settings = {**settings, "input_lr": INPUT_RATE * settings["lr"]}
-    return recurrent.complete(CharOptions, settings)
-
-
-COMMAND = task_command("char_lm", CharOptions, complete, _task)
+COMMAND = task_command("char_lm", CharOptions, _task)
 main = COMMAND.main
 
 if __name__ == "__main__":

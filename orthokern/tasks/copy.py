@@ -36,18 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
 from orthokern.errors import InputError
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import changed, option
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -107,8 +105,15 @@ class CopyOptions(DrawnOptions):
     basis_clip: float | None = 1.0
     iterations: int = 5000
 
-
-DEFAULTS = defaults(CopyOptions)
+    def complete(self) -> None:
+        if vars(self)["margin"] == "by T":
+            # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
+            self.margin = 0.1 if self.T <= 2000 else 0.001
+        self.fill(
+            geodesic_lr=min(GEODESIC_RATE_TIMES_T / self.T, LARGEST_GEODESIC_RATE),
+            spectrum_lr=min(SPECTRUM_RATE_TIMES_T / self.T, LARGEST_SPECTRUM_RATE),
+        )
+        super().complete()
 
 
 class CopyModel(nn.Module):
@@ -118,7 +123,7 @@ class CopyModel(nn.Module):
 
     Args:
         data: the task.
-        settings: as DEFAULTS, complete.
+        settings: complete.
     """
 
     def __init__(self, data: CopyTask, settings: CopyOptions) -> None:
@@ -188,7 +193,7 @@ def _inputs(data: CopyTask, settings: CopyOptions) -> int:
 
 
 class CopyExperiment(DrawnTask):
-    """The copy task for the training loop; settings as DEFAULTS, complete."""
+    """The copy task for the training loop; complete settings."""
 
     name = "copy"
     settings: CopyOptions
@@ -286,21 +291,8 @@ class CopyExperiment(DrawnTask):
         return f"recall accuracy {100 * evaluation['accuracy']:.2f} % on {evaluation['sequences']:.0f} fresh sequences"
 
 
-def complete(settings: Settings) -> CopyOptions:
-    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings."""
-    if settings["margin"] == "by T":
-        # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
-        settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
-    if settings["geodesic_lr"] is None:
-        settings = {**settings, "geodesic_lr": min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)}
-    chosen = recurrent.complete(CopyOptions, settings)
-    if chosen.spectrum_lr is None:
-        chosen.spectrum_lr = min(SPECTRUM_RATE_TIMES_T / chosen.T, LARGEST_SPECTRUM_RATE)
-    return chosen
-
-
-COMMAND = task_command("copy", CopyOptions, complete, CopyExperiment)
-# by T, unless the command line has a margin: `complete`
+COMMAND = task_command("copy", CopyOptions, CopyExperiment)
+# by T, unless the command line has a margin: `CopyOptions.complete`
 COMMAND.presets["paper"]["margin"] = "by T"
 main = COMMAND.main
 

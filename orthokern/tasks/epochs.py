@@ -59,12 +59,11 @@ class DataOptions(RunOptions):
     data: str = data_option("the task's files")
     epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
 
-
-def require_data(settings: RunOptions) -> None:
-    """InputError if a task that reads data has no --data. The message names the files, as the help does."""
-    if isinstance(settings, DataOptions) and not settings.data:
-        files = declarations(type(settings))["data"][1].help.removesuffix(" (required)")
-        raise InputError(f"--data is needed: the {files}")
+    def complete(self) -> None:
+        super().complete()
+        if not self.data:
+            files = declarations(type(self))["data"][1].help.removesuffix(" (required)")
+            raise InputError(f"--data is needed: the {files}")
 
 
 def stream_seed(seed: int, stream: str) -> int:

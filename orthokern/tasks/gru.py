@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
-from orthokern.commandline import Settings
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
-from orthokern.tasks.epochs import DataOptions, Experiment, require_data
+from orthokern.tasks.epochs import DataOptions, Experiment
 from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import complete as make_options
 from orthokern.training.options import option
 
 MODELS = ("gru", "torch-gru")
@@ -91,25 +89,15 @@ class GruOptions(DataOptions):
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
-
-CONSTRAINED: Settings = {"delta": 0.2, "threshold": "2-delta", "constrained_inputs": "upper"}
-Chosen = TypeVar("Chosen", bound=GruOptions)
-
-
-def complete(options: type[Chosen], settings: Settings) -> Chosen:
-    """The settings as an object, checked, with the defaults that depend on other options."""
-    if settings["init_std"] is None:
-        settings = {**settings, "init_std": 1.0 / math.sqrt(settings["hidden"])}
-    chosen = make_options(options, settings)
-    require_data(chosen)
-    chosen.variant = chosen.variant or ("torch" if chosen.model == "torch-gru" else "kanai")
-    if chosen.constraint is None:
-        chosen.constraint = "projection" if chosen.clip is None else "none"
-    if chosen.constraint == "projection":
-        for key, usual in CONSTRAINED.items():
-            if getattr(chosen, key) is None:
-                setattr(chosen, key, usual)
-    return chosen
+    def complete(self) -> None:
+        super().complete()
+        self.fill(
+            init_std=1.0 / math.sqrt(self.hidden),
+            variant="torch" if self.model == "torch-gru" else "kanai",
+            constraint="projection" if self.clip is None else "none",
+        )
+        if self.constraint == "projection":
+            self.fill(delta=0.2, threshold="2-delta", constrained_inputs="upper")
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
@@ -212,7 +200,7 @@ class GruTask(Experiment):
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, _, valid, _ = batch
-        total, state = self.module(*batch)
+        total, state = self.model(*batch)
         self.state = state.detach()
         steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
         return total / inputs.shape[1], {"nll": total.detach() / steps}

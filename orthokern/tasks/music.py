@@ -24,15 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
-from orthokern.tasks import gru
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -52,12 +50,14 @@ class MusicOptions(GruOptions):
     lr: float = 0.1
     epochs: int = 1000
 
-
-DEFAULTS = defaults(MusicOptions)
+    def complete(self) -> None:
+        super().complete()
+        if self.lr < self.lr_floor:
+            raise InputError(f"--lr {self.lr:g}: below --lr-floor, {self.lr_floor:g}, at which training ends")
 
 
 class MusicModel(nn.Module):
-    """Reads notes and computes the likelihood of the next notes; settings as DEFAULTS, complete."""
+    """Reads notes and computes the likelihood of the next notes; complete settings."""
 
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MusicModel(nn.Module):
 
 
 class MusicTask(GruTask):
-    """Polyphonic music for the training loop; settings as DEFAULTS, complete."""
+    """Polyphonic music for the training loop; complete settings."""
 
     name = "music"
     unit = "time step"
@@ -127,15 +127,7 @@ class MusicTask(GruTask):
         return f"{self.settings.collection}, {super().title()}"
 
 
-def complete(settings: Settings) -> MusicOptions:
-    """The settings as an object, checked."""
-    chosen = gru.complete(MusicOptions, settings)
-    if chosen.lr < chosen.lr_floor:
-        raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")
-    return chosen
-
-
-COMMAND = task_command("music", MusicOptions, complete, MusicTask)
+COMMAND = task_command("music", MusicOptions, MusicTask)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -61,6 +61,16 @@ ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 ROTATIONS = ", ".join(init.SKEW_ANGLES)
 
 
+# penalties and initialisations that fail for other models, also if a preset sets them
+_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
+    "sigma": ("rnn",),
+    "spectrum_prior": ("factorized",),
+    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
+    "modulus_penalty": ("nnrnn",),
+    "triangle_decay": ("nnrnn",),
+}
+
+
 @dataclass(kw_only=True)
 class NetworkOptions(RunOptions):
     """The recurrent network."""
@@ -136,42 +146,31 @@ class NetworkOptions(RunOptions):
     )
     triangle: bool = option(True, "nnrnn: omit T, for a normal matrix")
 
-
-# penalties and initialisations that fail for other models, also if a preset sets them
-_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
-    "sigma": ("rnn",),
-    "spectrum_prior": ("factorized",),
-    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
-    "modulus_penalty": ("nnrnn",),
-    "triangle_decay": ("nnrnn",),
-}
-
-
-def check_network(settings: NetworkOptions) -> None:
-    """Checks combinations of settings. (The parser rejects options that have no effect.)"""
-    if settings.rank is not None and settings.rank > settings.hidden:
-        raise InputError(f"--rank {settings.rank}: at most --hidden, which is {settings.hidden}")
-    if settings.nonlinearity in ON_PAIRS and settings.hidden % 2:
-        name, hidden = settings.nonlinearity, settings.hidden
-        raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
-    if settings.model == "factorized" and settings.init in init.UNCONSTRAINED and settings.margin is not None:
-        raise InputError(
-            f"--init {settings.init} with --margin {settings.margin:g}: a Glorot matrix has singular values "
-            "from 0 to 2, give --margin none"
-        )
-    accepted = MODELS[settings.model].inits
-    if settings.init not in accepted:
-        raise InputError(f"--init {settings.init}: not for --model {settings.model}; accepted: {', '.join(accepted)}")
-    if settings.schur_mask == "legacy" and settings.hidden % 2:
-        raise InputError(f"--hidden {settings.hidden}: --schur-mask legacy works on pairs, give an even number")
-    for name, models in _FOR_SOME_MODELS.items():
-        value = getattr(settings, name, None)
-        if value and settings.model not in models:
-            option_name = name.replace("_", "-")
-            raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {settings.model}")
-    decay = getattr(settings, "triangle_decay", None)
-    if decay and not settings.triangle:
-        raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
+    def complete(self) -> None:
+        super().complete()
+        if self.rank is not None and self.rank > self.hidden:
+            raise InputError(f"--rank {self.rank}: at most --hidden, which is {self.hidden}")
+        if self.nonlinearity in ON_PAIRS and self.hidden % 2:
+            name, hidden = self.nonlinearity, self.hidden
+            raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
+        if self.model == "factorized" and self.init in init.UNCONSTRAINED and self.margin is not None:
+            raise InputError(
+                f"--init {self.init} with --margin {self.margin:g}: a Glorot matrix has singular values "
+                "from 0 to 2, give --margin none"
+            )
+        accepted = MODELS[self.model].inits
+        if self.init not in accepted:
+            raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
+        if self.schur_mask == "legacy" and self.hidden % 2:
+            raise InputError(f"--hidden {self.hidden}: --schur-mask legacy works on pairs, give an even number")
+        for name, models in _FOR_SOME_MODELS.items():
+            value = getattr(self, name, None)
+            if value and self.model not in models:
+                option_name = name.replace("_", "-")
+                raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {self.model}")
+        decay = getattr(self, "triangle_decay", None)
+        if decay and not self.triangle:
+            raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:

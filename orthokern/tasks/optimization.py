@@ -70,6 +70,18 @@ class DescentOptions(RunOptions):
         metavar="D",
     )
 
+    def complete(self) -> None:
+        super().complete()
+        schedule, decay = self.schedule, self.lr_decay
+        if schedule == "plateau" and getattr(self, "eval_every", None) == 0:
+            raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
+        if schedule in ("inverse", "exponential") and decay == 0.0:
+            raise InputError(
+                f"--schedule {schedule} with --lr-decay 0: the rates never decrease; accepted: --lr-decay above 0"
+            )
+        if schedule == "cosine" and decay > 1.0:
+            raise InputError(f"--lr-decay {decay:g}: with cosine it is the final factor of the rates; accepted: 0 to 1")
+
 
 @dataclass(kw_only=True)
 class OptimizerOptions(DescentOptions, NetworkOptions):
@@ -112,18 +124,12 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     modulus_norm: str = option("l2", "nnrnn: l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS)
     triangle_decay: float = option(0.0, "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0)
 
-
-def check_schedule(settings: DescentOptions) -> None:
-    """Rejects a decreasing schedule whose settings would keep the rates constant."""
-    schedule, decay = settings.schedule, settings.lr_decay
-    if schedule == "plateau" and getattr(settings, "eval_every", None) == 0:
-        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
-    if schedule in ("inverse", "exponential") and decay == 0.0:
-        raise InputError(
-            f"--schedule {schedule} with --lr-decay 0: the rates never decrease; accepted: --lr-decay above 0"
-        )
-    if schedule == "cosine" and decay > 1.0:
-        raise InputError(f"--lr-decay {decay:g}: with cosine it is the final factor of the rates; accepted: 0 to 1")
+    def complete(self) -> None:
+        super().complete()
+        if self.average is not None and self.rebase_every is not None:
+            raise InputError(
+                "--average with --rebase-every: A has another meaning after each move of its base; give one"
+            )
 
 
 def build_schedules(

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -58,8 +56,10 @@ class PixelOptions(StartOptions, DigitsOptions):
     checkpoint_every: int = 200
     diagnose_every: int = 50
 
-
-DEFAULTS = defaults(PixelOptions)
+    def complete(self) -> None:
+        super().complete()
+        if self.pool not in (1, 2, 4, 7, 14):
+            raise InputError(f"--pool {self.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
 
 
 class PixelModel(LastAnswerModel):
@@ -74,7 +74,7 @@ class PixelModel(LastAnswerModel):
 
 
 class PixelMnist(DigitsTask, RecurrentTask):
-    """Sequential MNIST for the training loop; settings as DEFAULTS, complete."""
+    """Sequential MNIST for the training loop; complete settings."""
 
     name = "pixel_mnist"
     baseline = math.log(10.0)
@@ -126,15 +126,7 @@ class PixelMnist(DigitsTask, RecurrentTask):
         return ("permuted, " if self.settings.permuted else "") + super().network_title()
 
 
-def complete(settings: Settings) -> PixelOptions:
-    """The settings as an object, checked."""
-    chosen = recurrent.complete(PixelOptions, settings)
-    if chosen.pool not in (1, 2, 4, 7, 14):
-        raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
-    return chosen
-
-
-COMMAND = task_command("pixel_mnist", PixelOptions, complete, PixelMnist)
+COMMAND = task_command("pixel_mnist", PixelOptions, PixelMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -5,25 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
-from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.epochs import Experiment, require_data, stream_seed
-from orthokern.tasks.network import GATED, check_backend, check_network
-from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
+from orthokern.tasks.epochs import Experiment, stream_seed
+from orthokern.tasks.network import GATED, check_backend
+from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, penalty
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
-from orthokern.training.options import complete as make_options
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 START_HELP = (
@@ -99,21 +96,6 @@ def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
             parameter.zero_()
 
 
-Chosen = TypeVar("Chosen", bound=OptimizerOptions)
-
-
-def complete(options: type[Chosen], settings: Settings) -> Chosen:
-    """The settings of a task with a recurrent network as an object, checked.
-    InputError without --data where it is needed, and for settings that are not compatible."""
-    chosen = make_options(options, settings)
-    check_network(chosen)
-    check_schedule(chosen)
-    if chosen.average is not None and chosen.rebase_every is not None:
-        raise InputError("--average with --rebase-every: A has another meaning after each move of its base; give one")
-    require_data(chosen)
-    return chosen
-
-
 @torch.no_grad()
 def plain_numbers(rnn: RNN) -> dict[str, float]:
     """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
@@ -154,7 +136,7 @@ class RecurrentTask(Experiment):
             self.average = Average(model, self.settings.average)
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.module(*batch)
+        loss, numbers = self.model(*batch)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 

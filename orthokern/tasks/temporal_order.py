@@ -7,15 +7,13 @@ positions (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A). T
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
 
 from orthokern.data import TemporalOrderTask
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -27,11 +25,8 @@ class TemporalOrderOptions(LastAnswerOptions):
     bits: int = option(2, "number of symbols to remember, 2 or 3", low=2, high=3, basic=True)
 
 
-DEFAULTS = defaults(TemporalOrderOptions)
-
-
 class TemporalOrder(LastAnswer):
-    """The temporal order problem for the training loop; settings as DEFAULTS, complete."""
+    """The temporal order problem for the training loop; complete settings."""
 
     name = "temporal_order"
     settings: TemporalOrderOptions
@@ -43,8 +38,7 @@ class TemporalOrder(LastAnswer):
         return f"{self.settings.bits} bits, {super().network_title()}"
 
 
-complete = functools.partial(recurrent.complete, TemporalOrderOptions)
-COMMAND = task_command("temporal_order", TemporalOrderOptions, complete, TemporalOrder)
+COMMAND = task_command("temporal_order", TemporalOrderOptions, TemporalOrder)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -21,14 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern.commandline import Settings
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks import gru
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -45,15 +43,12 @@ class WordOptions(GruOptions):
     epochs: int = 75
 
 
-DEFAULTS = defaults(WordOptions)
-
-
 class WordModel(nn.Module):
     """Reads words and computes the likelihood of the next word.
 
     Args:
         words: C, size of the vocabulary.
-        settings: as DEFAULTS, complete.
+        settings: complete.
     """
 
     def __init__(self, words: int, settings: WordOptions) -> None:
@@ -81,7 +76,7 @@ class WordModel(nn.Module):
 
 
 class WordLm(GruTask):
-    """Penn Treebank words for the training loop; settings as DEFAULTS, complete."""
+    """Penn Treebank words for the training loop; complete settings."""
 
     name = "word_lm"
     unit = "word"
@@ -167,12 +162,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def complete(settings: Settings) -> WordOptions:
-    """The settings as an object, checked; see `gru.complete`."""
-    return gru.complete(WordOptions, settings)
-
-
-COMMAND = task_command("word_lm", WordOptions, complete, WordLm)
+COMMAND = task_command("word_lm", WordOptions, WordLm)
 main = COMMAND.main
 
 if __name__ == "__main__":

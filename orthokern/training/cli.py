@@ -30,7 +30,7 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, defaults, option
+from orthokern.training.options import Options, add_options, complete, defaults, option
 from orthokern.training.rundir import RunFolder
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -160,10 +160,8 @@ class TaskCommand(Generic[Chosen]):
         description: text above the options in --help.
         examples: command lines below them.
         options: the settings, a dataclass that extends `RunOptions`.
-        complete: a function of the settings by name that sets defaults which depend on other settings, checks
-            combinations, and returns `options`.
-        build: a function that makes the task from the result of `complete`; called after the global random generators
-            have been seeded.
+        build: a function that makes the task from complete settings; called after the global random generators have
+            been seeded.
         presets, preset_help: settings of every preset by its name, and the help of --preset, as in `add_options`.
     """
 
@@ -171,10 +169,18 @@ class TaskCommand(Generic[Chosen]):
     description: str
     examples: str
     options: type[Chosen]
-    complete: Callable[[Settings], Chosen]
     build: Callable[[Chosen], Task]
     presets: Mapping[str, Settings] = field(default_factory=dict)
     preset_help: Mapping[str, str] | None = None
+
+    @property
+    def defaults(self) -> Settings:
+        """The defaults of the options, by name."""
+        return defaults(self.options)
+
+    def complete(self, settings: Settings) -> Chosen:
+        """Settings by name as an object: with the defaults of the others, and with those that depend on settings."""
+        return complete(self.options, {**self.defaults, **settings})
 
     def parser(self) -> Parser:
         parser = Parser(
@@ -246,7 +252,7 @@ class TaskCommand(Generic[Chosen]):
         if run is not None:  # --profile applies to one call
             stored = {name: value for name, value in run.config["settings"].items() if name != "profile"}
         try:
-            settings = self.complete(resolve(given, defaults(self.options), self.presets, stored))
+            settings = self.complete(resolve(given, self.defaults, self.presets, stored))
         except (TypeError, KeyError, AttributeError) as error:
             if run is None:
                 raise

@@ -1,9 +1,8 @@
 """One run in several processes: `torchrun --nproc-per-node 4 -m orthokern.tasks.copy ...`.
 
-Every process generates the joint batch and computes its part of the rows. DistributedDataParallel averages the
-gradients, and every process takes the same optimizer step. The order of the data and, up to rounding, the loss curve
-are therefore those of a run in one process, and the bases are bitwise equal on all ranks. Rank 0 evaluates and writes
-the files.
+Every process generates the joint batch and computes its part of the rows. The gradients are averaged, and every
+process takes the same optimizer step. The order of the data and, up to rounding, the loss curve are therefore those of
+a run in one process, and the bases are bitwise equal on all ranks. Rank 0 evaluates and writes the files.
 
 Losses and stop signals are averaged over the ranks, so that all ranks make the same decisions. Steps that can fail on
 one rank (reading data, creating the run folder) run in `on_first` or `on_all`, which raise on all ranks or on none.
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.signals import STOP_SIGNALS
@@ -145,44 +144,34 @@ def on_first(work: Callable[[], T]) -> T:
     return own if current_shard().first else first  # type: ignore[return-value]
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- parameters and gradients ---------------------------------------------------------------------------------------
 
 
-def wrap(model: nn.Module) -> nn.Module:
-    """Wraps the model in DistributedDataParallel, which broadcasts the parameters of rank 0 and averages gradients. In
-    a single process, returns the model itself.
+@torch.no_grad()
+def share_parameters(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0."""
+    if _several():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, 0)
 
-    Note [Same bits after a resume]
-        DDP sends gradients in buckets, which are rebuilt after the first iteration of a process. The order of summation
-        in an all-reduce depends on the position in the bucket, so that with more than two ranks the rounding of a
-        resumed run would differ from that of an uninterrupted one. Here the gradients of the ranks are gathered and
-        added in the order of the ranks. This sends world / 2 times as much data as a ring all-reduce; a recurrent
-        network has few parameters.
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Replaces the gradients by their means over the ranks, of which all have the same bits. A parameter has a gradient
+    on all ranks or on none.
+
+    The gradients of the ranks are gathered and added in the order of the ranks: the order of summation in an all-reduce
+    depends on sizes and positions, and another process could round differently after a resume.
     """
     if not _several():
-        return model
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    # A lambda: DDP compares a hook's annotations with its own types, and here they are strings.
-    wrapped.register_comm_hook(None, lambda state, bucket: _mean_in_rank_order(bucket))
-    return wrapped
-
-
-def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
-    of an iteration."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
-
-
-def _mean_in_rank_order(bucket: Any) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
-
-    def mean(_: Any) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total.div_(len(parts))
-
-    return dist.all_gather(parts, buffer, async_op=True).get_future().then(mean)
+        return
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    total /= len(parts)
+    for gradient, mean in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))

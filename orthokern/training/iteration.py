@@ -65,14 +65,10 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
     profiles: list[Profiles] = []
     batches = task.next_batches(settings.accumulate)
-    for index in range(settings.accumulate):
-        last = index + 1 == settings.accumulate
+    for _ in range(settings.accumulate):
         with stage("data"):
             batch = next(batches)
-        with (
-            nullcontext() if last else distributed.keep_own_gradients(task.module),
-            tap(sparse=True) if diagnose else nullcontext() as norms,
-        ):
+        with tap(sparse=True) if diagnose else nullcontext() as norms:
             with stage("forward"):
                 loss, extra = task.loss(batch)
             with stage("backward"):
@@ -83,6 +79,7 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
             with stage("diagnose"):
                 profiles.append(_profiles(task, norms, batch, settings))
     with stage("clip and step"):
+        distributed.average_gradients(task.model)
         gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
         # One transfer for all numbers: on a GPU each .item() would synchronize.
@@ -112,11 +109,9 @@ def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Pro
 
 
 def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
-    """‖dL/dh_t‖ [T], where L is the loss of the last step. Gradients, buffers and random states are restored. There is
-    no communication with other ranks."""
+    """‖dL/dh_t‖ [T], where L is the loss of the last step. Gradients, buffers and random states are restored."""
     rng = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
-    module, task.module = task.module, task.model
     try:
         norms = task.last_step_norms(batch)
         if norms is not None:
@@ -127,7 +122,6 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
                 return None
             torch.autograd.grad(loss, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
     finally:
-        task.module = module
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -109,7 +109,7 @@ def train(
             if resume:
                 state.restore()
             distributed.on_first(lambda: _open_files(run, state.iteration, resume))
-            task.module = distributed.wrap(task.model)
+            distributed.share_parameters(task.model)
             stopped = _iterate(state, settings, stop, progress)
             return _end(state, settings, stopped, progress)
         except (Divergence, OutOfRange) as error:
@@ -120,7 +120,6 @@ def train(
             message += "or clip the gradients"
             return Outcome(EXIT_DIVERGED, False, state.iteration, state.seconds(), state.evaluation, message)
         finally:
-            task.module = task.model
             progress.close()
             if run.log is not None:
                 run.log.close()
@@ -215,15 +214,13 @@ def _averaged(task: Task) -> AbstractContextManager[None]:
 
 @contextmanager
 def _evaluating(task: Task) -> Iterator[None]:
-    """Eval mode, without gradients and without the DDP wrapper, whose forward would wait for the other ranks."""
-    module, task.module = task.module, task.model
+    """Eval mode, without gradients."""
     task.model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         task.model.train()
-        task.module = module
 
 
 def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:

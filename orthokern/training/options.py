@@ -84,6 +84,16 @@ class Options:
     GROUP: ClassVar[str] = "options"  # heading in the help for the options declared in this class
     HIDDEN: ClassVar[frozenset[str]] = frozenset()  # inherited options that are not on the command line of this class
 
+    def fill(self, **usual: Any) -> None:
+        """Sets those of some settings that are None."""
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def complete(self) -> None:
+        """Sets defaults that depend on other settings, and checks combinations (InputError). A subclass that overrides
+        it calls that of its base class."""
+
 
 Chosen = TypeVar("Chosen", bound=Options)
 
@@ -108,9 +118,11 @@ def defaults(options: type[Options]) -> Settings:
 
 
 def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
-    """Settings as an object. Names that the class does not have (from other versions) are left out."""
+    """Settings as an object, complete. Names that the class does not have (from other versions) are left out."""
     known = {field.name for field in dataclasses.fields(options)}
-    return options(**{name: value for name, value in settings.items() if name in known})
+    chosen = options(**{name: value for name, value in settings.items() if name in known})
+    chosen.complete()
+    return chosen
 
 
 def add_options(

@@ -158,8 +158,7 @@ class RunState:
             if others:
                 raise CheckpointError(
                     f"iteration {self.iteration}: the parameters of rank {', '.join(others)} differ from those of rank "
-                    "0: a loss calls self.model in place of self.module, or processors round differently; "
-                    f"{self.last_good()}"
+                    f"0: processors round differently, or a task draws other numbers; {self.last_good()}"
                 )
             if self.run.log is not None:
                 self.run.log.sync()

@@ -38,9 +38,9 @@ class Task(ABC):
         evaluation_seconds: time for one evaluation or test, for `in_time`; set by the loop if the run has a time limit.
 
     Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
-    from the same generator, and uses the rows `current_shard().rows(batch)`. Its loss calls `self.module`. The mean of
-    the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
-    divide by the total weight of the joint batch and multiply by the number of ranks.
+    from the same generator, and uses the rows `current_shard().rows(batch)`. The mean of the losses over the ranks must
+    be the loss of the joint batch. If sequences have weights (e.g. their lengths), divide by the
+    total weight of the joint batch and multiply by the number of ranks.
 
     Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
@@ -59,18 +59,11 @@ class Task(ABC):
     data_digest: int | None = None
     iterations_per_epoch: int | None = None
     evaluation_seconds: float = math.inf
-    _module: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
-        """The module that `loss` must call for the forward pass: the model, or, with several processes, a wrapper that
-        averages the gradients. Every parameter must get a gradient in every iteration. Parameters may also be used
-        outside the forward pass. In `evaluate` and `last_step_loss` it is the model itself."""
-        return self.model if self._module is None else self._module
-
-    @module.setter
-    def module(self, module: nn.Module) -> None:
-        self._module = module
+        """The model."""
+        return self.model
 
     @abstractmethod
     def next_batch(self) -> Any:
