@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
         say(explain(given.pop("op", None), **given))
         return 0
 
-    return command(body, argv)
+    return command(body)
 
 
 if __name__ == "__main__":

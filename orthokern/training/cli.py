@@ -212,7 +212,7 @@ class TaskCommand(Generic[Chosen]):
                 say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
                 return EXIT_INTERRUPTED
 
-        return command(body, arguments)
+        return command(body)
 
     def _run(self, given: Settings, shard: Shard, started: float) -> int:
         out, folder, resume = given.pop("out", None), given.get("resume"), "resume" in given
