@@ -23,7 +23,6 @@ from orthokern import dispatch
 from orthokern.errors import CheckpointError
 from orthokern.reproduce.runner import is_done
 from orthokern.training import LoopSettings, RunFolder, cli, load_checkpoint, read_metrics, save_checkpoint, train
-from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
@@ -89,17 +88,14 @@ class Threefold(Toy):
 def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
     """To rounding: the sums over the batch are taken in another order."""
     small, large = task(), task(Threefold)
-    go(tmp_path / "small", small, accumulate=3, last_step_gradient=True)
-    go(tmp_path / "large", large, last_step_gradient=True)
+    go(tmp_path / "small", small, accumulate=3)
+    go(tmp_path / "large", large)
     a, b = records(tmp_path / "small"), records(tmp_path / "large")
     assert [r.keys() for r in a] == [r.keys() for r in b]
     for x, y in zip(a, b, strict=True):
         for key in ("loss", "last_error"):
             assert x[key] == pytest.approx(y[key], rel=1e-12)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-6)  # computed in float32
-        for key in ("grad_norm_through_time", "last_grad_norm_through_time", "state_norm_through_time"):
-            assert (key in x) == (x["iteration"] % 5 == 1)
-            assert x.get(key, []) == pytest.approx(y.get(key, []), rel=1e-5)  # kept to six digits
     for p, q in zip(small.model.parameters(), large.model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
     assert small.batches == large.batches == 60
@@ -202,20 +198,15 @@ def norms(tensors: list[Any]) -> list[float]:
 
 
 def test_norms_through_time(tmp_path: Path) -> None:
-    """Against autograd through a plain loop, of the first iteration's two batches taken as one."""
+    """Against autograd through a plain loop, of the first iteration's first batch."""
     go(tmp_path / "run", task(), accumulate=2, last_step_gradient=True)
-    record = records(tmp_path / "run")[0]
-    fresh = task()
-    parts = [fresh.next_batch() for _ in range(2)]
-    x, target = torch.cat([x for x, _ in parts], 1), torch.cat([y for _, y in parts], 1)
-    states, said = plain(fresh, x)
-    (said - target).square().mean().backward()
-    assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
-    assert record["grad_norm_through_time"] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
-    states, said = plain(fresh, x)
-    (said[-1] - target[-1]).square().mean().backward()
-    expected = norms([h.grad for h in states])
-    assert record["last_grad_norm_through_time"] == pytest.approx(expected, rel=1e-5)
+    record, fresh = records(tmp_path / "run")[0], task()
+    x, target = fresh.next_batch()
+    for name, last in (("grad_norm_through_time", slice(None)), ("last_grad_norm_through_time", slice(-1, None))):
+        states, said = plain(fresh, x)
+        (said - target)[last].square().mean().backward()
+        assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
+        assert record[name] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
 
 
 def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
@@ -225,14 +216,6 @@ def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert [r for r in b if "last_grad_norm_through_time" in r] == [b[i] for i in (0, 5, 10, 15)]
     assert a == [{k: v for k, v in r.items() if k != "last_grad_norm_through_time"} for r in b]
     assert same(load_checkpoint(tmp_path / "a" / "checkpoint.pt"), load_checkpoint(tmp_path / "b" / "checkpoint.pt"))
-
-
-def test_profiles_of_unequal_lengths() -> None:
-    """Beyond its end a part has no states: it adds nothing there."""
-    parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
-    assert joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
-    assert joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
-    assert joint_profile(parts[:1], mean=True) is parts[0]
 
 
 # ---- epochs --------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ class Adding(DrawnTask):
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
-        super().__init__(data, settings, classes=0)
+        super().__init__(data, settings)
         self.build(AddingModel(settings))
         self.running_error = self.baseline
         # units without input: Note [Settings that solve it at any length]

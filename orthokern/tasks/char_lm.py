@@ -152,6 +152,7 @@ class CharTask(RecurrentTask):
     """The common part of both ways of reading the text; a subclass has `model`, `_evaluate` and `parts`."""
 
     name = "char_lm"
+    TITLE = ("bptt", *RecurrentTask.TITLE)
     loss_label = "cross-entropy (nats per character)"
     baseline = None
     settings: CharOptions
@@ -198,7 +199,7 @@ class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop; complete settings."""
 
     def __init__(self, settings: CharOptions) -> None:
-        super().__init__(settings, classes=len(ALPHABET))
+        super().__init__(settings)
         data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
         if settings.batch > len(data.train):
             raise InputError(f"--batch {settings.batch}: there are {len(data.train)} training sentences")
@@ -245,9 +246,6 @@ class CharLm(CharTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
 
-    def network_title(self) -> str:
-        return f"up to {self.settings.length} characters, {super().network_title()}"
-
 
 class CharStream(CharTask):
     """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; settings as DEFAULTS,
@@ -259,8 +257,7 @@ class CharStream(CharTask):
     """
 
     def __init__(self, settings: CharOptions) -> None:
-        characters = len(STREAM_ALPHABET)
-        super().__init__(settings, classes=characters)
+        super().__init__(settings)
         if current_shard().world > 1:
             raise InputError(
                 f"--bptt in {current_shard().world} processes: accepted: one process, which carries the state"
@@ -322,9 +319,6 @@ class CharStream(CharTask):
         self.position = state["position"]
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
-
-    def network_title(self) -> str:
-        return f"{self.length} characters at a time, {super().network_title()}"
 
 
 def _task(settings: CharOptions) -> CharTask:

@@ -204,7 +204,7 @@ class CopyExperiment(DrawnTask):
     def __init__(self, settings: CopyOptions) -> None:
         self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
         classes = self.data.num_classes
-        super().__init__(self.data, settings, classes=classes)
+        super().__init__(self.data, settings)
         self.goal = settings.goal / 100.0
         self.build(CopyModel(self.data, settings))
 

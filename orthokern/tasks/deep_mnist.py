@@ -108,6 +108,7 @@ class DeepMnist(DigitsTask):
     """Deep feedforward MNIST for the training loop; complete settings."""
 
     name = "deep_mnist"
+    TITLE = ("layers", "hidden", "init", "penalty")
     baseline = math.log(CLASSES)
     time_steps = 1
     EVALUATION_BATCH = 1000
@@ -163,11 +164,6 @@ class DeepMnist(DigitsTask):
         if gradients:
             result["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
         return result
-
-    def title(self) -> str:
-        settings = self.settings
-        penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
-        return f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
 
 
 COMMAND = task_command("deep_mnist", DeepOptions, DeepMnist)

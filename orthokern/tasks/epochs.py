@@ -25,6 +25,16 @@ class Experiment(Task):
 
     settings: Any
     iterations_per_epoch: Any
+    TITLE: tuple[str, ...] = ()  # settings in the title of plots
+
+    def title(self) -> str:
+        values = {name: getattr(self.settings, name) for name in self.TITLE}
+        if values.get("model", "factorized") != "factorized":
+            values.pop("margin", None)
+        shown = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        ]
+        return ", ".join([self.name, *shown])
 
     def clip_gradients(self) -> None:
         if self.settings.clip is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
 from orthokern.diagnostics.stability import diagnose_stability
@@ -135,6 +134,7 @@ class GruTask(Experiment):
 
     settings: GruOptions
     unit = "step"  # the loss is given per unit
+    TITLE: tuple[str, ...] = ("model", "layers", "hidden", "delta", "clip")
     iterations_per_epoch: int
 
     def __init__(self, settings: GruOptions) -> None:
@@ -144,8 +144,6 @@ class GruTask(Experiment):
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
-        if settings.model == "gru":  # raises now, rather than in the first iteration
-            dispatch.resolve("gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype())
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far
@@ -268,13 +266,3 @@ class GruTask(Experiment):
     def loss_text(self, loss: float) -> str:
         """The text of a validation loss."""
         return f"{loss:.4f} nats per {self.unit}"
-
-    def title(self) -> str:
-        """The title of plots: the task and its settings."""
-        settings = self.settings
-        parts = [f"{self.name}, {settings.model}, {settings.layers} x {settings.hidden} units"]
-        if settings.constraint == "projection":
-            parts.append(f"δ = {settings.delta:g}")
-        if settings.clip is not None:
-            parts.append(f"clipping at {settings.clip:g}")
-        return ", ".join(parts)

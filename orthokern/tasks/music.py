@@ -85,6 +85,7 @@ class MusicTask(GruTask):
 
     name = "music"
     unit = "time step"
+    TITLE = ("collection", *GruTask.TITLE)
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
@@ -122,9 +123,6 @@ class MusicTask(GruTask):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.windows.load_state_dict(state["windows"])
-
-    def title(self) -> str:
-        return f"{self.settings.collection}, {super().title()}"
 
 
 COMMAND = task_command("music", MusicOptions, MusicTask)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch, init
+from orthokern import init
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS, SPECTRUM_MAPS
@@ -225,17 +225,6 @@ def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> 
     if lstm.bias:
         n = lstm.hidden_size
         lstm.get_parameter("bias_ih_l0")[n : 2 * n] = settings.forget_bias
-
-
-def check_backend(settings: NetworkOptions, classes: int) -> None:
-    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration."""
-    ops = MODELS[settings.model].ops
-    if settings.apply == "composed":  # an option of the factorized model
-        ops = tuple("dense_scan" if op == "factored_scan" else op for op in ops)
-    device, dtype = torch.device(settings.device), torch.get_default_dtype()
-    sizes: dict[str, Any] = {"N": settings.hidden, "K": settings.rank or settings.hidden, "C": classes}
-    for op in (*ops, "linear_cross_entropy") if classes else ops:
-        dispatch.resolve(op, settings.backend, device=device, dtype=dtype, **sizes)
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

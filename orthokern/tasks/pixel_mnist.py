@@ -77,11 +77,12 @@ class PixelMnist(DigitsTask, RecurrentTask):
     """Sequential MNIST for the training loop; complete settings."""
 
     name = "pixel_mnist"
+    TITLE = ("permuted", *RecurrentTask.TITLE)
     baseline = math.log(10.0)
     settings: PixelOptions
 
     def __init__(self, settings: PixelOptions) -> None:
-        super().__init__(settings, classes=10)
+        super().__init__(settings)
         self.time_steps = (28 // settings.pool) ** 2
         data = load_mnist(settings.data, validation=settings.validation)
         self.train_set = self._on_device(data.train.images, data.train.labels)
@@ -121,9 +122,6 @@ class PixelMnist(DigitsTask, RecurrentTask):
             kept = torch.rand(self.time_steps, settings.batch, 1, generator=generator) >= share
             pixels = pixels * (kept[:, self.rows] / (1.0 - share)).to(self.device)
         return pixels, labels
-
-    def network_title(self) -> str:
-        return ("permuted, " if self.settings.permuted else "") + super().network_title()
 
 
 COMMAND = task_command("pixel_mnist", PixelOptions, PixelMnist)

@@ -16,7 +16,7 @@ from orthokern.diagnostics import diagnose_recurrence
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.epochs import Experiment, stream_seed
-from orthokern.tasks.network import GATED, check_backend
+from orthokern.tasks.network import GATED
 from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, penalty
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
@@ -117,13 +117,12 @@ class RecurrentTask(Experiment):
     model: nn.Module
     settings: OptimizerOptions
     loss_label = "cross-entropy (nats)"
+    TITLE: tuple[str, ...] = ("model", "hidden", "margin")
 
-    def __init__(self, settings: OptimizerOptions, classes: int) -> None:
-        """Args: settings: complete; classes: of the readout (0: not a classification)."""
+    def __init__(self, settings: OptimizerOptions) -> None:
         self.settings = settings
         self.device = torch.device(settings.device)
         self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
-        check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
         """Registers the model and creates its optimizer and schedules."""
@@ -148,28 +147,16 @@ class RecurrentTask(Experiment):
             result |= diagnose_recurrence(self.rnn)
         return result | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
-    def title(self) -> str:
-        """The title of plots: the task, then `network_title`."""
-        return f"{self.name}, {self.network_title()}"
-
-    def network_title(self) -> str:
-        """The settings of the network in the title of plots."""
-        settings = self.settings
-        network = f"{settings.hidden} units"
-        if settings.model == "factorized":
-            network += f", margin {'none' if settings.margin is None else format(settings.margin, 'g')}"
-        return f"{settings.model}, {network}"
-
 
 class DrawnTask(RecurrentTask):
     """A task whose sequences are generated, and each is used once. A subclass calls `build` after this constructor."""
 
     settings: DrawnOptions
+    TITLE = ("T", *RecurrentTask.TITLE)
     EVALUATION_BATCH = 250  # sequences; limited by the memory of their states
 
-    def __init__(self, data: Generator, settings: DrawnOptions, classes: int) -> None:
-        """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
-        super().__init__(settings, classes)
+    def __init__(self, data: Generator, settings: DrawnOptions) -> None:
+        super().__init__(settings)
         self.drawn = data
         self.baseline = data.baseline
         self.time_steps = data.length
@@ -234,6 +221,3 @@ class DrawnTask(RecurrentTask):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
-
-    def network_title(self) -> str:
-        return f"T = {self.settings.T}, {super().network_title()}"

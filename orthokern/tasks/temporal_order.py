@@ -29,13 +29,11 @@ class TemporalOrder(LastAnswer):
     """The temporal order problem for the training loop; complete settings."""
 
     name = "temporal_order"
+    TITLE = ("bits", *LastAnswer.TITLE)
     settings: TemporalOrderOptions
 
     def __init__(self, settings: TemporalOrderOptions) -> None:
         super().__init__(TemporalOrderTask(settings.T, bits=settings.bits), settings)
-
-    def network_title(self) -> str:
-        return f"{self.settings.bits} bits, {super().network_title()}"
 
 
 COMMAND = task_command("temporal_order", TemporalOrderOptions, TemporalOrder)

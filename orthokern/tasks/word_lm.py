@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.command import task_command
@@ -87,8 +86,6 @@ class WordLm(GruTask):
         self.data = load_words(settings.data, limit=settings.vocabulary)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
-        sizes: dict[str, Any] = {"device": self.device, "dtype": torch.get_default_dtype(), "N": settings.hidden}
-        dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)

@@ -13,12 +13,10 @@ from torch import Tensor
 from orthokern.diagnostics import tap, thin_profile
 from orthokern.training import distributed
 from orthokern.training.checkpoint import rng_state, set_rng_state
-from orthokern.training.distributed import Shard
+from orthokern.training.distributed import current_shard
 from orthokern.training.profiling import stage
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
-
-Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Step:
     metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches and ranks
     finite: bool  # whether the loss and the gradient were finite, and the optimizer took a step
     stop: int | None  # a signal received on any rank
-    profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
+    profiles: dict[str, Any]  # norms through time of the first batch of rank 0; empty without diagnostics
 
 
 def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) -> Step:
@@ -63,7 +61,7 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
-    profiles: list[Profiles] = []
+    diagnosis: dict[str, Any] = {}
     batches = task.next_batches(settings.accumulate)
     for _ in range(settings.accumulate):
         with stage("data"):
@@ -75,9 +73,10 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
                 (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
-        if norms is not None:
+        if isinstance(norms, tap):
             with stage("diagnose"):
-                profiles.append(_profiles(task, norms, batch, settings))
+                diagnosis = _diagnose(task, norms, batch, settings) if current_shard().first else {}
+            diagnose = False  # the first batch of the iteration alone
     with stage("clip and step"):
         distributed.average_gradients(task.model)
         gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
@@ -92,11 +91,11 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
             if task.scheduler is not None:
                 task.scheduler.step()
     metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
-    return Step(metrics, finite, signal, profiles)
+    return Step(metrics, finite, signal, diagnosis)
 
 
-def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Profiles:
-    """The norms through time of the last layer for one batch."""
+def _diagnose(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> dict[str, Any]:
+    """The norms through time of the last layer for one batch, for the record."""
     profiles = {}
     if norms.grad_norms:
         # For the loss of this batch, without the factor of the mean over batches.
@@ -105,7 +104,7 @@ def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Pro
         profiles["state_norm_through_time"] = norms.state_norms[-1]
     if settings.last_step_gradient and (last := _last_step_gradient(task, batch)) is not None:
         profiles["last_grad_norm_through_time"] = last
-    return profiles
+    return {name: thin_profile(values) for name, values in profiles.items()}
 
 
 def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
@@ -127,28 +126,3 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
                 buffer.copy_(before)
         set_rng_state(rng)
     return tapped.grad_norms[0] if tapped.grad_norms else None
-
-
-def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
-    """Norms [T] over the joint batch, from the norms over its parts. A part is padded with zeros to the length of the
-    longest one. With `mean`, the norms are those of the gradient of the mean of the losses."""
-    if len(parts) == 1:
-        return parts[0]
-    squares = torch.zeros(max(len(part) for part in parts), dtype=torch.float64)
-    for part in parts:
-        squares[: len(part)] += part.double().cpu().square()
-    return squares.sqrt() / (len(parts) if mean else 1)
-
-
-def diagnosis(task: Task, shard: Shard, profiles: list[Profiles]) -> dict[str, Any]:
-    """The record of a diagnosed iteration: the numbers of the task, and the norms through time over the joint batch."""
-    if shard.world > 1:
-        own = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
-        profiles = [part for parts in distributed.gather(own) for part in parts]
-    if not shard.first:
-        return {}
-    record = dict(task.diagnose())
-    for name in profiles[0]:
-        parts = [part[name] for part in profiles if name in part]
-        record[name] = thin_profile(joint_profile(parts, mean=name != "state_norm_through_time"))
-    return record

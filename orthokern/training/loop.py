@@ -19,7 +19,7 @@ from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
-from orthokern.training.iteration import LoopSettings, diagnosis, step
+from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.profiling import Profiler, stage
 from orthokern.training.progress import Progress
@@ -160,7 +160,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
                 task.average.update()
             if diagnose:
                 with stage("diagnose"):
-                    record |= diagnosis(task, state.shard, result.profiles)
+                    record |= (task.diagnose() if state.shard.first else {}) | result.profiles
             scheduled = task.wants_evaluation(state.iteration, result.metrics)
             over = state.is_over(settings)
             if scheduled or over:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from orthokern.errors import CheckpointError
 from orthokern.training import distributed
@@ -93,7 +92,6 @@ class RunState:
             for name in ("scheduler", "plateau", "average"):
                 if (part := getattr(task, name)) is not None:
                     part.load_state_dict(payload[name])
-            self._rates_of_this_run()
             task.load_state_dict(payload["task_state"])
             self.iteration, self.earlier_seconds = payload["iteration"], payload["seconds"]
             self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
@@ -105,14 +103,6 @@ class RunState:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
         self.saved_at = self.iteration
-
-    def _rates_of_this_run(self) -> None:
-        """Sets the learning rates of the next iteration. Those of the checkpoint are of the old length of the run."""
-        scheduler = self.task.scheduler
-        if isinstance(scheduler, LambdaLR):
-            groups = scheduler.optimizer.param_groups
-            for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-                group["lr"] = rate * factor(scheduler.last_epoch)
 
     def _set_rng(self, states: list[dict[str, Any]]) -> None:
         rank, world = self.shard.rank, self.shard.world
