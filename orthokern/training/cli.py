@@ -225,23 +225,27 @@ class TaskCommand(Generic[Chosen]):
         if resume and folder is None:
             raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
         run = distributed.on_first(lambda: RunFolder.open(folder, self.name)) if resume else None
-        settings = distributed.on_all(lambda: self._settings(given, run, shard))
-        with _memory_errors(settings):
-            task = distributed.on_all(lambda: self._task(given, settings))
-            settings.iterations_per_epoch = task.iterations_per_epoch
-            if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
-                seed_all(settings.seed + shard.rank)
-            if run is None:
-                create = lambda: RunFolder.create(folder, self.name, asdict(settings), task.facts())  # noqa: E731
-                run = distributed.on_first(create)
-            else:
-                stored = run.config["settings"]
-                run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
-                run.config |= task.facts()
-            if shard.first:
-                say(f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}")
-            loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
-            outcome = train(task, run, loop, resume=resume, started=started)
+        try:
+            settings = distributed.on_all(lambda: self._settings(given, run, shard))
+            with _memory_errors(settings):
+                task = distributed.on_all(lambda: self._task(given, settings))
+                settings.iterations_per_epoch = task.iterations_per_epoch
+                if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
+                    seed_all(settings.seed + shard.rank)
+                if run is None:
+                    create = lambda: RunFolder.create(folder, self.name, asdict(settings), task.facts())  # noqa: E731
+                    run = distributed.on_first(create)
+                else:
+                    stored = run.config["settings"]
+                    run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
+                    run.config |= task.facts()
+                if shard.first:
+                    say(f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}")
+                loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
+                outcome = train(task, run, loop, resume=resume, started=started)
+        finally:
+            if run is not None:
+                run.close()
         if shard.first:
             say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
         return outcome.exit_code

@@ -121,8 +121,7 @@ def train(
             return Outcome(EXIT_DIVERGED, False, state.iteration, state.seconds(), state.evaluation, message)
         finally:
             progress.close()
-            if run.log is not None:
-                run.log.close()
+            run.close()
 
 
 def _open_files(run: RunFolder, iteration: int, resume: bool) -> None:

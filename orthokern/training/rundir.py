@@ -73,10 +73,10 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(folder, config)
             # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
-            left = {"config.json", "metrics.jsonl"} if run.metrics.exists() else {"metrics.jsonl"}
-            run.log = MetricsLog(run.metrics)
-            if run.metrics.stat().st_size or any(file.name not in left for file in folder.iterdir()):
+            left = {"config.json", "metrics.jsonl"} if run.metrics.exists() else set()
+            if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
                 raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
+            run.log = MetricsLog(run.metrics)
             run.write_config()
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
@@ -103,10 +103,6 @@ class RunFolder:
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
-        try:
-            run.log = MetricsLog(run.metrics)
-        except OSError as error:
-            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
         every = config["settings"].get("checkpoint_every", 1)
         done = max((record["iteration"] for record in read_metrics(run.metrics)), default=0)
         if not run.checkpoint.exists() and (done > every or run.result.exists()):
@@ -114,7 +110,16 @@ class RunFolder:
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
+        try:
+            run.log = MetricsLog(run.metrics)
+        except OSError as error:
+            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
         return run
+
+    def close(self) -> None:
+        """Releases the folder for other processes."""
+        if self.log is not None:
+            self.log.close()
 
 
 def _new_folder(parent: Path, task: str) -> Path:
