@@ -95,30 +95,6 @@ def test_a_signal_on_one_rank_stops_all_and_a_resumed_run_equals_one_never_stopp
         assert same(load_checkpoint(whole / name), load_checkpoint(stopped / name))
 
 
-def test_a_modal_loss_in_several_processes(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Every rank finds the eigenvectors for itself: as one process to rounding, and the same bits after a resume."""
-    # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
-    options = ["--T", 60, "--hidden", 16, "--batch", 8, "--algorithm", "modal", "--start", "random", "--lr", "1e-3"]
-    options += ["--threads", 1, "--no-plots", "--checkpoint-every", 5, "--diagnose-every", 4, "--eval-every", 4]
-
-    def ranks(*given: object) -> list[Run]:
-        return ended(fork_server.start_ranks(2, *given, task="orthokern.tasks.copy"), 0)
-
-    one = fork_server.start("--out", tmp_path / "one", *options, "--iterations", 12, task="orthokern.tasks.copy")
-    assert one.wait() == 0, one.err
-    runs = ranks("--out", tmp_path / "all", *options, "--iterations", 12)
-    assert "algorithm modal" in runs[0].out
-    a, b = records(tmp_path / "one"), records(tmp_path / "all")
-    assert len(a) == len(b) == 12
-    for x, y in zip(a, b, strict=True):
-        assert x["loss"] == pytest.approx(y["loss"], rel=1e-4)
-        assert ("grad_norm_through_time" in x) == ("grad_norm_through_time" in y)
-    ranks("--out", tmp_path / "cut", *options, "--iterations", 7)
-    ranks("--resume", tmp_path / "cut", "--iterations", 12)
-    whole, cut = (load_checkpoint(tmp_path / name / "checkpoint.pt")["model"] for name in ("all", "cut"))
-    assert "rnn.modal_basis_l0" in whole and same(whole, cut)
-
-
 def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended(fork_server.start_ranks(2, "--out", folder, *OPTIONS), 0)

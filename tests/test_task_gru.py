@@ -152,28 +152,6 @@ def task_rolls(lengths: list[int]) -> Any:
     return Rolls(notes, torch.tensor([0, *lengths]).cumsum(0))
 
 
-def test_states_begin_at_zero(small: dict[str, list[str]]) -> None:
-    """Of a piece's rows where the piece begins, of words at an epoch's beginning."""
-    task = build("music", small["music"])
-    seen = 0
-    for _ in range(25):
-        order = task.windows.state_dict()
-        fresh = next(task.windows).fresh  # looked at, and put back
-        task.windows.load_state_dict(order)
-        batch = task.next_batch()
-        rows = batch[3].abs().sum((0, 2))
-        assert torch.equal(rows == 0, fresh)
-        seen += int(fresh.sum())
-        task.loss(batch)
-    assert 5 < seen < 125
-
-    lm = build("word_lm", small["word_lm"])
-    for index in range(2 * lm.iterations_per_epoch):
-        batch = lm.next_batch()
-        assert bool((batch[3] == 0).all()) == (index % lm.iterations_per_epoch == 0)
-        lm.loss(batch)
-
-
 @pytest.mark.parametrize("model", ["gru", "torch-gru"])
 def test_the_constraint_holds(model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     options = ["--model", model, "--iterations", 25, "--lr", 0.05, "--delta", 1.5]

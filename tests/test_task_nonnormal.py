@@ -80,13 +80,6 @@ def test_rates_and_penalties() -> None:
         assert (total - plain).item() == pytest.approx(added.item(), rel=1e-4)
 
 
-def test_a_run_of_nnrnn_draws_the_moduli(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert run("adding", *SMALL["adding"], "--model", "nnrnn", "--threads", 1, "--out", folder) == 0
-    drawn = {path.name for path in folder.glob("*.png")}
-    assert {"learning.png", "spectrum.png", "moduli.png", "angles.png", "gradients.png"} <= drawn
-
-
 # ---- characters as a stream ------------------------------------------------------------------------------------------
 
 

@@ -118,41 +118,17 @@ def test_a_change_of_a_resumed_run_is_told_as_typed(
         cli.resolve(given, {**stored}, {}, stored)
 
 
-def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*OPTIONS, "--out", tmp_path / "run", "--accumulate", 2) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["accumulate"] == 2
-    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["task_state"]["batches"] == 40
-    assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
-    assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
-    assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
-
-
 # ---- the backend ---------------------------------------------------------------------------------
 
 
-def test_the_environment_chooses_the_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command line names none; the record says what was used, and a resumed run keeps to it."""
-
-    def used(name: str, *options: object) -> str:
-        assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        return str(config["settings"]["backend"])
-
-    assert used("auto") == "auto"
-    monkeypatch.setattr(dispatch, "_process_default", "reference")
-    assert used("variable") == "reference"
-    assert used("option", "--backend", "auto") == "auto"
-    monkeypatch.setattr(dispatch, "_process_default", "auto")
-    assert run("--resume", tmp_path / "variable", "--iterations", 3) == 0
-    assert load_checkpoint(tmp_path / "variable" / "checkpoint.pt")["settings"]["backend"] == "reference"
-    monkeypatch.setattr(dispatch, "_process_default", "foo")
-    capsys.readouterr()
-    assert run(*OPTIONS, "--out", tmp_path / "foo") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: unknown backend in ORTHOKERN_BACKEND 'foo'") and error.count("\n") == 1
-    assert not (tmp_path / "foo").exists()
+    for name, options, used in (("variable", [], "reference"), ("option", ["--backend", "auto"], "auto")):
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_process_default", "reference")
+            assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
+        assert run("--resume", tmp_path / name, "--iterations", 3) == 0
+        assert load_checkpoint(tmp_path / name / "checkpoint.pt")["settings"]["backend"] == used
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -209,30 +185,16 @@ def test_norms_through_time(tmp_path: Path) -> None:
         assert record[name] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
 
 
-def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
-    go(tmp_path / "a", task(dropout=0.3))
-    go(tmp_path / "b", task(dropout=0.3), last_step_gradient=True)
-    a, b = records(tmp_path / "a"), records(tmp_path / "b")
-    assert [r for r in b if "last_grad_norm_through_time" in r] == [b[i] for i in (0, 5, 10, 15)]
-    assert a == [{k: v for k, v in r.items() if k != "last_grad_norm_through_time"} for r in b]
-    assert same(load_checkpoint(tmp_path / "a" / "checkpoint.pt"), load_checkpoint(tmp_path / "b" / "checkpoint.pt"))
-
-
 # ---- epochs --------------------------------------------------------------------------------------
 
 
 def test_epochs(tmp_path: Path) -> None:
-    shown = go(tmp_path / "with", task())
-    assert [r["epoch"] for r in records(tmp_path / "with")] == [i / 8 for i in range(1, 21)]
-    assert "iteration 12/20: epoch 1.50, loss" in shown
-    toy = task()
-    toy.iterations_per_epoch = 7
-    go(tmp_path / "seven", toy)
-    assert records(tmp_path / "seven")[2]["epoch"] == 0.4286
-    toy = task()
-    toy.iterations_per_epoch = None
-    assert "epoch" not in go(tmp_path / "without", toy)
-    assert not any("epoch" in r for r in records(tmp_path / "without"))
+    for per_epoch, epoch in ((8, 0.375), (7, 0.4286), (None, None)):
+        toy = task()
+        toy.iterations_per_epoch = per_epoch
+        shown = go(tmp_path / str(per_epoch), toy)
+        assert records(tmp_path / str(per_epoch))[2].get("epoch") == epoch
+        assert ("iteration 12/20: epoch 1.50, loss" in shown) == (per_epoch == 8)
 
 
 # ---- the profile ---------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(folder, config)
             # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
-            left = {"config.json", "metrics.jsonl"} if run.metrics.exists() else set()
+            names = {"config.json", "config.json.tmp", "metrics.jsonl"}
+            left = names if run.metrics.exists() else set()
             if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
                 raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
             run.log = MetricsLog(run.metrics)
