@@ -77,9 +77,6 @@ def test_every_task_is_in_the_table() -> None:
     assert {path.stem for path in tasks.glob("*.py") if "\nmain = COMMAND.main" in path.read_text()} == set(TASKS)
 
 
-# ---- help ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_help_is_short_and_help_all_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(name, "--help") == 0
@@ -102,9 +99,6 @@ def test_a_guess_is_about_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     for given, told in (("--cuda-graph", "; see --help"), ("--hiden", ": did you mean --hidden?")):
         assert main("music", given) == 2
         assert refused(capsys) == f"error: unknown option {given}{told}\n"
-
-
-# ---- values of options ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -136,9 +130,6 @@ def test_an_error_line_keeps_what_is_short() -> None:
     words = one_line("begin " + "of words " * 5_000 + "end")
     assert words.startswith("begin") and words.endswith("end") and "..." in words and len(words) <= LONGEST
     assert cut.startswith("/folder/folder") and cut.endswith("folder: no such file") and "..." in cut and len(cut) < 200
-
-
-# ---- streams that cannot be written --------------------------------------------------------------
 
 
 # In one process each, as importing torch takes seconds: what only an interpreter of its own shows.

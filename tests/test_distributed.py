@@ -43,9 +43,6 @@ def close(a: Any, b: Any) -> bool:
     return bool(a == pytest.approx(b, rel=1e-12, abs=1e-12))
 
 
-# ---- the same run --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world, accumulate", [(2, 1), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_processes_train_as_one_with_the_joint_batch(
     fork_server: ForkServer, tmp_path: Path, world: int, accumulate: int
@@ -105,17 +102,11 @@ def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path
     assert all(map(close, records(folder), records(tmp_path / "one")))
 
 
-# ---- a lost process ------------------------------------------------------------------------------
-
-
 def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: Path) -> None:
     """One bit of one basis."""
     runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
     assert "iteration 8: the parameters of rank 1 differ from those of rank 0" in runs[0].err
     assert runs[0].err.count("\n") == 1 and runs[1].err == ""
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,9 +144,6 @@ def test_stray_ranks_of_a_single_process(fork_server: ForkServer, tmp_path: Path
     run = fork_server.start("--iterations", 0, env=stray)
     assert run.wait() == 2
     assert re.fullmatch(r"error: --iterations: .*\n", run.err)
-
-
-# ---- torchrun ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

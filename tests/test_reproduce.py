@@ -37,9 +37,6 @@ def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return toy_command(monkeypatch, capsys, tmp_path)
 
 
-# ---- experiments -----------------------------------------------------------------------------------------------------
-
-
 def test_a_table(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "subprocess", subprocess)
     out, _ = reproduce("toy", "--jobs", 2, "--threads", 1)
@@ -189,9 +186,6 @@ def test_bad_input(reproduce: Command, tmp_path: Path) -> None:
     reproduce.refused(str(tmp_path / "file"), "toy", "--report")
 
 
-# ---- the experiments of papers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("experiment", PUBLISHED, ids=lambda each: each.name)
 def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
     """And its rows have the commands of its runs."""
@@ -231,8 +225,6 @@ def test_command_lines_are_accepted(experiment: Experiment, tmp_path: Path) -> N
         shortened = quick and experiment.panel == "T"  # to the same T
         assert len(told) == len(rows) or not named or shortened
 
-
-# ---- signals ---------------------------------------------------------------------------------------------------------
 
 # Stands in for a run: it says that it has started, and how it ended; it ignores the signal of a Ctrl-C.
 STAND_IN = """

@@ -20,9 +20,6 @@ def run(*arguments: object) -> int:
     return copy.main([str(argument) for argument in arguments])
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """T = 10: solved in about sixty iterations, with everything that a run leaves behind."""
     folder = tmp_path / "run"
@@ -125,9 +122,6 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     assert copy.COMMAND.complete({**copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
 
 
-# ---- the algorithm ---------------------------------------------------------------------------------
-
-
 def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same run within rounding, records through time included; and the first line names the algorithm."""
     found = {}
@@ -147,9 +141,6 @@ def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
 
 
-# ---- resuming ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("algorithm", ["modal", "sequential"])
 def test_resume_is_exact(algorithm: str, tmp_path: Path) -> None:
     """The modal algorithm has a state of its own, the basis."""
@@ -167,9 +158,6 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert run("--resume", folder, "--out", tmp_path / "other") == 2
     assert run("--resume") == 2
     assert len(records(folder)) == 9
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

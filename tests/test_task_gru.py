@@ -66,9 +66,6 @@ def result(folder: Path) -> dict[str, Any]:
     return found
 
 
-# ---- learning ------------------------------------------------------------------------------------
-
-
 def test_music_learns(tmp_path: Path, rolls: Path) -> None:
     options = "--batch 10 --window 12 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.05 --epochs 40"
     folder = tmp_path / "run"
@@ -91,9 +88,6 @@ def test_word_lm_learns(tmp_path: Path, words: Path) -> None:
     assert found["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
     assert found["test"]["perplexity"] == pytest.approx(math.exp(found["test"]["loss"]))
     assert found["last"]["success"] == 1 and found["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
-
-
-# ---- what is computed ----------------------------------------------------------------------------
 
 
 def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:
@@ -178,9 +172,6 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
 
 
-# ---- schedules and success -----------------------------------------------------------------------
-
-
 def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
     task = build("word_lm", [*small["word_lm"], "--decay-after", "2", "--decay", "1.1"])
     per = task.iterations_per_epoch
@@ -224,9 +215,6 @@ def test_success(small: dict[str, list[str]]) -> None:
     assert [f["success"] for f in found] == [1, 1, 0, 0, 0, 0] and {f["initial_loss"] for f in found} == {2.0}
 
 
-# ---- resuming ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     """State, dropout, order of the pieces, rates and projection: stopped twice, the same bits."""
@@ -234,9 +222,6 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     options += ["--patience", "1"] if name == "music" else ["--decay-after", "1"]
     length = 2 * build(name, options).iterations_per_epoch + 9
     assert_resumes(name, options, tmp_path, 5, length - 6, length)
-
-
-# ---- bad input -----------------------------------------------------------------------------------
 
 
 OWN = {

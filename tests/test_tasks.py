@@ -33,9 +33,6 @@ def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
     }
 
 
-# ---- learning ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["factorized", "exprnn"])
 def test_adding_is_solved(model: str, tmp_path: Path) -> None:
     """By the defaults, to the usual goal of 1e-3."""
@@ -128,9 +125,6 @@ def test_char_lm_learns(tmp_path: Path, ptb: Path) -> None:
     assert result["test"]["bpc"] == pytest.approx(result["test"]["loss"] / math.log(2))
 
 
-# ---- resuming ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm"])
 def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     # a cosine ends where the iterations do, so parts of other lengths have other rates
@@ -161,9 +155,6 @@ def test_a_run_goes_on_with_its_data_only(
     error = capsys.readouterr().err
     assert "checkpoint.pt was trained on other data than " in error and error.count("\n") == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-# ---- several processes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -201,9 +192,6 @@ def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[s
     assert loss != pytest.approx(sum(part[0].item() for part in single) / 4, rel=1e-5)
     right = sum(n * part[1]["accuracy"].item() for n, part in zip(counts, single, strict=True))
     assert sum(part[1]["accuracy"].item() for part in weighted) / 4 == pytest.approx(right / sum(counts), rel=1e-5)
-
-
-# ---- networks, optimizers, penalties -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -307,6 +295,3 @@ def test_resume_within_a_plateau_is_exact(
     whole = assert_resumes("adding", options, tmp_path, 5, 7, 9, 12)
     assert [r["lr"] for r in records(whole)] == [1e-3] * 8 + [5e-4] * 4
     assert torch.load(whole / "checkpoint.pt", weights_only=True)["plateau"]["best"] == -3
-
-
-# ---- bad input -----------------------------------------------------------------------------------

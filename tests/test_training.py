@@ -99,9 +99,6 @@ def whole(tmp_path: Path) -> Path:
     return folder
 
 
-# ---- a run ---------------------------------------------------------------------------------------
-
-
 def test_a_run_writes_its_folder(whole: Path) -> None:
     files = {"best.pt", "checkpoint.pt", "config.json", "learning.png", "metrics.jsonl", "result.json"}
     assert files <= {p.name for p in whole.iterdir()}
@@ -127,9 +124,6 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
     again = go(tmp_path / "run", Probe(goal=0.2), iterations=500, resume=True)
     assert again.reached and again.iteration == outcome.iteration  # nothing left to do
     assert len(records(tmp_path / "run")) == outcome.iteration
-
-
-# ---- resuming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [1, 6, 20])
@@ -230,9 +224,6 @@ def test_rng_states_come_back() -> None:
     assert draw() == first
 
 
-# ---- a full disk ---------------------------------------------------------------------------------
-
-
 def no_space(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -320,9 +311,6 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytes
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_loss"] is None
 
 
-# ---- divergence ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path, value: float) -> None:
     def explode(task: Probe) -> None:
@@ -345,9 +333,6 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     outcome = go(tmp_path / "run", Probe(at={12: spoil}))
     assert outcome.exit_code == 3 and "a parameter is no longer finite" in outcome.message
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["iteration"] == 8
-
-
-# ---- checkpoints and folders that are not what they should be ------------------------------------
 
 
 def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:

@@ -45,9 +45,6 @@ def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
     return cls(ToyOptions(**settings))
 
 
-# ---- the length of a run -------------------------------------------------------------------------
-
-
 def test_a_time_limit(tmp_path: Path) -> None:
     """The run ends in the iteration that passes the limit, with an evaluation; resumed parts count."""
     folder = tmp_path / "run"
@@ -72,9 +69,6 @@ def test_a_time_limit_bounds_evaluations(tmp_path: Path, ptb: Path) -> None:
     assert run_task("word_lm", *options, "--minutes", 1e-6, "--out", tmp_path / "run") == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["iteration"] == 1 and result["last"]["loss"] > 0 and result["test"]["loss"] > 0
-
-
-# ---- accumulation --------------------------------------------------------------------------------
 
 
 class Threefold(Toy):
@@ -118,9 +112,6 @@ def test_a_change_of_a_resumed_run_is_told_as_typed(
         cli.resolve(given, {**stored}, {}, stored)
 
 
-# ---- the backend ---------------------------------------------------------------------------------
-
-
 def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command line names none; the record says what was used, and a resumed run keeps to it."""
     for name, options, used in (("variable", [], "reference"), ("option", ["--backend", "auto"], "auto")):
@@ -129,9 +120,6 @@ def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest
             assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
         assert run("--resume", tmp_path / name, "--iterations", 3) == 0
         assert load_checkpoint(tmp_path / name / "checkpoint.pt")["settings"]["backend"] == used
-
-
-# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +140,6 @@ def test_a_failed_allocation_is_one_line(
     line = "error: out of memory on cpu: CUDA out of memory. Tried to allocate 20.00 GiB.; lower --hidden (12) or"
     assert capsys.readouterr().err.startswith(line)
     assert run(*OPTIONS, "--out", tmp_path / "run") == 0  # the folder, which has no record, is free
-
-
-# ---- norms through time --------------------------------------------------------------------------
 
 
 def plain(toy: Toy, x: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -185,9 +170,6 @@ def test_norms_through_time(tmp_path: Path) -> None:
         assert record[name] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
 
 
-# ---- epochs --------------------------------------------------------------------------------------
-
-
 def test_epochs(tmp_path: Path) -> None:
     for per_epoch, epoch in ((8, 0.375), (7, 0.4286), (None, None)):
         toy = task()
@@ -195,9 +177,6 @@ def test_epochs(tmp_path: Path) -> None:
         shown = go(tmp_path / str(per_epoch), toy)
         assert records(tmp_path / str(per_epoch))[2].get("epoch") == epoch
         assert ("iteration 12/20: epoch 1.50, loss" in shown) == (per_epoch == 8)
-
-
-# ---- the profile ---------------------------------------------------------------------------------
 
 
 def test_a_profile_tells_where_the_time_goes_and_changes_nothing(
@@ -216,9 +195,6 @@ def test_a_profile_tells_where_the_time_goes_and_changes_nothing(
     assert "profile of" not in capsys.readouterr().out  # asked for once
 
 
-# ---- readers that go away ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [False, True], ids=["done", "diverged"])
 def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`... | head -1`: the run ends as it would have, its exit code included; so does one whose last line goes to
@@ -233,9 +209,6 @@ def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypat
         code = run(*OPTIONS, "--out", tmp_path / "run")
     assert code == (3 if bad else 0)
     assert bad or json.loads((tmp_path / "run" / "result.json").read_text())["iteration"] == 20
-
-
-# ---- checkpoints that cannot be used -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

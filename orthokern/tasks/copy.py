@@ -220,8 +220,6 @@ class CopyExperiment(DrawnTask):
         name, why = self.way
         return f"; algorithm {name} ({why})" if why else f"; algorithm {name}"
 
-    # ---- training
-
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
         return loss, {"accuracy": 1.0 - numbers["wrong"].double() / (self.data.recall * batch[0].shape[1])}
@@ -246,8 +244,6 @@ class CopyExperiment(DrawnTask):
                 # the input column of the blank stays zero: Note [Settings that solve it in a hundred iterations]
                 blank[:, 0] = 0.0
         super().clip_gradients()
-
-    # ---- evaluation
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
@@ -278,8 +274,6 @@ class CopyExperiment(DrawnTask):
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         return evaluation["reached"] == 1.0
-
-    # ---- records
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"

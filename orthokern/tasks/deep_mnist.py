@@ -138,13 +138,9 @@ class DeepMnist(DigitsTask):
         if settings.average is not None:
             self.average = Average(self.model, settings.average)
 
-    # ---- data --------------------------------------------------------------------------------------------------------
-
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         images, labels = data
         return (images[chosen].float() - self._mean) * self._scale, labels[chosen]
-
-    # ---- training ----------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = self.model(*batch)

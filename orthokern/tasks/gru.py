@@ -170,8 +170,6 @@ class GruTask(Experiment):
         """[layers, batch, N]."""
         return torch.zeros(self.settings.layers, batch, self.settings.hidden, device=self.device)
 
-    # ---- training
-
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | bool]:
         """The next window: inputs, targets, valid (None: all steps are valid) and fresh, the rows that start from a
@@ -203,8 +201,6 @@ class GruTask(Experiment):
         steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
         return total / inputs.shape[1], {"nll": total.detach() / steps}
 
-    # ---- evaluation
-
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """After every epoch."""
         self.epoch_ended = super().wants_evaluation(iteration, metrics)
@@ -231,8 +227,6 @@ class GruTask(Experiment):
     def schedule_ended(self, loss: float) -> bool:
         """Whether training is over after this epoch, with this validation loss."""
         return False
-
-    # ---- records
 
     def diagnose(self) -> dict[str, Any]:
         """Spectral radius of the Jacobian at h = 0 and norm of the recurrent matrix, per layer; the learning rate;

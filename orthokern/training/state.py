@@ -56,8 +56,6 @@ class RunState:
             self.best = {"score": score, "iteration": self.iteration}
             self.new_best = copy.deepcopy(self.task.model.state_dict())
 
-    # ---- restoring
-
     def restore(self) -> None:
         """Continues from the checkpoint in the folder, which rank 0 reads for all ranks. Without a checkpoint (the run
         was killed before the first one, see `RunFolder.open`), the run starts from the beginning."""
@@ -118,8 +116,6 @@ class RunState:
         payload = load_checkpoint(self.run.best)
         # a run that was killed between best.pt and its checkpoint, and was then continued for fewer iterations
         return payload["model"] if payload["iteration"] == self.best["iteration"] else None
-
-    # ---- saving
 
     def save(self) -> None:
         """Writes checkpoint.pt, and best.pt if this iteration had the best evaluation. A collective call."""
