@@ -104,7 +104,7 @@ def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path
 
 def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: Path) -> None:
     """One bit of one basis."""
-    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--drift"), 2)
     assert "iteration 8: the parameters of rank 1 differ from those of rank 0" in runs[0].err
     assert runs[0].err.count("\n") == 1 and runs[1].err == ""
 
