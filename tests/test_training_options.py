@@ -122,12 +122,6 @@ def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest
         assert load_checkpoint(tmp_path / name / "checkpoint.pt")["settings"]["backend"] == used
 
 
-def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*OPTIONS, "--hidden", 10_000_000, "--out", tmp_path / "run") == 2
-    line = "error: there is no memory for u_l0 of shape [10000000, 10000000]; accepted: sizes whose parameters fit\n"
-    assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
-
-
 def test_a_failed_allocation_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
