@@ -17,6 +17,7 @@ from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
 from orthokern.reproduce.page import Outcome, conditions, data_folder, output_folder, paragraph, publish, table
 from orthokern.tasks import word_lm
+from orthokern.training import load_checkpoint
 
 DELTA, EPOCHS = 0.2, 75
 SVD_EVERY, WARM_UP = 10, 3  # iterations
@@ -60,12 +61,8 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
     in every step."""
     path = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
     if path.exists():
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            task.model.load_state_dict(checkpoint["model"])
-        except Exception as error:  # torch.load raises errors of many types
-            first = (str(error).splitlines() or [""])[0]
-            raise InputError(f"{path} is not a checkpoint of the model that this command times: {first}") from None
+        checkpoint = load_checkpoint(path)
+        task.model.load_state_dict(checkpoint["model"])
         return f"iteration {checkpoint['iteration']} of the run words-delta-{DELTA}", []
     # an untrained model takes thousands of iterations to reach the bound; before that, the projection changes nothing
     for w in projection.matrices:  # orthogonal columns: these become the singular values
