@@ -416,7 +416,6 @@ def cases() -> dict[str, Case]:
         **correctness(),
         "copy-T10000": of(copy_task, T=10_000, arguments=()),
         "copy-tanh-T1000": of(copy_task, T=1000, arguments=tanh),
-        "copy-tanh-T1000-graph": of(copy_task, T=1000, arguments=(*tanh, "--cuda-graph")),
         **measurements(),
         "copy-T100000": of(copy_task, T=100_000, arguments=()),
         "copy-T1000000": of(copy_task, T=1_000_000, arguments=("--iterations", "200")),

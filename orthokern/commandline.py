@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -38,18 +38,15 @@ def write(text: str, stream: TextIO | None = None) -> None:
     may be full.
     """
     stream = sys.stdout if stream is None else stream
-    for each, content in ((stream, text), (sys.stdout, "")):
-        if each is None:
-            continue
-        try:
-            encoding = getattr(each, "encoding", None) or "utf-8"
-            each.write(content.encode(encoding, "backslashreplace").decode(encoding))
-            each.flush()
-        except (OSError, ValueError):  # the rest of the buffer must not cause an error at the end of the interpreter
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, each.fileno())
-                os.close(null)
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except (OSError, ValueError):  # the rest of the buffer must not cause an error at the end of the interpreter
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -63,29 +60,21 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def one_line(text: str, arguments: Sequence[str] | None = None) -> str:
-    """Converts an error message to one line of limited length. Long words are shortened, and so are long values of the
-    command line, `arguments`, by default that of the process."""
+def one_line(text: str) -> str:
+    """Converts an error message to one line of at most 1000 characters, in which long words are shortened."""
 
-    def shortened(text: str, longest: int = 160) -> str:
+    def shortened(text: str, longest: int) -> str:
         return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
 
-    for argument in sys.argv[1:] if arguments is None else arguments:
-        value = argument.partition("=")[2] if argument.startswith("-") and "=" in argument else argument
-        for each in {value, repr(value)[1:-1], " ".join(value.split())} - {""}:
-            text = text.replace(each, shortened(each))
-    return shortened(re.sub(r"\S{161,}", lambda match: shortened(match[0]), printable(" ".join(text.split()))), 2000)
+    words = (shortened(word, 160) for word in printable(" ".join(text.split())).split(" "))
+    return shortened(" ".join(words), 1000)
 
 
 # ---- the main function -----------------------------------------------------------------------------------------------
 
 
-def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> int:
+def command(body: Callable[[], int]) -> int:
     """Runs the main function of a command. An error that a user can cause is printed as one line on standard error.
-
-    Args:
-        body: does the work and returns the exit code.
-        arguments: the command line, as in `one_line`.
 
     Returns:
         The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
@@ -96,8 +85,7 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
             os.fstat(number)
         except OSError:  # closed: the next file would get the number of this stream, and its output
             os.open(os.devnull, os.O_RDWR)
-        stream = getattr(sys, name)
-        if number and (stream is None or stream.closed):
+        if number and getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     try:
         return body()
@@ -109,7 +97,7 @@ def command(body: Callable[[], int], arguments: Sequence[str] | None = None) -> 
     except KeyboardInterrupt:
         say("interrupted", sys.stderr)
         return EXIT_INTERRUPTED
-    say(f"error: {one_line(text, arguments)}", sys.stderr)
+    say(f"error: {one_line(text)}", sys.stderr)
     return EXIT_BAD_INPUT
 
 
@@ -135,18 +123,6 @@ def integer(minimum: int, maximum: int | None = None, *, none: bool = False) -> 
         return value
 
     return parse
-
-
-def duration(text: str) -> float:
-    """An argparse type: a length of time such as "90s", "30m" or "2h", in seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    try:
-        seconds = float(text[:-1]) * units[text[-1:]]
-    except (ValueError, KeyError):
-        seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a length of time such as 90s, 30m or 2h")
-    return seconds
 
 
 def real(

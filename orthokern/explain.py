@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
         say(explain(options.pop("op", None), **options))
         return 0
 
-    return command(body, argv)
+    return command(body)
 
 
 if __name__ == "__main__":

@@ -103,10 +103,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> ForkServer:
     """Runs of the toy task in processes of their own."""
-    with ForkServer(tmp_path_factory.mktemp("fork_server")) as started:
-        yield started
+    return ForkServer(tmp_path_factory.mktemp("fork_server"))
 
 
 @pytest.fixture(autouse=True)

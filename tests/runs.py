@@ -15,7 +15,6 @@ from torch import Tensor
 from orthokern.training import load_checkpoint, read_metrics
 from orthokern.training.cli import TaskCommand
 from orthokern.training.metrics import TIMING_FIELDS
-from orthokern.training.options import defaults
 
 
 def command(task: str) -> TaskCommand[Any]:
@@ -33,7 +32,7 @@ def settings_of(task: str, options: Sequence[str], **changes: Any) -> Any:
     """The complete settings of a command line, with some changed."""
     its = command(task)
     given = its.parser().parse(list(options))
-    return its.complete({**defaults(its.options), **its.presets.get(given.get("preset", ""), {}), **given, **changes})
+    return its.complete({**its.presets.get(given.get("preset", ""), {}), **given, **changes})
 
 
 def build(task: str, options: Sequence[str], **changes: Any) -> Any:

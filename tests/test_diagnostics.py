@@ -283,7 +283,7 @@ def test_of_an_iteration_that_was_done_twice_the_later_record_counts(tmp_path: P
         ),
         (
             lambda run: ((run / "metrics.jsonl").unlink(), (run / "metrics.jsonl").mkdir()),
-            "metrics.jsonl must be a regular file",
+            "metrics.jsonl cannot be read: is a directory",
         ),
     ],
 )

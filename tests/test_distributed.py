@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,11 @@ def ended(runs: list[Run], code: int) -> list[Run]:
 
 def close(a: Any, b: Any) -> bool:
     """Equal to the rounding of float64 over a few dozen iterations: 1e-12 is a thousand times the largest difference
-    seen, and a millionth of what another order of the data makes. Profiles through time are kept to six digits, and the
-    gradient's norm is float32."""
+    seen, and a millionth of what another order of the data makes. The gradient's norm is float32."""
     if isinstance(a, dict):
+        a, b = ({key: x for key, x in each.items() if "through_time" not in key} for each in (a, b))  # of rank 0's rows
         return a.keys() == b.keys() and all(
-            a[k] == pytest.approx(b[k], rel=1e-5)
-            if "through_time" in k
-            else a[k] == pytest.approx(b[k], rel=1e-6)
+            a[k] == pytest.approx(b[k], rel=1e-6)
             if k == "grad_norm"
             else k == "orthogonality_error" or close(a[k], b[k])
             for k in a
@@ -47,21 +43,17 @@ def close(a: Any, b: Any) -> bool:
     return bool(a == pytest.approx(b, rel=1e-12, abs=1e-12))
 
 
-# ---- the same run --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world, accumulate", [(2, 1), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_processes_train_as_one_with_the_joint_batch(
     fork_server: ForkServer, tmp_path: Path, world: int, accumulate: int
 ) -> None:
-    options = [*OPTIONS, "--accumulate", accumulate, "--last-step-gradient"]
+    options = [*OPTIONS, "--accumulate", accumulate, "--diagnose-every", 0]
     one = fork_server.start("--out", tmp_path / "one", "--dump", tmp_path / "one", *options)
     assert one.wait() == 0, one.err
     runs = ended(fork_server.start_ranks(world, "--out", tmp_path / "all", "--dump", tmp_path / "rank", *options), 0)
     a, b = records(tmp_path / "one"), records(tmp_path / "all")
     assert len(a) == len(b) == 24
     assert all(map(close, a, b))
-    assert {"grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"} <= a[0].keys()
     assert a[-1]["loss"] < 0.8 * a[0]["loss"]
     ranks = [torch.load(tmp_path / f"rank.{rank}") for rank in range(world)]
     assert all(same(ranks[0], other) for other in ranks[1:])  # bit for bit, bases included
@@ -100,31 +92,6 @@ def test_a_signal_on_one_rank_stops_all_and_a_resumed_run_equals_one_never_stopp
         assert same(load_checkpoint(whole / name), load_checkpoint(stopped / name))
 
 
-def test_a_modal_loss_in_several_processes(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Every rank finds the eigenvectors for itself: as one process to rounding, and the same bits after a resume."""
-    # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
-    options = ["--T", 60, "--hidden", 16, "--batch", 8, "--algorithm", "modal", "--start", "random", "--lr", "1e-3"]
-    options += ["--threads", 1, "--no-plots", "--checkpoint-every", 5, "--diagnose-every", 4, "--eval-every", 4]
-
-    def ranks(*given: object) -> list[Run]:
-        return ended(fork_server.start_ranks(2, *given, task="orthokern.tasks.copy"), 0)
-
-    one = fork_server.start("--out", tmp_path / "one", *options, "--iterations", 12, task="orthokern.tasks.copy")
-    assert one.wait() == 0, one.err
-    runs = ranks("--out", tmp_path / "all", *options, "--iterations", 12)
-    assert "algorithm modal" in runs[0].out
-    a, b = records(tmp_path / "one"), records(tmp_path / "all")
-    assert len(a) == len(b) == 12
-    for x, y in zip(a, b, strict=True):
-        assert x["loss"] == pytest.approx(y["loss"], rel=1e-4)
-        assert ("grad_norm_through_time" in x) == ("grad_norm_through_time" in y)
-    assert a[0]["grad_norm_through_time"] == pytest.approx(b[0]["grad_norm_through_time"], rel=1e-4)
-    ranks("--out", tmp_path / "cut", *options, "--iterations", 7)
-    ranks("--resume", tmp_path / "cut", "--iterations", 12)
-    whole, cut = (load_checkpoint(tmp_path / name / "checkpoint.pt")["model"] for name in ("all", "cut"))
-    assert "rnn.modal_basis_l0" in whole and same(whole, cut)
-
-
 def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended(fork_server.start_ranks(2, "--out", folder, *OPTIONS), 0)
@@ -135,17 +102,11 @@ def test_another_number_of_processes_may_go_on(fork_server: ForkServer, tmp_path
     assert all(map(close, records(folder), records(tmp_path / "one")))
 
 
-# ---- a lost process ------------------------------------------------------------------------------
-
-
 def test_ranks_that_drift_apart_are_noticed(fork_server: ForkServer, tmp_path: Path) -> None:
     """One bit of one basis."""
-    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--mistake", "drift"), 2)
+    runs = ended(fork_server.start_ranks(2, "--out", tmp_path / "run", *OPTIONS, "--drift"), 2)
     assert "iteration 8: the parameters of rank 1 differ from those of rank 0" in runs[0].err
     assert runs[0].err.count("\n") == 1 and runs[1].err == ""
-
-
-# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,42 +146,12 @@ def test_stray_ranks_of_a_single_process(fork_server: ForkServer, tmp_path: Path
     assert re.fullmatch(r"error: --iterations: .*\n", run.err)
 
 
-# ---- torchrun ------------------------------------------------------------------------------------
-
-
-def torchrun(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [str(word) for word in (*command, TESTS / "toy_task.py", *arguments)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
-    process = torchrun("--out", tmp_path / "run", *OPTIONS)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.endswith("done at 24\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    words = [*command, TESTS / "toy_task.py", "--out", tmp_path / "run", *OPTIONS]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in words], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.endswith("done at 24\n"), done.stderr
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 24
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_torchrun_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    """It hands the signal to its processes, and gives them half a minute."""
-    folder = tmp_path / "run"
-    process = torchrun("--out", folder, "--iterations", 100_000, "--threads", 1, "--no-plots")
-    deadline = time.monotonic() + 60
-    while len(read_metrics(folder / "metrics.jsonl")) < 10:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    told = re.search(rf"^stopped by {number.name} after iteration (\d+), saved; continue with --resume", err, re.M)
-    assert told, err
-    assert load_checkpoint(folder / "checkpoint.pt")["iteration"] == int(told[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -37,7 +36,7 @@ def test_killed_at_random_moments(kills: int, fork_server: ForkServer, tmp_path:
             run = fork_server.start("--out", folder, *OPTIONS)
         if len(moments) < kills:
             time.sleep(draw.uniform(0.0, longest))
-            os.kill(run.pid, signal.SIGKILL)
+            run.process.kill()
         code = run.wait()
         assert code in (0, -signal.SIGKILL), run.err
         path = folder / "checkpoint.pt"

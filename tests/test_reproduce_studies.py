@@ -16,7 +16,6 @@ from reproducing import Command, toy_command
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
 from orthokern.reproduce.search import Search
-from orthokern.tasks import word_lm
 
 NAME = "oinit-table1"
 SUBJECTS = command.STUDIES["constraint"]["subjects"]
@@ -125,11 +124,7 @@ def test_the_steps_of_learned_orthogonality(reproduce: Command, monkeypatch: pyt
     assert plain["N(0, 0.1)", 200] == plain["N(0, 0.1)", 400] == 0 and plain["Glorot-uniform", 400] == 100
 
 
-def test_the_cost_of_the_constraint(
-    reproduce: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cost_of_the_constraint(reproduce: Command, tmp_path: Path) -> None:
     """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
     (tmp_path / "ptb").mkdir()
     draw = random.Random(0)
@@ -148,14 +143,6 @@ def test_the_cost_of_the_constraint(
     # the run of Table 1, if there is one, is where the timed iterations begin
     reproduce("gru-table1", "--quick", "--data", tmp_path, "--only", "delta-0.2")
     reproduce.refused("of the run words-delta-0.2: there was no projection to time", *measure, 1)
-    checkpoint = reproduce.out / "quick" / "words-delta-0.2" / "checkpoint.pt"
-    checkpoint.write_bytes(b"")
-    reproduce.refused(f"{checkpoint} is not a checkpoint of the model that this command times", *measure, 1)
-    # too few iterations for a singular value to rise above the bound: refused, with no page of an idle projection
-    shutil.rmtree(checkpoint.parent)
-    monkeypatch.setattr("orthokern.reproduce.cost._growth", torch.zeros_like)
-    monkeypatch.setitem(word_lm.DEFAULTS, "lr", 0.0)
-    reproduce.refused("increase --iterations", *measure, 1)
 
 
 def test_the_fisher_memory(reproduce: Command) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from runs import records, same
+from runs import assert_resumes, records
 
 from orthokern.tasks import copy
-from orthokern.training import load_checkpoint, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-plots"]
@@ -24,9 +18,6 @@ SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-
 
 def run(*arguments: object) -> int:
     return copy.main([str(argument) for argument in arguments])
-
-
-# ---- training ------------------------------------------------------------------------------------
 
 
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +100,7 @@ def test_the_blank_may_be_learned() -> None:
     columns = {}
     for learned in (False, True):
         torch.manual_seed(0)
-        task = copy.CopyExperiment(copy.complete({**copy.DEFAULTS, "T": 5, "hidden": 16, "learn_blank": learned}))
+        task = copy.CopyExperiment(copy.COMMAND.complete({"T": 5, "hidden": 16, "learn_blank": learned}))
         table = task.rnn.get_parameter("weight_ih_l0")
         before = table.detach().clone()
         with torch.no_grad():
@@ -128,10 +119,7 @@ def test_the_paper_preset(tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
     assert settings["lr"] == 3e-4  # the command line is stronger
-    assert copy.complete({**copy.DEFAULTS, **copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
-
-
-# ---- the algorithm ---------------------------------------------------------------------------------
+    assert copy.COMMAND.complete({**copy.COMMAND.presets["paper"], "T": 10_000}).margin == 0.001
 
 
 def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,102 +141,11 @@ def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
 
 
-# ---- resuming ------------------------------------------------------------------------------------
-
-
-def start(folder: Path, *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "orthokern.tasks.copy", *SMALL, "--out", folder, *options]
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_iterations(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(read_metrics(folder / "metrics.jsonl")) < count:
-        assert process.poll() is None, f"ended with {process.returncode}: {process.stderr.read()}"
-        assert time.monotonic() < deadline, "no progress within a minute"
-        time.sleep(0.002)
-
-
-OFTEN = ["--checkpoint-every", 7, "--eval-every", 5, "--diagnose-every", 4, "--goal", 100]
-OFTEN += ["--algorithm", "modal"]  # which has a state of its own, the basis
-
-
-@pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("copy") / "whole"
-    assert run(*SMALL, *OFTEN, "--iterations", 200, "--out", folder) == 0
-    return folder
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_killed_runs_resume_to_the_same_bits(
-    number: signal.Signals, never_stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killed, whole, end = tmp_path / "killed", never_stopped, 200
-    process = start(killed, *OFTEN, "--iterations", 100_000_000)  # it does not end before the signal arrives
-    try:
-        wait_for_iterations(process, killed, 20)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    code = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
-    assert process.returncode == code, err
-    reached = load_checkpoint(killed / "checkpoint.pt")["iteration"]
-    assert reached >= 14
-    if number != signal.SIGKILL:
-        message = f"stopped by {number.name} after iteration {reached}, saved; continue with --resume {killed}"
-        assert err.splitlines()[-1] == message
-        assert "Traceback" not in out + err
-    last = read_metrics(killed / "metrics.jsonl")[-1]["iteration"]
-    if last >= end:  # of a machine that delivers signals late: a whole run of another length
-        whole, end = tmp_path / "whole", last + 50
-        assert run(*SMALL, *OFTEN, "--iterations", end, "--out", whole) == 0
-    assert run("--resume", killed, "--iterations", end) == 0
-    assert f"resuming in {killed}" in capsys.readouterr().out
-    assert len(records(whole)) == end
-    assert records(killed) == records(whole)
-    for name in ("checkpoint.pt", "best.pt"):
-        ours, theirs = (load_checkpoint(folder / name) for folder in (killed, whole))
-        for state in (ours, theirs):
-            del state["settings"]["iterations"]  # the best one may be of before the signal, when the end was far
-        assert same(ours, theirs)
-
-
-def test_a_resumed_run_keeps_its_new_length(tmp_path: Path) -> None:
-    """It is the length of the next --resume too, and a run whose end is moved back is evaluated where it stands."""
-    folder = tmp_path / "run"
-
-    def length() -> int:
-        found: int = json.loads((folder / "config.json").read_text())["settings"]["iterations"]
-        return found
-
-    assert run(*SMALL, "--out", folder, "--iterations", 2, "--eval-every", 0, "--eval-sequences", 2) == 0
-    longer = [sys.executable, "-m", "orthokern.tasks.copy", "--resume", str(folder), "--iterations", "100000000"]
-    process = subprocess.Popen(longer, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for_iterations(process, folder, 5)
-        process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()
-    done = len(records(folder))
-    assert length() == 100_000_000 and done >= 5
-    assert run("--resume", folder, "--iterations", 3) == 0
-    result = json.loads((folder / "result.json").read_text())
-    assert result["iteration"] == len(records(folder)) == done
-    saved = load_checkpoint(folder / "checkpoint.pt")
-    assert saved["evaluated_at"] == done and saved["evaluation"] == result["last"]
-    assert saved["best"] == result["best"] and result["tested"] == saved["best"]["iteration"]
-    assert length() == 3
+@pytest.mark.parametrize("algorithm", ["modal", "sequential"])
+def test_resume_is_exact(algorithm: str, tmp_path: Path) -> None:
+    """The modal algorithm has a state of its own, the basis."""
+    often = ["--checkpoint-every", 7, "--eval-every", 5, "--diagnose-every", 4, "--goal", 100, "--algorithm", algorithm]
+    assert_resumes("copy", [*SMALL, *often], tmp_path, 3, 23, 40)
 
 
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,30 +160,9 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.Cap
     assert len(records(folder)) == 9
 
 
-# ---- refusals ------------------------------------------------------------------------------------
-
-
 def test_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A free spectrum that moves by 10 000 a step explodes at once."""
     options = ["--margin", "none", "--spectrum-lr", "1e4", "--lr", "1", "--iterations", 50]
     assert run(*SMALL, *options, "--out", tmp_path / "run") == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("diverged: the ") and "at iteration" in last and "no checkpoint was written yet" in last
-
-
-def test_a_run_does_not_load_the_compiler(tmp_path: Path) -> None:
-    """Its front end takes as long to load as torch; and torch's optimizers are afterwards what they were."""
-    program = (
-        "import sys, torch\n"
-        "from orthokern.tasks import copy\n"
-        "step = torch.optim.RMSprop.step\n"
-        f"copy.main({[*SMALL, '--iterations', '2', '--out', str(tmp_path / 'run')]!r})\n"
-        "assert 'torch._dynamo' not in sys.modules, [name for name in sys.modules if 'dynamo' in name]\n"
-        "assert torch.optim.RMSprop.step is step\n"
-        "parameter = torch.ones(2, requires_grad=True)\n"
-        "optimizer = torch.optim.RMSprop([parameter])\n"
-        "(3 * parameter).sum().backward()\n"
-        "optimizer.step()\n"
-        "assert 'torch._dynamo' in sys.modules\n"  # so the test notices when torch needs no help any longer
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True, timeout=120)

@@ -13,7 +13,6 @@ copy | --T 1000000000000000 | out of memory on cpu
 copy | --schedule plateau --patience 0 | patience: '0' is not an integer of at least 1
 copy | --schedule plateau --eval-every 0 | --schedule plateau with --eval-every 0: without evaluations
 copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the final factor of the rates; accepted
-copy | --process-timeout 9007199254740992 | is not an integer of at most 31536000
 copy | --model lstm --forget-bias 2 | unknown option --forget-bias
 copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 0 | --T: '0' is not an integer of at least 1
@@ -33,9 +32,8 @@ copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix 
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
 copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': message_clip is 1
-copy | --T 5 --algorithm modal --model lstm | --algorithm
+copy | --T 5 --algorithm modal --model lstm | --algorithm modal: not for --model lstm
 adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
-adding | --T 10 --model lstm --learned-h0 | --learned-h0: for --model factorized or rnn or
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
 adding | --T 10 --init glorot | --init glorot with --margin 0.1
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
@@ -44,28 +42,24 @@ adding | --T 10 --schedule sine | unknown schedule 'sine'
 adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer of at most 9223372036854775807
 adding | --optimizer adam --beta1 1.0 | beta1: '1.0' is not a number of at least 0 and below 1
 adding | --eps 0 | eps: '0' is not a number of at least 1e-30
-adding | --model rnn --geodesic-lr 1 | --geodesic-lr: for --model factorized; here --model is rnn
-adding | --model lstm --nonlinearity relu | --nonlinearity: for --model factorized or rnn or exprnn or
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
-adding | --model lstm --backend cpu | --backend: for --model factorized or rnn or gru or exprnn or nnrnn; here
 adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
 adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
 adding | --slope=-1e300 --nonlinearity prelu | --slope: '-1e300' is beyond 1e+30
 adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at most 1024
-adding | --forget-bias 2 | --forget-bias: for --model lstm or peephole-lstm; here --model is factorized
-adding | --no-triangle | --no-triangle: for --model nnrnn
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
 adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
-adding | --T 10 --rebase-every 5 | --rebase-every: for --model exprnn or nnrnn; here
-adding | --T 10 --model exprnn --schur-mask legacy | --schur-mask: for --model nnrnn; here
 adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
 adding | --T 10 --model nnrnn --no-triangle --triangle-decay 1 | --triangle-decay 1 with --no-triangle
 adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
 adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
 adding | --T 10 --model nnrnn --margin 1 --spectrum-prior 1 | --spectrum-prior 1: for --model factorized
+pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
+pixel_mnist | --data {mnist} --average 1 | '1' is not a number of at least 0 and below 1 or none
+adding | --hidden 10000000 | there is no memory for u_l0 of shape [10000000, 10000000]
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
@@ -76,7 +70,6 @@ char_lm | --data {ptb} --length 4 | no sentence of at most
 char_lm | --data {ptb} --epochs 2 --iterations 3 | --epochs 2 and --iterations 3: give one of the two
 char_lm | --data {ptb} --schedule exponential | --schedule exponential with --lr-decay 0: the rates never
 char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at most 2, the batches of an epoch
-char_lm | --data {ptb} --model lstm --start glorot | --start: for --model factorized or rnn or
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
 char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
@@ -103,4 +96,4 @@ def test_refused(row: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytes
         (short / f"ptb.{part}.txt").write_text(" a b c \n")
     given = options.format(mnist=mnist, ptb=ptb, short=short).split()
     assert_refused(capsys, message, task, *given, "--out", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()

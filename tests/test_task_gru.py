@@ -66,9 +66,6 @@ def result(folder: Path) -> dict[str, Any]:
     return found
 
 
-# ---- learning ------------------------------------------------------------------------------------
-
-
 def test_music_learns(tmp_path: Path, rolls: Path) -> None:
     options = "--batch 10 --window 12 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.05 --epochs 40"
     folder = tmp_path / "run"
@@ -91,9 +88,6 @@ def test_word_lm_learns(tmp_path: Path, words: Path) -> None:
     assert found["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
     assert found["test"]["perplexity"] == pytest.approx(math.exp(found["test"]["loss"]))
     assert found["last"]["success"] == 1 and found["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
-
-
-# ---- what is computed ----------------------------------------------------------------------------
 
 
 def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:
@@ -152,28 +146,6 @@ def task_rolls(lengths: list[int]) -> Any:
     return Rolls(notes, torch.tensor([0, *lengths]).cumsum(0))
 
 
-def test_states_begin_at_zero(small: dict[str, list[str]]) -> None:
-    """Of a piece's rows where the piece begins, of words at an epoch's beginning."""
-    task = build("music", small["music"])
-    seen = 0
-    for _ in range(25):
-        order = task.windows.state_dict()
-        fresh = next(task.windows).fresh  # looked at, and put back
-        task.windows.load_state_dict(order)
-        batch = task.next_batch()
-        rows = batch[3].abs().sum((0, 2))
-        assert torch.equal(rows == 0, fresh)
-        seen += int(fresh.sum())
-        task.loss(batch)
-    assert 5 < seen < 125
-
-    lm = build("word_lm", small["word_lm"])
-    for index in range(2 * lm.iterations_per_epoch):
-        batch = lm.next_batch()
-        assert bool((batch[3] == 0).all()) == (index % lm.iterations_per_epoch == 0)
-        lm.loss(batch)
-
-
 @pytest.mark.parametrize("model", ["gru", "torch-gru"])
 def test_the_constraint_holds(model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     options = ["--model", model, "--iterations", 25, "--lr", 0.05, "--delta", 1.5]
@@ -200,9 +172,6 @@ def test_clipping_instead(tmp_path: Path, small: dict[str, list[str]]) -> None:
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-3)
 
 
-# ---- schedules and success -----------------------------------------------------------------------
-
-
 def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
     task = build("word_lm", [*small["word_lm"], "--decay-after", "2", "--decay", "1.1"])
     per = task.iterations_per_epoch
@@ -210,7 +179,7 @@ def test_the_rate_of_words(small: dict[str, list[str]]) -> None:
     assert rates[: 2 * per] == [1.0] * (2 * per)
     assert rates[2 * per : 3 * per] == pytest.approx([1 / 1.1] * per)
     assert rates[3 * per] == pytest.approx(1.1**-2)
-    paper = word_lm.DEFAULTS
+    paper = word_lm.COMMAND.defaults
     assert (paper["lr"], paper["decay"], paper["decay_after"], paper["epochs"]) == (1.0, 1.1, 10, 75)
 
 
@@ -246,9 +215,6 @@ def test_success(small: dict[str, list[str]]) -> None:
     assert [f["success"] for f in found] == [1, 1, 0, 0, 0, 0] and {f["initial_loss"] for f in found} == {2.0}
 
 
-# ---- resuming ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     """State, dropout, order of the pieces, rates and projection: stopped twice, the same bits."""
@@ -258,15 +224,11 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     assert_resumes(name, options, tmp_path, 5, length - 6, length)
 
 
-# ---- bad input -----------------------------------------------------------------------------------
-
-
 OWN = {
     "word_lm": [(["--vocabulary", "11"], "has 12 distinct words, <eos> included; accepted: at most 11")],
     "music": [
         (["--collection", "jsb"], "missing data file jsb_chorales.npz (nor JSB_Chorales.mat)"),
         (["--lr", "1e-3", "--lr-floor", "0.01"], "--lr 0.001: below --lr-floor, 0.01, at which training ends"),
-        (["--model", "torch-gru", "--backend", "cpu"], "--backend: for --model gru; here --model is torch-gru"),
     ],
 }
 
@@ -283,7 +245,6 @@ def test_bad_input(name: str, tmp_path: Path, small: dict[str, list[str]], capsy
         (["--model", "lstm"], "unknown model 'lstm'"),
         (["--data", tmp_path / "no"], "does not exist"),
         (["--data", tmp_path], "missing data file"),
-        (["--model", "torch-gru", "--variant", "kanai"], "--variant: for --model gru; here --model is torch-gru"),
         (["--epochs", "2", "--iterations", "9"], "give one of the two"),
         *OWN[name],
     ):

@@ -28,9 +28,6 @@ SMALL = {
 QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
 
 
-# ---- the models ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["exprnn", "nnrnn"])
 def test_the_copy_task_is_learned(model: str, tmp_path: Path) -> None:
     options = f"--T 10 --hidden 64 --model {model} --lr 1e-2 --skew-lr 1e-3 --iterations 400 --goal 95".split()
@@ -78,16 +75,6 @@ def test_rates_and_penalties() -> None:
         below[1::2, 0::2].diagonal().zero_()  # the elements of the rotations
         added = 0.3 * moduli + 0.25 * below.square().sum()
         assert (total - plain).item() == pytest.approx(added.item(), rel=1e-4)
-
-
-def test_a_run_of_nnrnn_draws_the_moduli(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert run("adding", *SMALL["adding"], "--model", "nnrnn", "--threads", 1, "--out", folder) == 0
-    drawn = {path.name for path in folder.glob("*.png")}
-    assert {"learning.png", "spectrum.png", "moduli.png", "angles.png", "gradients.png"} <= drawn
-
-
-# ---- characters as a stream ------------------------------------------------------------------------------------------
 
 
 def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_run_that_diverges_has_its_records(tmp_path: Path) -> None:
     result = tasks.run("copy", tmp_path, threads=1, **settings)
     assert result.exit_code == 3 and result.message.startswith("diverged: ") and result.values == {}
     assert [record["iteration"] for record in result.records] == list(range(1, len(result.records) + 1)) != []
-    assert result.settings["margin"] == 0.2 and result.settings["goal"] == copy.DEFAULTS["goal"]
+    assert result.settings["margin"] == 0.2 and result.settings["goal"] == copy.COMMAND.defaults["goal"]
 
 
 def test_none_is_a_value(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_none_is_a_value(tmp_path: Path) -> None:
         ("copy", {"hiden": 3}, "unknown setting of task copy 'hiden': did you mean 'hidden'?"),
         ("copy", {"resume": "x"}, "unknown setting of task copy 'resume'"),
         ("copy", {"hidden": 0}, "'0' is not an integer of at least 1"),
-        ("copy", {"hidden": True}, "hidden takes a value, got True"),
+        ("copy", {"hidden": True}, "hidden must be a value, got True"),
         ("copy", {"plots": 1}, "plots must be True or False, got 1"),
         ("copy", {"margin": "wide"}, "'wide' is not a number"),
     ],

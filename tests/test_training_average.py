@@ -72,7 +72,7 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
     folder = tmp_path / "run"
     assert run("pixel_mnist", *options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
     last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("checkpoint", "best"))
-    settings = pixel_mnist.complete({**pixel_mnist.DEFAULTS, **pixel_mnist.COMMAND.parser().parse([*options])})
+    settings = pixel_mnist.COMMAND.complete(pixel_mnist.COMMAND.parser().parse([*options]))
     settings.model, settings.average = model, 0.95
     task = pixel_mnist.PixelMnist(settings)
     task.model.load_state_dict(last["model"])
@@ -96,17 +96,3 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
 @pytest.mark.parametrize("model", ["factorized", "exprnn", "nnrnn", "lstm"])
 def test_resume_is_exact(model: str, tmp_path: Path, options: list[str]) -> None:
     assert_resumes("pixel_mnist", [*options, "--model", model, "--average", "0.9"], tmp_path, 17, 30)
-
-
-def test_what_is_refused(tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    moved = ["--model", "exprnn", "--rebase-every", "5"]
-    assert run("pixel_mnist", *options, *moved, "--average", "0.9", "--out", tmp_path / "run") == 2
-    assert "--average with --rebase-every" in capsys.readouterr().err
-    assert run("pixel_mnist", *options, "--average", "1", "--out", tmp_path / "run") == 2
-    assert "'1' is not a number of at least 0 and below 1 or none" in capsys.readouterr().err
-    assert run("pixel_mnist", *options, "--average", "0.9", "--iterations", "3", "--out", tmp_path / "run") == 0
-    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    state["average"]["values"][0] = state["average"]["values"][0][:1]
-    torch.save(state, tmp_path / "run" / "checkpoint.pt")
-    assert run("pixel_mnist", "--resume", tmp_path / "run", "--iterations", "5") == 2
-    assert "an average must have the shape" in capsys.readouterr().err

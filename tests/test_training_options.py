@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import toy_task
-from test_kill_resume import records, same
+from runs import build, records, same
+from runs import run as run_task
 from torch import Tensor
 from toy_task import Toy, ToyOptions
 
@@ -23,7 +23,6 @@ from orthokern import dispatch
 from orthokern.errors import CheckpointError
 from orthokern.reproduce.runner import is_done
 from orthokern.training import LoopSettings, RunFolder, cli, load_checkpoint, read_metrics, save_checkpoint, train
-from orthokern.training.iteration import joint_profile
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
@@ -46,9 +45,6 @@ def task(cls: type[Toy] = Toy, **settings: Any) -> Toy:
     return cls(ToyOptions(**settings))
 
 
-# ---- the length of a run -------------------------------------------------------------------------
-
-
 def test_a_time_limit(tmp_path: Path) -> None:
     """The run ends in the iteration that passes the limit, with an evaluation; resumed parts count."""
     folder = tmp_path / "run"
@@ -62,7 +58,17 @@ def test_a_time_limit(tmp_path: Path) -> None:
     assert run("--resume", folder, "--minutes", 1000) == 0 and done() == list(range(1, 8))
 
 
-# ---- accumulation --------------------------------------------------------------------------------
+def test_a_time_limit_bounds_evaluations(tmp_path: Path, ptb: Path) -> None:
+    """They read a part of the text: one batch at least."""
+    options = f"--data {ptb} --hidden 8 --batch 2 --window 4 --threads 1 --no-plots".split()
+    task = build("word_lm", options)
+    whole = task.measure("validation")
+    assert len(list(task.in_time(range(50)))) == 50
+    task.evaluation_seconds = 0.0
+    assert len(list(task.in_time(range(50)))) == 1 and task.measure("validation") != whole
+    assert run_task("word_lm", *options, "--minutes", 1e-6, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["iteration"] == 1 and result["last"]["loss"] > 0 and result["test"]["loss"] > 0
 
 
 class Threefold(Toy):
@@ -76,17 +82,14 @@ class Threefold(Toy):
 def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
     """To rounding: the sums over the batch are taken in another order."""
     small, large = task(), task(Threefold)
-    go(tmp_path / "small", small, accumulate=3, last_step_gradient=True)
-    go(tmp_path / "large", large, last_step_gradient=True)
+    go(tmp_path / "small", small, accumulate=3)
+    go(tmp_path / "large", large)
     a, b = records(tmp_path / "small"), records(tmp_path / "large")
     assert [r.keys() for r in a] == [r.keys() for r in b]
     for x, y in zip(a, b, strict=True):
         for key in ("loss", "last_error"):
             assert x[key] == pytest.approx(y[key], rel=1e-12)
         assert x["grad_norm"] == pytest.approx(y["grad_norm"], rel=1e-6)  # computed in float32
-        for key in ("grad_norm_through_time", "last_grad_norm_through_time", "state_norm_through_time"):
-            assert (key in x) == (x["iteration"] % 5 == 1)
-            assert x.get(key, []) == pytest.approx(y.get(key, []), rel=1e-5)  # kept to six digits
     for p, q in zip(small.model.parameters(), large.model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
     assert small.batches == large.batches == 60
@@ -109,50 +112,14 @@ def test_a_change_of_a_resumed_run_is_told_as_typed(
         cli.resolve(given, {**stored}, {}, stored)
 
 
-def test_accumulation_is_a_setting_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*OPTIONS, "--out", tmp_path / "run", "--accumulate", 2) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["accumulate"] == 2
-    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["task_state"]["batches"] == 40
-    assert run("--resume", tmp_path / "run", "--accumulate", 3) == 2
-    assert "--accumulate 3: the run to resume has --accumulate 2" in capsys.readouterr().err
-    assert run("--out", tmp_path / "other", "--accumulate", 0) == 2
-
-
-# ---- the backend ---------------------------------------------------------------------------------
-
-
-def test_the_environment_chooses_the_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command line names none; the record says what was used, and a resumed run keeps to it."""
-
-    def used(name: str, *options: object) -> str:
-        assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        return str(config["settings"]["backend"])
-
-    assert used("auto") == "auto"
-    monkeypatch.setattr(dispatch, "_process_default", "reference")
-    assert used("variable") == "reference"
-    assert used("option", "--backend", "auto") == "auto"
-    monkeypatch.setattr(dispatch, "_process_default", "auto")
-    assert run("--resume", tmp_path / "variable", "--iterations", 3) == 0
-    assert load_checkpoint(tmp_path / "variable" / "checkpoint.pt")["settings"]["backend"] == "reference"
-    monkeypatch.setattr(dispatch, "_process_default", "foo")
-    capsys.readouterr()
-    assert run(*OPTIONS, "--out", tmp_path / "foo") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: unknown backend in ORTHOKERN_BACKEND 'foo'") and error.count("\n") == 1
-    assert not (tmp_path / "foo").exists()
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def test_too_large_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*OPTIONS, "--hidden", 10_000_000, "--out", tmp_path / "run") == 2
-    line = "error: there is no memory for u_l0 of shape [10000000, 10000000]; accepted: sizes whose parameters fit\n"
-    assert capsys.readouterr().err == line and not (tmp_path / "run").exists()
+    for name, options, used in (("variable", [], "reference"), ("option", ["--backend", "auto"], "auto")):
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_process_default", "reference")
+            assert run(*OPTIONS, "--iterations", 2, "--out", tmp_path / name, *options) == 0
+        assert run("--resume", tmp_path / name, "--iterations", 3) == 0
+        assert load_checkpoint(tmp_path / name / "checkpoint.pt")["settings"]["backend"] == used
 
 
 def test_a_failed_allocation_is_one_line(
@@ -161,15 +128,12 @@ def test_a_failed_allocation_is_one_line(
     def fail(self: Toy, batch: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Toy, "loss", fail)
-    for options in ([], ["--out", "a/b/c"]):
-        assert run(*OPTIONS, *options) == 2
-        line = "error: out of memory on cpu: CUDA out of memory. Tried to allocate 20.00 GiB.; lower --hidden (12) or"
-        assert capsys.readouterr().err.startswith(line) and not list(tmp_path.iterdir())
-
-
-# ---- norms through time --------------------------------------------------------------------------
+    with monkeypatch.context() as patch:
+        patch.setattr(Toy, "loss", fail)
+        assert run(*OPTIONS, "--out", tmp_path / "run") == 2
+    line = "error: out of memory on cpu: CUDA out of memory. Tried to allocate 20.00 GiB.; lower --hidden (12) or"
+    assert capsys.readouterr().err.startswith(line)
+    assert run(*OPTIONS, "--out", tmp_path / "run") == 0  # the folder, which has no record, is free
 
 
 def plain(toy: Toy, x: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -189,105 +153,40 @@ def norms(tensors: list[Any]) -> list[float]:
 
 
 def test_norms_through_time(tmp_path: Path) -> None:
-    """Against autograd through a plain loop, of the first iteration's two batches taken as one."""
+    """Against autograd through a plain loop, of the first iteration's first batch."""
     go(tmp_path / "run", task(), accumulate=2, last_step_gradient=True)
-    record = records(tmp_path / "run")[0]
-    fresh = task()
-    parts = [fresh.next_batch() for _ in range(2)]
-    x, target = torch.cat([x for x, _ in parts], 1), torch.cat([y for _, y in parts], 1)
-    states, said = plain(fresh, x)
-    (said - target).square().mean().backward()
-    assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
-    assert record["grad_norm_through_time"] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
-    states, said = plain(fresh, x)
-    (said[-1] - target[-1]).square().mean().backward()
-    expected = norms([h.grad for h in states])
-    assert record["last_grad_norm_through_time"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_looking_at_the_last_step_changes_nothing(tmp_path: Path) -> None:
-    go(tmp_path / "a", task(dropout=0.3))
-    go(tmp_path / "b", task(dropout=0.3), last_step_gradient=True)
-    a, b = records(tmp_path / "a"), records(tmp_path / "b")
-    assert [r for r in b if "last_grad_norm_through_time" in r] == [b[i] for i in (0, 5, 10, 15)]
-    assert a == [{k: v for k, v in r.items() if k != "last_grad_norm_through_time"} for r in b]
-    assert same(load_checkpoint(tmp_path / "a" / "checkpoint.pt"), load_checkpoint(tmp_path / "b" / "checkpoint.pt"))
-
-
-def test_profiles_of_unequal_lengths() -> None:
-    """Beyond its end a part has no states: it adds nothing there."""
-    parts = [torch.tensor([3.0, 4.0, 2.0]), torch.tensor([4.0, 3.0])]
-    assert joint_profile(parts, mean=False).tolist() == [5.0, 5.0, 2.0]
-    assert joint_profile(parts, mean=True).tolist() == [2.5, 2.5, 1.0]
-    assert joint_profile(parts[:1], mean=True) is parts[0]
-
-
-# ---- epochs --------------------------------------------------------------------------------------
+    record, fresh = records(tmp_path / "run")[0], task()
+    x, target = fresh.next_batch()
+    for name, last in (("grad_norm_through_time", slice(None)), ("last_grad_norm_through_time", slice(-1, None))):
+        states, said = plain(fresh, x)
+        (said - target)[last].square().mean().backward()
+        assert record["state_norm_through_time"] == pytest.approx(norms(states), rel=1e-5)
+        assert record[name] == pytest.approx(norms([h.grad for h in states]), rel=1e-5)
 
 
 def test_epochs(tmp_path: Path) -> None:
-    shown = go(tmp_path / "with", task())
-    assert [r["epoch"] for r in records(tmp_path / "with")] == [i / 8 for i in range(1, 21)]
-    assert "iteration 12/20: epoch 1.50, loss" in shown
-    toy = task()
-    toy.iterations_per_epoch = 7
-    go(tmp_path / "seven", toy)
-    assert records(tmp_path / "seven")[2]["epoch"] == 0.4286
-    toy = task()
-    toy.iterations_per_epoch = None
-    assert "epoch" not in go(tmp_path / "without", toy)
-    assert not any("epoch" in r for r in records(tmp_path / "without"))
+    for per_epoch, epoch in ((8, 0.375), (7, 0.4286), (None, None)):
+        toy = task()
+        toy.iterations_per_epoch = per_epoch
+        shown = go(tmp_path / str(per_epoch), toy)
+        assert records(tmp_path / str(per_epoch))[2].get("epoch") == epoch
+        assert ("iteration 12/20: epoch 1.50, loss" in shown) == (per_epoch == 8)
 
 
-# ---- the profile ---------------------------------------------------------------------------------
-
-
-class Slow(Toy):
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        time.sleep(0.02)
-        return super().next_batch()
-
-
-def test_a_profile_tells_where_the_time_goes(tmp_path: Path) -> None:
-    shown = go(tmp_path / "run", task(Slow), profile=6)
-    report = json.loads((tmp_path / "run" / "profile.json").read_text())
-    assert report["iterations"] == [4, 9]
-    stages, total = report["stages"], report["ms_per_iteration"]
-    assert list(stages) == [
-        "data",
-        "forward",
-        "backward",
-        "clip and step",
-        "diagnose",
-        "evaluate",
-        "record and checkpoint",
-        "other",
-    ]
-    assert all(ms > 0 for ms in stages.values())
-    assert sum(stages.values()) == pytest.approx(total)
-    assert 20 <= stages["data"] < total
-    assert stages["other"] < 0.5 * (total - stages["data"])
-    operators = {row["name"]: row for row in report["operators"]}
-    assert report["operator_iterations"] == 3 and operators["orthokern::factored_scan_bwd"]["calls"] == 1
-    times = [row["self_cpu_ms"] for row in report["operators"]]
-    assert times == sorted(times, reverse=True) and times[-1] > 0
-    assert re.search(r"^profile of iterations 4 to 9: [\d.]+ ms per iteration on cpu$", shown, re.M)
-    assert re.search(r"^  data +[\d.]+ ms +[\d.]+ %$", shown, re.M)
-    assert "orthokern::factored_scan_bwd" in shown
-
-
-def test_a_profile_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_tells_where_the_time_goes_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, options in {"a": [], "b": ["--profile", 5]}.items():
         assert run(*OPTIONS, "--dropout", 0.2, "--out", tmp_path / name, *options) == 0
     assert records(tmp_path / "a") == records(tmp_path / "b")
     a, b = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in "ab")
     assert same({**a, "settings": None}, {**b, "settings": None})
-    assert "profile of iterations 4 to 8" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "profile of 5 iterations" in shown and "orthokern::factored_scan_bwd" in shown
+    assert all(f"stage: {name}" in shown for name in ("data", "forward", "backward", "clip and step"))
+    assert json.loads((tmp_path / "b" / "profile.json").read_text())["traceEvents"]
     assert run("--resume", tmp_path / "b", "--iterations", 40) == 0
     assert "profile of" not in capsys.readouterr().out  # asked for once
-
-
-# ---- readers that go away ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["done", "diverged"])
@@ -304,9 +203,6 @@ def test_a_reader_that_has_gone_is_no_error(bad: bool, tmp_path: Path, monkeypat
         code = run(*OPTIONS, "--out", tmp_path / "run")
     assert code == (3 if bad else 0)
     assert bad or json.loads((tmp_path / "run" / "result.json").read_text())["iteration"] == 20
-
-
-# ---- checkpoints that cannot be used -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
-from orthokern.errors import InputError
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.optimization import plateau
 from orthokern.training import Task, cli
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import complete as make_options
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -33,7 +30,7 @@ class ToyOptions(cli.RunOptions):
     batch: int = option(8, "sequences")
     hidden: int = option(12, "units")
     dropout: float = option(0.0, "dropout", low=0.0)
-    mistake: str | None = option(None, "drift, data or model: what the task does wrong")
+    drift: bool = option(False, "change a bit of a parameter of rank 1")
     dump: str | None = option(None, "at the end, each rank writes its parameters to this file, '.' and its number")
     device: str = "cpu"
     iterations: int = 30
@@ -41,21 +38,12 @@ class ToyOptions(cli.RunOptions):
     diagnose_every: int = 5
 
 
-DEFAULTS = defaults(ToyOptions)
-
-
-def complete(settings: Settings) -> ToyOptions:
-    return make_options(ToyOptions, settings)
-
-
 class Model(nn.Module):
-    def __init__(self, hidden: int, dropout: float, idle: bool) -> None:
+    def __init__(self, hidden: int, dropout: float) -> None:
         super().__init__()
         self.rnn = FactorizedRNN(3, hidden, nonlinearity="tanh", margin=0.1, dtype=torch.float64)
         self.dropout = nn.Dropout(dropout)
         self.readout = nn.Linear(hidden, 1, dtype=torch.float64)
-        if idle:
-            self.idle = nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Predictions [T, B] for x [T, B, 3]."""
@@ -73,7 +61,7 @@ class Toy(Task):
         shard = current_shard()
         self.rank = shard.rank
         self.rows = shard.rows(settings.batch)
-        self.model: Model = Model(settings.hidden, settings.dropout, settings.mistake == "idle")
+        self.model: Model = Model(settings.hidden, settings.dropout)
         self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
         self.plateau = plateau(self.optimizer, factor=0.9, patience=1)
@@ -86,23 +74,21 @@ class Toy(Task):
             at, rank, number = os.environ["TOY_STRIKE"].split(",")
             if self.batches == int(at) and self.rank == int(rank):
                 os.kill(os.getpid(), signal.Signals[number])
-        if self.settings.mistake == "drift" and self.batches == 7 and self.rank == 1:
+        if self.settings.drift and self.batches == 7 and self.rank == 1:
             self.model.rnn.get_parameter("u_l0").data[0, 0] += 1e-15
-        if self.settings.mistake == "data" and self.batches == 7 and self.rank == 1:
-            raise InputError("data.gz is truncated")
         x = torch.randn(self.time_steps, self.settings.batch, 3, generator=self.generator, dtype=torch.float64)
         target = x.sum(2).cumsum(0) / torch.arange(1, self.time_steps + 1)[:, None]
         return x[:, self.rows], target[:, self.rows]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, target = batch
-        error = ((self.model if self.settings.mistake == "model" else self.module)(x) - target).square()
+        error = (self.model(x) - target).square()
         decay = 1e-3 * self.model.readout.weight.square().sum()  # a parameter used past the forward pass
         return error.mean() + decay, {"last_error": error[-1].mean().detach()}
 
     def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, target = batch
-        return (self.module(x)[-1] - target[-1]).square().mean()
+        return (self.model(x)[-1] - target[-1]).square().mean()
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         return iteration % 6 == 0
@@ -111,7 +97,7 @@ class Toy(Task):
         assert self.rank == 0 and not self.model.training
         generator = torch.Generator().manual_seed(1000 + iteration)
         x = torch.randn(self.time_steps, 16, 3, generator=generator, dtype=torch.float64)
-        return {"loss": (self.module(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
+        return {"loss": (self.model(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
@@ -132,7 +118,7 @@ class Toy(Task):
         return f"done at {iteration}"
 
 
-main = cli.TaskCommand("toy", "", "", ToyOptions, complete, Toy).main
+main = cli.TaskCommand("toy", "", "", ToyOptions, Toy).main
 
 
 if __name__ == "__main__":

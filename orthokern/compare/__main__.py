@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         say(str(result))
         return 0 if result.agree else EXIT_DISAGREE
 
-    return command(body, argv)
+    return command(body)
 
 
 if __name__ == "__main__":

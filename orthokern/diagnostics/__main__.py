@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         _run(_parser().parse(arguments))
         return 0
 
-    return command(body, arguments)
+    return command(body)
 
 
 def _run(options: Settings) -> None:

@@ -7,15 +7,15 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, duration, integer, path, say
+from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, integer, path, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
 from orthokern.reproduce.report import earlier_rows, report
-from orthokern.reproduce.runner import BudgetSpent, Interrupted, Plan, train_all
+from orthokern.reproduce.runner import Interrupted, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
 
-EXIT_FAILED, EXIT_BUDGET = 3, 4
+EXIT_FAILED = 3
 
 SPECS = read_specs()
 EXPERIMENTS = read_experiments(SPECS)
@@ -56,15 +56,14 @@ examples:
   python -m orthokern.reproduce table1 --data data --epochs 20     20 epochs instead of the paper's 120
   python -m orthokern.reproduce table2 --data data --only margin-0.1 --jobs 1
   python -m orthokern.reproduce figure1 --report                   only update the table and the figure
-  python -m orthokern.reproduce table1 --data data --budget 2h     train for two hours; repeat the command for more
+  timeout 2h python -m orthokern.reproduce table1 --data data      train for two hours; repeat the command for more
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
 Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
 missing keep their rows of an earlier EXPERIMENT.json in a report; to continue an experiment on another
 machine, copy the run folders.
-Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 4 the budget is spent before all
-runs are done, 130, 143 or 129 ended by SIGINT, SIGTERM or SIGHUP. After 4 and a signal the runs are saved: repeat
-the command to continue.
+Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 130, 143 or 129 ended by SIGINT,
+SIGTERM or SIGHUP: the runs are then saved; repeat the command to continue.
 """
 
 
@@ -82,7 +81,6 @@ OPTIONS: dict[str, tuple[Any, str, str]] = {
         "N",
         "CPU threads of a run (default: the number of threads of torch, divided by --jobs)",
     ),
-    "budget": (duration, "TIME", "train what fits into this time, for example 2h or 30m; runs under way are saved"),
     "device": (device, "NAME", "cpu, cuda, cuda:1, ... (default: that of the task)"),
     "report": (None, "", "train nothing; write the table and the figure of the existing runs"),
 }
@@ -119,28 +117,25 @@ def _run(args: Mapping[str, Any]) -> Outcome:
     if name not in EXPERIMENTS and name not in STUDIES:
         raise unknown_name("experiment", textwrap.shorten(name, 80), (*EXPERIMENTS, *STUDIES))
     if args.get("report"):  # a report has all runs, and the lengths that are asked for
-        for option in ("only", "jobs", "threads", "budget", "device"):
+        for option in ("only", "jobs", "threads", "device"):
             if option in args:
                 raise InputError(f"--{option}: has no effect with --report")
     if name in STUDIES:
         for option in args.keys() - {"experiment", "quick", "out", *STUDIES[name]["options"]}:
             raise InputError(f"--{option}: {name} does not accept it")
         output_folder(args).mkdir(parents=True, exist_ok=True)
-        return PRODUCE[name](args, STUDIES[name], sys.stdout)
+        return PRODUCE[name](args, STUDIES[name])
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, args)
     runs = _chosen(experiment, args.get("only", ""))
     earlier_rows(name, plan)  # a damaged file is reported before hours of training
     failed: dict[str, str] = {}
-    spent = False
     try:
         if not args.get("report"):
-            failed = train_all(plan, [[run] for run in sorted(runs, key=lambda run: run.seed)], sys.stdout)
-    except BudgetSpent as end:
-        failed, spent = end.failed, True
+            failed = train_all(plan, [[run] for run in sorted(runs, key=lambda run: run.seed)])
     finally:
         files = report(experiment, plan)
-    return Outcome(files, failed, spent)
+    return Outcome(files, failed)
 
 
 def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
@@ -173,7 +168,7 @@ def _finish(outcome: Outcome) -> int:
     say("written: " + ", ".join(str(file) for file in outcome.files))
     for run, line in outcome.failed.items():
         say(f"{run}: {line}", sys.stderr)
-    return EXIT_FAILED if outcome.failed else EXIT_BUDGET if outcome.spent else 0
+    return EXIT_FAILED if outcome.failed else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from orthokern.errors import InputError
 from orthokern.reproduce.page import (
@@ -57,7 +57,7 @@ def _cell(experiment: Experiment, rows: Sequence[Row], seeds: int) -> str:
     return text if len(values) == seeds else f"{text}, {len(values)} of {seeds} seeds run"
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Writes the joint page of the experiments constraint-NAME."""
     folder, names = output_folder(args), [f"constraint-{subject['name']}" for subject in spec["subjects"]]
     reports = [read_json(folder / f"{name}.json") for name in names]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from orthokern.errors import InputError
 from orthokern.optim import SpectralNormProjection
 from orthokern.reproduce.page import Outcome, conditions, data_folder, output_folder, paragraph, publish, table
 from orthokern.tasks import word_lm
+from orthokern.training import load_checkpoint
 
 DELTA, EPOCHS = 0.2, 75
 SVD_EVERY, WARM_UP = 10, 3  # iterations
@@ -48,7 +49,7 @@ def _language_model(args: Mapping[str, Any]) -> word_lm.WordLm:
     separately."""
     data = data_folder(args, "ptb")
     scale = {"hidden": 64, "window": 10} if args.get("quick") else {}  # the size of gru-table1 --quick
-    settings = word_lm.complete({**word_lm.DEFAULTS, "data": str(data), "device": "cpu", "constraint": "none", **scale})
+    settings = word_lm.COMMAND.complete({"data": str(data), "device": "cpu", "constraint": "none", **scale})
     torch.manual_seed(settings.seed)
     task = word_lm.WordLm(settings)
     task.initial_loss = 0.0  # not read
@@ -60,12 +61,8 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
     in every step."""
     path = folder / f"words-delta-{DELTA}" / "checkpoint.pt"
     if path.exists():
-        try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            task.model.load_state_dict(checkpoint["model"])
-        except Exception as error:  # torch.load raises errors of many types
-            first = (str(error).splitlines() or [""])[0]
-            raise InputError(f"{path} is not a checkpoint of the model that this command times: {first}") from None
+        checkpoint = load_checkpoint(path)
+        task.model.load_state_dict(checkpoint["model"])
         return f"iteration {checkpoint['iteration']} of the run words-delta-{DELTA}", []
     # an untrained model takes thousands of iterations to reach the bound; before that, the projection changes nothing
     for w in projection.matrices:  # orthogonal columns: these become the singular values
@@ -75,7 +72,7 @@ def _begin(task: word_lm.WordLm, projection: SpectralNormProjection, folder: Pat
 
 
 def _measure(
-    task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int, stream: TextIO
+    task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int
 ) -> tuple[dict[str, list[float]], float]:
     """The time of each part of each iteration in ms, by name; and the largest difference of the two projections."""
     times: dict[str, list[float]] = {name: [] for name in ("iteration", "naive SVD", "projection", "gradient clipping")}
@@ -108,7 +105,7 @@ def _measure(
                 values.clear()
             projection.counts = dict.fromkeys(projection.counts, 0)
         if (i + 1) % 50 == 0:
-            say(f"iteration {i + 1} of {WARM_UP + iterations}", stream)
+            say(f"iteration {i + 1} of {WARM_UP + iterations}")
     return times, worst
 
 
@@ -129,7 +126,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return table((*headings, "published ratio"), cells)
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains in the setting of Table 1 and times every method on the same iterations."""
     quick, folder = args.get("quick", False), output_folder(args)
     if "threads" in args:
@@ -139,7 +136,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     settings = task.settings
     projection = SpectralNormProjection(task.model, DELTA)
     began_with, growth = _begin(task, projection, folder)
-    times, worst = _measure(task, projection, growth, iterations, stream)
+    times, worst = _measure(task, projection, growth, iterations)
     if projection.counts["projections"] == 0:
         raise InputError(
             f"{spec['name']}: no singular value rose above {projection.limit:g} in {iterations} iterations from "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def chain(alpha: float, beta: float, d: float, n: int = UNITS) -> tuple[Tensor, 
     return theta, torch.eye(n, dtype=torch.float64)[0]
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Computes the memory of all chains; the full size is fast enough for --quick."""
     memories = {tuple(key): fisher_memory(*chain(*key), steps=2 * UNITS) for *key, _ in spec["memory"]}
     rows, lines = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Measures every sample with both rules."""
     quick = args.get("quick", False)
     if "threads" in args:
@@ -84,7 +84,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
         for guard in (False, True):
             row = _measure(sample, guard, quick)
             rows.append(row)
-            say(f"{row['law']}, n = {row['side']}, {row['rule']}: {row['seconds']:.1f} s", stream)
+            say(f"{row['law']}, n = {row['side']}, {row['rule']}: {row['seconds']:.1f} s")
     headings = ["distribution", "n", "matrices", "rule", "scaled (%)", "success (%)", "published steps", "ours"]
     headings += ["difference", "least", "most", "seconds"]
     text = ["Fewer steps are better.", "", *table(headings, map(_cells, rows)), "", paragraph(spec["note"]), ""]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Measure
+from orthokern.training.checkpoint import write_atomically
 
 
 def paragraph(text: str) -> str:
@@ -49,22 +50,17 @@ def machines(names: Iterable[str | None]) -> str:
     return ", ".join(sorted({name for name in names if name})) or "nothing trained yet"
 
 
-def versions() -> str:
-    return f"orthokern {__version__}, torch {torch.__version__}"
-
-
-def dated(folder: Path, name: str, rows: Sequence[Any]) -> dict[str, str]:
-    """Versions and date for a page with these rows. A page with the same numbers as the existing one keeps its date."""
-    earlier = read_json(folder / f"{name}.json")
-    now = {"versions": versions(), "date": time.strftime("%Y-%m-%d")}
-    return {key: earlier.get(key, text) for key, text in now.items()} if earlier.get("rows") == rounded(rows) else now
+def dated() -> dict[str, str]:
+    """The versions and the date, for a page."""
+    versions = f"orthokern {__version__}, torch {torch.__version__}"
+    return {"versions": versions, "date": time.strftime("%Y-%m-%d")}
 
 
 def conditions() -> str:
     """One line with versions, machine and date."""
     threads = torch.get_num_threads()
     machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
-    return f"{versions()}; {machine}; {time.strftime('%Y-%m-%d')}."
+    return f"{dated()['versions']}; {machine}; {dated()['date']}."
 
 
 def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
@@ -114,9 +110,7 @@ def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure:
     content = json.dumps(numbers, indent=1, ensure_ascii=False).removesuffix("\n}") + f',\n "rows": [\n{rows}\n]}}\n'
     files = {folder / f"{name}.md": text, folder / f"{name}.json": content}
     for path, content in files.items():
-        part = path.with_name(path.name + ".part")
-        part.write_text(content, encoding="utf-8")
-        part.replace(path)  # a reader never sees half a file
+        write_atomically(path, content.encode())
     return [*files, *([] if figure is None else [figure])]
 
 
@@ -152,17 +146,15 @@ class Outcome:
     Attributes:
         files: the files written, a Markdown file first.
         failed: name -> last line of output, for the runs that failed.
-        spent: whether the budget ended before all runs were done.
     """
 
     files: list[Path]
     failed: Mapping[str, str] = field(default_factory=dict)
-    spent: bool = False
 
 
-Produce = Callable[[Mapping[str, Any], Mapping[str, Any], TextIO], Outcome]
-"""Writes the report of a study. Its arguments are the options of the command line, the `[[study]]` table of
-specs/*.toml, and the stream for progress messages."""
+Produce = Callable[[Mapping[str, Any], Mapping[str, Any]], Outcome]
+"""Writes the report of a study. Its arguments are the options of the command line and the `[[study]]` table of
+specs/*.toml."""
 
 
 def output_folder(args: Mapping[str, Any]) -> Path:

@@ -340,7 +340,7 @@ def report(experiment: Experiment, plan: Plan) -> list[Path]:
         "title": title,
         "source": experiment.source,
         "quick": plan.quick,
-        **page.dated(plan.folder, experiment.name, rows),
+        **page.dated(),
         "figure": None if figure is None else figure.name,
         "rows": rows,
     }

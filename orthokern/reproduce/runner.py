@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
 import signal
 import subprocess
 import sys
@@ -14,29 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from orthokern.commandline import EXIT_BAD_INPUT, say, write
+from orthokern.commandline import EXIT_BAD_INPUT, say
 from orthokern.errors import InputError
 from orthokern.reproduce.page import read_json
 from orthokern.reproduce.spec import Run, each_once, planned
+from orthokern.training.checkpoint import write_atomically
 from orthokern.training.loop import EXIT_DIVERGED
 
 POLL = 0.2  # seconds between two polls of the child processes
-
-
-class BudgetSpent(Exception):
-    """The end of `Plan.budget`, before all runs were done.
-
-    Attributes:
-        failed: as returned by `train_all`.
-    """
-
-    def __init__(self, failed: dict[str, str]) -> None:
-        super().__init__()
-        self.failed = failed
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,7 +50,6 @@ class Plan:
         threads: CPU threads of a run.
         longer: options that replace the length of a run, for example ("--epochs", "20").
         device: for --device, or None.
-        budget: seconds after which no run trains on, or None.
     """
 
     folder: Path
@@ -73,16 +59,13 @@ class Plan:
     threads: int = 1
     longer: tuple[str, ...] = ()
     device: str | None = None
-    budget: float | None = None
 
     @classmethod
     def of(cls, args: Mapping[str, Any], folder: Path, data: Path | None, longer: tuple[str, ...]) -> Plan:
         """The plan of a command line."""
         jobs = args.get("jobs", 1)
         threads = args.get("threads", max(1, torch.get_num_threads() // jobs))
-        return cls(
-            folder, data, args.get("quick", False), jobs, threads, longer, args.get("device"), args.get("budget")
-        )
+        return cls(folder, data, args.get("quick", False), jobs, threads, longer, args.get("device"))
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name
@@ -132,10 +115,8 @@ def is_done(folder: Path, length: Sequence[str] = ()) -> bool:
         return False
     if not result or not isinstance(settings, dict):
         return False
-    minutes, seconds = settings.get("minutes"), result.get("seconds")
-    if result.get("diverged") or result.get("reached"):
-        return True
-    if minutes is not None and seconds is not None and seconds >= 60.0 * minutes:
+    minutes = settings.get("minutes")
+    if result.get("diverged") or result.get("reached") or (minutes and result.get("seconds", 0.0) >= 60.0 * minutes):
         return True
     target = settings.get("iterations") or 0
     if length:
@@ -148,24 +129,13 @@ class _Child:
     """A run in progress."""
 
     def __init__(self, run: Run, chain: Sequence[Run], plan: Plan) -> None:
-        self.run, self.chain = run, chain
-        self.folder = plan.run_folder(run)
+        self.run, self.chain, self.folder = run, chain, plan.run_folder(run)
         self.log = plan.folder / f"{run.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.begin = log.tell()  # earlier processes have written before this
             self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
-
-    def progress(self) -> str:
-        """Where the run is: the last complete record of its metrics.jsonl, which is being written."""
-        try:
-            with open(self.folder / "metrics.jsonl", "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-                record = json.loads(file.read().split(b"\n")[-2])
-            at = f"epoch {record['epoch']:.2f}" if "epoch" in record else f"iteration {record['iteration']}"
-            return at + (f", loss {record['loss']:.4g}" if record.get("loss") is not None else "")
-        except (OSError, ValueError, IndexError, KeyError, TypeError):
-            return "starting"
+        say(f"{run.name}: started, output in {self.log}")
 
     def last_line(self, code: int) -> str:
         """The last line of this process in the log; behind the signal that ended it, if one did."""
@@ -173,30 +143,8 @@ class _Child:
         line = lines[-1] if lines else "no output"
         if code >= 0:
             return line
-        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
         why = ", perhaps by the system for lack of memory" if -code == signal.SIGKILL else ""
-        return f"ended by {name}{why}; the last line was: {line}"
-
-
-class _Progress:
-    """Prints the progress of the runs: one line that is overwritten on a terminal, one line per minute elsewhere."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.terminal, self.next = stream, stream.isatty(), 0.0
-
-    def say(self, text: str) -> None:
-        say(("\r\033[K" if self.terminal else "") + text, self.stream)
-
-    def status(self, done: str, children: Mapping[str, _Child]) -> None:
-        now = time.monotonic()
-        if now < self.next:
-            return
-        self.next = now + (1.0 if self.terminal else 60.0)
-        line = f"{done}; " + "; ".join(f"{name}: {child.progress()}" for name, child in children.items())
-        if self.terminal:
-            write("\r\033[K" + line[: os.get_terminal_size(self.stream.fileno()).columns - 1], self.stream)
-        else:
-            say(line, self.stream)
+        return f"ended by {signal.Signals(-code).name}{why}; the last line was: {line}"
 
 
 @contextlib.contextmanager
@@ -219,51 +167,42 @@ def _interruptible() -> Iterator[None]:
 
 
 @_interruptible()
-def train_all(plan: Plan, chains: Sequence[Sequence[Run]], stream: TextIO, what: str = "runs") -> dict[str, str]:
-    """Trains the runs that are not done. At the end of the budget it saves the running ones and starts no others."""
-    progress, total = _Progress(stream), len(chains)
+def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -> dict[str, str]:
+    """Trains the runs that are not done, in each chain one after the other until one does not reach its goal. Returns
+    the last lines of the runs that failed, by name."""
     waiting = [chain for chain in chains if _next(chain, plan) is not None]
-    done = total - len(waiting)
-    if done:
-        progress.say(f"{done} of {total} {what} are done already")
-    children: dict[str, _Child] = {}
+    if len(waiting) < len(chains):
+        say(f"{len(chains) - len(waiting)} of {len(chains)} {what} are done already")
+    children: list[_Child] = []
     failed: dict[str, str] = {}
-    deadline = math.inf if plan.budget is None else time.monotonic() + plan.budget
     try:
         while waiting or children:
-            if time.monotonic() >= deadline:
-                progress.say(f"the budget is spent: {total - done} {what} are not done; repeat the command to continue")
-                raise BudgetSpent(failed)
             while waiting and len(children) < plan.jobs:
                 chain = waiting.pop(0)
                 run = _next(chain, plan)
                 assert run is not None
-                children[run.name] = _Child(run, chain, plan)
+                children.append(_Child(run, chain, plan))
             time.sleep(POLL)
-            for name, child in list(children.items()):
-                code = child.process.poll()
+            for child in list(children):
+                code, name = child.process.poll(), child.run.name
                 if code is None:
                     continue
-                del children[name]
+                children.remove(child)
                 line = child.last_line(code)
-                progress.say(f"{name}: {line}")
+                say(f"{name}: {line}")
                 if code == EXIT_BAD_INPUT:
                     raise InputError(f"{name}: {line.removeprefix('error: ')}")
                 if code == EXIT_DIVERGED:  # not to be repeated
                     content = json.dumps({"diverged": True, "message": line}, indent=2)
-                    (child.folder / "result.json").write_text(content + "\n")
+                    write_atomically(child.folder / "result.json", content.encode() + b"\n")
                 if code != 0:
                     failed[name] = line
-                if _next(child.chain, plan) in (None, child.run):  # the end of the chain, or an unfinished run
-                    done += 1
-                else:
+                if _next(child.chain, plan) not in (None, child.run):  # neither the end nor an unfinished run
                     waiting.insert(0, child.chain)
-            if children:
-                progress.status(f"{done} of {total} {what} done", children)
     except BaseException:
-        for child in children.values():  # they save themselves
+        for child in children:  # they save themselves
             child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
-        for child in children.values():
+        for child in children:
             child.process.wait()
         raise
     return failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.errors import InputError
@@ -24,24 +24,23 @@ from orthokern.reproduce.page import (
     table,
 )
 from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
-from orthokern.reproduce.runner import BudgetSpent, Plan, is_done, result_of, train_all
+from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
+
+STEP, LONGEST, QUICK_LONGEST = 10, 500, 30  # increment of T, and the largest T that is tried
 
 
 @dataclass(frozen=True)
 class Search:
-    """One row: a problem and a network, trained at T = step, 2 step, ... until it fails.
+    """One row: a problem and a network, trained at T = 10, 20, ... until it fails.
 
     Attributes:
         name: prefix of the names of its run folders.
-        problem, network: texts of the row in the table.
-        parameters: the learning rates, as a text of the row.
+        problem, network, parameters: texts of the row in the table; parameters are the learning rates.
         task: a module of orthokern.tasks with --T. Its runs end when they reach their goal.
-        options: its command line, without --T.
-        quick: options that are appended with --quick, and override the others.
+        options, quick: as those of `Run`, without --T.
         published: the longest T in the paper, or None.
-        step: the first T, and the increment of T.
-        longest, quick_longest: the largest T that is tried.
+        longest: the largest T that is tried.
     """
 
     name: str
@@ -52,15 +51,13 @@ class Search:
     options: tuple[str, ...]
     quick: tuple[str, ...] = ()
     published: int | None = None
-    step: int = 10
-    longest: int = 500
-    quick_longest: int = 30
+    longest: int = LONGEST
 
-    def run(self, T: int) -> Run:
-        return Run(f"{self.name}-T{T}", self.task, (*self.options, "--T", str(T)), self.quick)
-
-    def lengths(self, quick: bool) -> range:
-        return range(self.step, (self.quick_longest if quick else self.longest) + 1, self.step)
+    def runs(self, quick: bool) -> dict[int, Run]:
+        """The runs by T."""
+        lengths = range(STEP, (QUICK_LONGEST if quick else self.longest) + 1, STEP)
+        options = self.options
+        return {T: Run(f"{self.name}-T{T}", self.task, (*options, "--T", str(T)), self.quick) for T in lengths}
 
 
 def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
@@ -82,7 +79,7 @@ def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
     )
 
 
-def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) -> Outcome:
+def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed."""
     searches = read_searches(spec)
     chosen = [search for search in searches if args.get("only", "") in search.name]
@@ -94,18 +91,14 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any], stream: TextIO) ->
     longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
     plan = Plan.of(args, output_folder(args), None, longer)
     failed: dict[str, str] = {}
-    spent = False
     try:
         if not args.get("report"):
-            chains = [[search.run(T) for T in search.lengths(plan.quick)] for search in chosen]
-            failed = train_all(plan, chains, stream, "searches")
-    except BudgetSpent as end:
-        failed, spent = end.failed, True
+            failed = train_all(plan, [list(search.runs(plan.quick).values()) for search in chosen], "searches")
     finally:
         files = report_searches(spec, searches, plan)
     # a search ends with a run that does not reach its goal
     failed = {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
-    return Outcome(files, failed, spent)
+    return Outcome(files, failed)
 
 
 def look(search: Search, plan: Plan) -> Row:
@@ -117,32 +110,27 @@ def look(search: Search, plan: Plan) -> Row:
     """
     state: Row = {"iterations": {}, "failed": None, "outcome": "", "complete": False, "seconds_by_length": {}}
     state |= {"machine": None, "length": None}
-    for T in search.lengths(plan.quick):
-        run = search.run(T)
+    for T, run in search.runs(plan.quick).items():
         if not plan.begun(run):
             return state
         folder = plan.run_folder(run)
         result, config = result_of(folder), read_json(folder / "config.json")
         state["length"] = trained_for(config.get("settings", {}), result.get("iteration", 0), planned(run, plan.quick))
         state["machine"] = machine_of(config)
-        if not result.get("reached"):
-            return _failed(state, folder, T, plan, bool(result.get("diverged")))
-        state["iterations"][str(T)] = result["iteration"]
-        state["seconds_by_length"][str(T)] = rounded(float(result.get("seconds") or 0.0))
+        if result.get("reached"):
+            state["iterations"][str(T)] = result["iteration"]
+            state["seconds_by_length"][str(T)] = rounded(float(result.get("seconds") or 0.0))
+            continue
+        records = read_metrics(folder / "metrics.jsonl")
+        last = records[-1] if records else {"iteration": 0}
+        accuracies = [x for r in records if (x := number_at(r, "held_out_accuracy")) is not None]
+        best = f", {100 * max(accuracies):.1f} % right at best" if accuracies else ""
+        state["failed"], state["complete"] = T, is_done(folder, plan.longer)
+        verb = "diverged at" if result.get("diverged") else "not in" if state["complete"] else "still at"
+        state["outcome"] = f"{verb} {last['iteration']} iterations{best}"
+        state["seconds_by_length"][str(T)] = rounded(number_at(last, "seconds") or 0.0)
+        return state
     return state | {"complete": True}
-
-
-def _failed(state: Row, folder: Path, T: int, plan: Plan, diverged: bool) -> Row:
-    """The state of a search with a run that did not reach its goal, so far."""
-    records = read_metrics(folder / "metrics.jsonl")
-    last = records[-1] if records else {"iteration": 0}
-    accuracies = [x for r in records if (x := number_at(r, "held_out_accuracy")) is not None]
-    best = f", {100 * max(accuracies):.1f} % right at best" if accuracies else ""
-    state["failed"], state["complete"] = T, is_done(folder, plan.longer)
-    verb = "diverged at" if diverged else "not in" if state["complete"] else "still at"
-    state["outcome"] = f"{verb} {last['iteration']} iterations{best}"
-    state["seconds_by_length"][str(T)] = rounded(number_at(last, "seconds") or 0.0)
-    return state
 
 
 def _cells(search: Search, state: Row) -> list[str]:
@@ -174,7 +162,7 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: P
     panels: dict[str, dict[str, dict[int, int]]] = {}
     trained = []
     for search in searches:
-        known_row = earlier.get(search.name) if not plan.begun(search.run(search.step)) else None
+        known_row = earlier.get(search.name) if not plan.begun(search.runs(plan.quick)[STEP]) else None
         state = look(search, plan) if known_row is None else {key: known_row[key] for key in kept}
         known = bool(state["iterations"]) or state["failed"] is not None
         state["longest"] = max(map(int, state["iterations"]), default=0) if known else None
@@ -195,6 +183,6 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: P
     cells = (_cells(search, row) for search, row in zip(searches, rows, strict=True))
     text = ["Longer sequences are better.", "", *table(headings, cells), "", *picture(title, figure)]
     text += [paragraph(spec["note"]), "", *commands(trained)]
-    moment = dated(plan.folder, name, rows)
+    moment = dated()
     text += ["", f"{moment['versions']}; {machines(row['machine'] for row in rows)}; {moment['date']}."]
     return publish(plan.folder, spec, plan.quick, text, rows, figure, **moment)

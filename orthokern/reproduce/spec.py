@@ -63,7 +63,7 @@ class Run:
         labels: cells of its row, heading -> text; "--NAME" stands for the value of that option.
         published: the published numbers, title of the measure -> number; empty for a run that is not in the paper.
         group: runs of the same group differ only in their seed and share a row of the table; "" for a row of its own.
-        seed: runs are trained in the order of their seeds: a budget that ends early leaves a whole table.
+        seed: runs are trained in the order of their seeds: a command that ends early leaves a whole table.
     """
 
     name: str
@@ -197,7 +197,7 @@ def planned(run: Run, quick: bool) -> dict[str, Any]:
     settings = named_settings(run, quick)
     if "iterations" in settings:  # in place of the default number of epochs
         settings = {"epochs": None, **settings}
-    return {**importlib.import_module(f"orthokern.tasks.{run.task}").DEFAULTS, **settings}
+    return {**importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND.defaults, **settings}
 
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:

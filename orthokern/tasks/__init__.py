@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -14,6 +13,7 @@ from typing import Any
 from orthokern._files import read_object
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import InputError, unknown_name
+from orthokern.training.options import defaults
 
 __all__ = ["Result", "names", "run"]
 
@@ -88,11 +88,23 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     """
     if task not in names():
         raise unknown_name("task", task, names())
-    module = importlib.import_module(f"{__name__}.{task}")
-    arguments = [f"--out={Path(out)}", *_words(task, module.COMMAND.parser(), settings)]
+    command = importlib.import_module(f"{__name__}.{task}").COMMAND
+    usual = {**defaults(command.options), "preset": None}
+    words = [f"--out={Path(out)}"]
+    for name, value in settings.items():
+        if name not in usual:
+            raise unknown_name(f"setting of task {task}", name, usual)
+        if isinstance(value, bool) != isinstance(usual[name], bool):
+            accepted = "True or False" if isinstance(usual[name], bool) else "a value"
+            raise InputError(f"{name} must be {accepted}, got {value!r}")
+        option = name.replace("_", "-")
+        if not isinstance(value, bool):
+            words.append(f"--{option}={'none' if value is None else value}")
+        elif value != usual[name]:
+            words.append(f"--{option}" if value else f"--no-{option}")
     stdout, stderr = io.StringIO(), io.StringIO()
     with _LOCK, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        code = module.main(arguments)
+        code = command.main(words)
     lines = [*stdout.getvalue().strip().splitlines(), *stderr.getvalue().strip().splitlines()]
     message = lines[-1] if lines else ""
     if code == 2:
@@ -106,28 +118,3 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     with contextlib.suppress(FileNotFoundError):
         chosen = read_object(folder / "config.json")["settings"]
     return Result(task, folder, chosen, code, message, values, read_metrics(folder / "metrics.jsonl"))
-
-
-def _words(task: str, parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
-    """Converts settings to command-line arguments."""
-    options: dict[str, list[argparse.Action]] = {}
-    for action in parser._actions:
-        if action.option_strings and action.dest not in ("help", "out", "resume"):
-            options.setdefault(action.dest, []).append(action)
-    words = []
-    for name, value in settings.items():
-        if name not in options:
-            raise unknown_name(f"setting of task {task}", name, options)
-        for action in options[name]:
-            if action.nargs == 0:
-                if not isinstance(value, bool):
-                    raise InputError(f"{name} must be True or False, got {value!r}")
-                if isinstance(action, argparse.BooleanOptionalAction):
-                    words.append(action.option_strings[0 if value else 1])
-                elif action.const is value:
-                    words.append(action.option_strings[0])
-            elif isinstance(value, bool):
-                raise InputError(f"{name} takes a value, got {value!r}")
-            else:
-                words.append(f"{action.option_strings[0]}={'none' if value is None else value}")
-    return words

@@ -38,15 +38,13 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data import AddingTask
 from orthokern.data.adding import POSITIONS, TARGETS
 from orthokern.errors import InputError
 from orthokern.nn import ExpRNN, FactorizedRNN
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import SHORT_EVALUATIONS
-from orthokern.tasks.network import EXPONENTIALS, KERNELS, build_recurrence, last_output
+from orthokern.tasks.network import EXPONENTIALS, build_recurrence, last_output
 from orthokern.tasks.optimization import SCHEDULE_HELP, SCHEDULES
 from orthokern.tasks.recurrent import (
     START_HELP,
@@ -57,7 +55,7 @@ from orthokern.tasks.recurrent import (
     start_normal,
     start_recurrence,
 )
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import changed, option
 
 # An answer is correct if its error is at most CLOSE: the criterion of Pascanu et al. 2013, a squared error of 0.04.
 CLOSE = 0.2
@@ -132,11 +130,30 @@ class AddingOptions(StartOptions, DrawnOptions):
     clip: float | None = 1.0
     basis_clip: float | None = 1.0
     iterations: int = 10_000
-    # the readout is computed by torch, and so are LSTMs
-    backend: str = changed(DrawnOptions, "backend", models=KERNELS)
 
-
-DEFAULTS = defaults(AddingOptions)
+    def complete(self) -> None:
+        possible = self.nonlinearity == "relu" and self.model in SILENT_MODELS and self.hidden > 1
+        if self.start == "auto":
+            self.start = "silent" if possible and self.init == "identity" and self.sigma is None else "torch"
+        silent = self.start == "silent"
+        if silent and not possible:
+            raise InputError(
+                f"--start silent: for --nonlinearity relu, --model {' or '.join(SILENT_MODELS)} and --hidden of at "
+                f"least 2, not {self.nonlinearity}, {self.model} and {self.hidden}"
+            )
+        if silent and self.sigma is not None:
+            raise InputError(f"--sigma {self.sigma:g} with --start silent: each sets all weights; give one of the two")
+        self.fill(lr_decay=DECAY if silent and self.schedule == "auto" else 0.0)
+        if self.schedule == "auto":
+            self.schedule = "inverse" if silent else "constant"
+        rates = {name: rate / self.T for name, rate in RATES_TIMES_T.items()}
+        if self.model not in EXPONENTIALS or not silent:
+            del rates["skew_lr"]
+        rates["lr"] = READOUT_RATE_TIMES_N_BY_ROOT_T / self.hidden * math.sqrt(self.T) if silent else RATE
+        if silent:
+            rates["input_lr"] = INPUT_RATE
+        self.fill(**rates)
+        super().complete()
 
 
 def gates(hidden: int) -> Tensor:
@@ -195,7 +212,7 @@ def start_silent(rnn: nn.Module, T: int) -> None:
 
 
 class AddingModel(nn.Module):
-    """A recurrence and a linear readout of its last state; settings as DEFAULTS, complete."""
+    """A recurrence and a linear readout of its last state; complete settings."""
 
     def __init__(self, settings: AddingOptions) -> None:
         super().__init__()
@@ -224,7 +241,7 @@ class AddingModel(nn.Module):
 
 
 class Adding(DrawnTask):
-    """The adding task for the training loop; settings as DEFAULTS, complete."""
+    """The adding task for the training loop; complete settings."""
 
     name = "adding"
     settings: AddingOptions
@@ -233,7 +250,7 @@ class Adding(DrawnTask):
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
-        super().__init__(data, settings, classes=0)
+        super().__init__(data, settings)
         self.build(AddingModel(settings))
         self.running_error = self.baseline
         # units without input: Note [Settings that solve it at any length]
@@ -278,39 +295,7 @@ class Adding(DrawnTask):
         return f"mean squared error {evaluation['loss']:.3g}{share} on fresh sequences"
 
 
-def complete(settings: Settings) -> AddingOptions:
-    """The settings as an object, checked: fills in what depends on T and on the start; see `recurrent.complete`."""
-    possible = settings["nonlinearity"] == "relu" and settings["model"] in SILENT_MODELS and settings["hidden"] > 1
-    if settings["start"] == "auto":
-        chosen = possible and settings["init"] == "identity" and settings["sigma"] is None
-        settings = {**settings, "start": "silent" if chosen else "torch"}
-    silent = settings["start"] == "silent"
-    if silent and not possible:
-        raise InputError(
-            f"--start silent: for --nonlinearity relu, --model {' or '.join(SILENT_MODELS)} and --hidden of at least 2,"
-            f" not {settings['nonlinearity']}, {settings['model']} and {settings['hidden']}"
-        )
-    if silent and settings["sigma"] is not None:
-        raise InputError(
-            f"--sigma {settings['sigma']:g} with --start silent: each sets all weights; give one of the two"
-        )
-    T = settings["T"]
-    decreases = silent and settings["schedule"] == "auto"
-    if settings["schedule"] == "auto":
-        settings = {**settings, "schedule": "inverse" if silent else "constant"}
-    if settings["lr_decay"] is None:
-        settings = {**settings, "lr_decay": DECAY if decreases else 0.0}
-    rates = {name: rate / T for name, rate in RATES_TIMES_T.items()}
-    if settings["model"] not in EXPONENTIALS or not silent:
-        del rates["skew_lr"]
-    rates["lr"] = READOUT_RATE_TIMES_N_BY_ROOT_T / settings["hidden"] * math.sqrt(T) if silent else RATE
-    if silent:
-        rates["input_lr"] = INPUT_RATE
-    missing = {name: rate for name, rate in rates.items() if settings[name] is None}
-    return recurrent.complete(AddingOptions, {**settings, **missing})
-
-
-COMMAND = task_command("adding", AddingOptions, complete, Adding)
+COMMAND = task_command("adding", AddingOptions, Adding)
 main = COMMAND.main
 
 if __name__ == "__main__":

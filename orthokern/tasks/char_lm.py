@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.commandline import Settings
 from orthokern.data import load_ptb, load_ptb_stream, stream_rows
 from orthokern.data.ptb import ALPHABET, Sentences
 from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
-from orthokern.tasks.network import UNGATED, build_recurrence
+from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import changed, option
 
 # Measurements of both rates and of the margin: docs/training.md, "Learning rates".
 # The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
@@ -47,7 +45,7 @@ class CharOptions(StartOptions, DataOptions):
     """The settings of the character language model."""
 
     GROUP = "the task"
-    HIDDEN = DataOptions.HIDDEN | {"sigma"}
+    HIDDEN = frozenset({"sigma"})
     data: str = data_option("the Penn Treebank's text files")
     length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
     bucket: int = option(
@@ -65,8 +63,6 @@ class CharOptions(StartOptions, DataOptions):
     goal: float | None = option(
         None, "stop at this number of bits per validation character; none", above=0.0, metavar="BITS"
     )
-    # the readout does not depend on it, and gates neither
-    start: str = changed(StartOptions, "start", models=UNGATED)
     hidden: int = 512
     nonlinearity: str = "modrelu"
     # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
@@ -83,8 +79,11 @@ class CharOptions(StartOptions, DataOptions):
     checkpoint_every: int = 200
     diagnose_every: int = 50
 
-
-DEFAULTS = defaults(CharOptions)
+    def complete(self) -> None:
+        self.fill(geodesic_lr=GEODESIC_RATE_TIMES_N / self.hidden)
+        if self.model in ("factorized", "exprnn"):
+            self.fill(input_lr=INPUT_RATE * self.lr)
+        super().complete()
 
 
 State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
@@ -95,7 +94,7 @@ class CharModel(nn.Module):
     """A recurrence over character ids and a readout of every state.
 
     Args:
-        settings: as DEFAULTS, complete.
+        settings: complete.
         characters: their number.
     """
 
@@ -133,8 +132,7 @@ class CharModel(nn.Module):
 
 
 class StreamModel(CharModel):
-    """The same model for a segment of a stream. It starts from the last state of the previous segment; settings as
-    DEFAULTS, complete."""
+    """The same model for a segment of a stream. It starts from the last state of the previous segment."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings, len(STREAM_ALPHABET))
@@ -154,6 +152,7 @@ class CharTask(RecurrentTask):
     """The common part of both ways of reading the text; a subclass has `model`, `_evaluate` and `parts`."""
 
     name = "char_lm"
+    TITLE = ("bptt", *RecurrentTask.TITLE)
     loss_label = "cross-entropy (nats per character)"
     baseline = None
     settings: CharOptions
@@ -166,9 +165,12 @@ class CharTask(RecurrentTask):
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
 
     @staticmethod
-    def _means(total: dict[str, float], targets: int) -> dict[str, float]:
-        means = {name: value / targets for name, value in total.items()}
-        return {**means, "bpc": means["loss"] / math.log(2.0)}
+    def _means(batches: Iterable[tuple[Tensor, Tensor, int]]) -> dict[str, float]:
+        """The means over all characters, from loss, accuracy and number of characters of each batch."""
+        loss = right = count = 0.0
+        for batch_loss, accuracy, size in batches:
+            loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
+        return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Means over the characters of the validation text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
@@ -194,10 +196,10 @@ class CharTask(RecurrentTask):
 
 
 class CharLm(CharTask):
-    """Penn Treebank characters by sentence for the training loop; settings as DEFAULTS, complete."""
+    """Penn Treebank characters by sentence for the training loop; complete settings."""
 
     def __init__(self, settings: CharOptions) -> None:
-        super().__init__(settings, classes=len(ALPHABET))
+        super().__init__(settings)
         data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
         if settings.batch > len(data.train):
             raise InputError(f"--batch {settings.batch}: there are {len(data.train)} training sentences")
@@ -230,22 +232,19 @@ class CharLm(CharTask):
             yield batch.packed(), batch.targets, weight
 
     def _evaluate(self, part: Sentences) -> dict[str, float]:
-        total = {"loss": 0.0, "accuracy": 0.0}
-        for sentences in part.ordered(200):
-            batch = sentences.to(self.device)
-            loss, numbers = self.model(batch.packed(), batch.targets)
-            total["loss"] += loss.item() * len(batch.targets)
-            total["accuracy"] += numbers["accuracy"].item() * len(batch.targets)
-        return self._means(total, part.targets)
+        def batches() -> Iterator[tuple[Tensor, Tensor, int]]:
+            for sentences in self.in_time(part.ordered(200)):
+                batch = sentences.to(self.device)
+                loss, numbers = self.model(batch.packed(), batch.targets)
+                yield loss, numbers["accuracy"], len(batch.targets)
+
+        return self._means(batches())
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["batches"])
-
-    def network_title(self) -> str:
-        return f"up to {self.settings.length} characters, {super().network_title()}"
 
 
 class CharStream(CharTask):
@@ -258,8 +257,7 @@ class CharStream(CharTask):
     """
 
     def __init__(self, settings: CharOptions) -> None:
-        characters = len(STREAM_ALPHABET)
-        super().__init__(settings, classes=characters)
+        super().__init__(settings)
         if current_shard().world > 1:
             raise InputError(
                 f"--bptt in {current_shard().world} processes: accepted: one process, which carries the state"
@@ -299,18 +297,19 @@ class CharStream(CharTask):
         return inputs, targets
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers, self.carried = self.module(*batch, self.carried)
+        loss, numbers, self.carried = self.model(*batch, self.carried)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
     def _evaluate(self, part: Tensor) -> dict[str, float]:
-        total, targets, state = {"loss": 0.0, "accuracy": 0.0}, part[1:].numel(), None
-        for index in range(-(-(len(part) - 1) // self.length)):
-            inputs, expected = self._piece(part, index)
-            loss, numbers, state = self.model(inputs, expected, state)
-            total["loss"] += loss.item() * expected.numel()
-            total["accuracy"] += numbers["accuracy"].item() * expected.numel()
-        return self._means(total, targets)
+        def pieces() -> Iterator[tuple[Tensor, Tensor, int]]:
+            state = None
+            for index in self.in_time(range(-(-(len(part) - 1) // self.length))):
+                inputs, expected = self._piece(part, index)
+                loss, numbers, state = self.model(inputs, expected, state)
+                yield loss, numbers["accuracy"], expected.numel()
+
+        return self._means(pieces())
 
     def state_dict(self) -> dict[str, Any]:
         carried = [] if self.carried is None else [self.carried] if isinstance(self.carried, Tensor) else self.carried
@@ -321,24 +320,12 @@ class CharStream(CharTask):
         carried = [tensor.to(self.device) for tensor in state["carried"]]
         self.carried = None if not carried else carried[0] if len(carried) == 1 else (carried[0], carried[1])
 
-    def network_title(self) -> str:
-        return f"{self.length} characters at a time, {super().network_title()}"
-
 
 def _task(settings: CharOptions) -> CharTask:
     return CharLm(settings) if settings.bptt is None else CharStream(settings)
 
 
-def complete(settings: Settings) -> CharOptions:
-    """The settings as an object, checked, with the defaults that depend on others; see `recurrent.complete`."""
-    if settings["geodesic_lr"] is None:
-        settings = {**settings, "geodesic_lr": GEODESIC_RATE_TIMES_N / settings["hidden"]}
-    if settings["input_lr"] is None and settings["model"] in ("factorized", "exprnn"):
-        settings = {**settings, "input_lr": INPUT_RATE * settings["lr"]}
-    return recurrent.complete(CharOptions, settings)
-
-
-COMMAND = task_command("char_lm", CharOptions, complete, _task)
+COMMAND = task_command("char_lm", CharOptions, _task)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -24,16 +24,14 @@ def _texts() -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "tasks.toml").read_text(encoding="utf-8"))
 
 
-def task_command(
-    name: str, options: type[Any], complete: Callable[[Settings], Any], build: Callable[[Any], Task]
-) -> TaskCommand[Any]:
+def task_command(name: str, options: type[Any], build: Callable[[Any], Task]) -> TaskCommand[Any]:
     """The command line of the task `name`; see `TaskCommand`."""
     texts = _texts()
     own = texts[name]
     table = texts[own.get("presets_of", name)]
     description = own["description"].replace("{mnist}", texts["shared"]["mnist"])
     presets = _presets(options, table) if "presets" in table else {}
-    return TaskCommand(name, description, own["examples"], options, complete, build, presets, table.get("preset_help"))
+    return TaskCommand(name, description, own["examples"], options, build, presets, table.get("preset_help"))
 
 
 def _presets(options: type[RunOptions], table: dict[str, Any]) -> dict[str, Settings]:

@@ -36,17 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
 from orthokern.data import CopyTask
 from orthokern.data.copy import LAYOUTS
+from orthokern.errors import InputError
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
-from orthokern.tasks.network import UNGATED, build_recurrence
+from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import changed, option
 
 INPUTS = ("onehot", "scalar")
 ALGORITHMS = ("auto", "modal", "sequential")
@@ -91,7 +90,6 @@ class CopyOptions(DrawnOptions):
         "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; auto: modal if it is "
         "faster and as accurate",
         choices=ALGORITHMS,
-        models=UNGATED,
     )
     learn_blank: bool = option(
         False, "initialise and train the input column of the blank like the others (default: fixed at zero)"
@@ -107,8 +105,15 @@ class CopyOptions(DrawnOptions):
     basis_clip: float | None = 1.0
     iterations: int = 5000
 
-
-DEFAULTS = defaults(CopyOptions)
+    def complete(self) -> None:
+        if vars(self)["margin"] == "by T":
+            # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
+            self.margin = 0.1 if self.T <= 2000 else 0.001
+        self.fill(
+            geodesic_lr=min(GEODESIC_RATE_TIMES_T / self.T, LARGEST_GEODESIC_RATE),
+            spectrum_lr=min(SPECTRUM_RATE_TIMES_T / self.T, LARGEST_SPECTRUM_RATE),
+        )
+        super().complete()
 
 
 class CopyModel(nn.Module):
@@ -118,7 +123,7 @@ class CopyModel(nn.Module):
 
     Args:
         data: the task.
-        settings: as DEFAULTS, complete.
+        settings: complete.
     """
 
     def __init__(self, data: CopyTask, settings: CopyOptions) -> None:
@@ -188,7 +193,7 @@ def _inputs(data: CopyTask, settings: CopyOptions) -> int:
 
 
 class CopyExperiment(DrawnTask):
-    """The copy task for the training loop; settings as DEFAULTS, complete."""
+    """The copy task for the training loop; complete settings."""
 
     name = "copy"
     settings: CopyOptions
@@ -199,23 +204,21 @@ class CopyExperiment(DrawnTask):
     def __init__(self, settings: CopyOptions) -> None:
         self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
         classes = self.data.num_classes
-        super().__init__(self.data, settings, classes=classes)
+        super().__init__(self.data, settings)
         self.goal = settings.goal / 100.0
         self.build(CopyModel(self.data, settings))
 
         self.way = ("sequential", "")
+        if settings.algorithm == "modal" and not isinstance(self.rnn, RECURRENCES):
+            raise InputError(f"--algorithm modal: not for --model {settings.model}")
         if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
             sizes = self.time_steps, settings.batch // current_shard().world, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
-            if self.way[0] == "modal":
-                self.capturable = False  # it decides on the host when to decompose anew
 
     def headline(self) -> str:
         name, why = self.way
         return f"; algorithm {name} ({why})" if why else f"; algorithm {name}"
-
-    # ---- training
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
@@ -242,8 +245,6 @@ class CopyExperiment(DrawnTask):
                 blank[:, 0] = 0.0
         super().clip_gradients()
 
-    # ---- evaluation
-
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
         return metrics["accuracy"] >= self.goal or super().wants_evaluation(iteration, metrics)
@@ -252,20 +253,20 @@ class CopyExperiment(DrawnTask):
         """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
         batch = self.settings.batch
         batches = -(-self.settings.eval_sequences // batch)
-        allowed = math.floor((1.0 - self.goal) * batches * batch * self.data.recall + 1e-6)
+        allowed = (1.0 - self.goal) * batch * self.data.recall  # per batch
         errors, losses = 0, []
-        for _, (tokens, targets) in zip(range(batches), self.held_out(iteration, batch), strict=False):
+        for _, (tokens, targets) in self.in_time(zip(range(batches), self.held_out(iteration, batch), strict=False)):
             loss, numbers = self.model(tokens, targets)
             losses.append(loss.item())
             errors += int(numbers["wrong"].item())
-            if errors > allowed:
+            if errors > math.floor(allowed * batches + 1e-6):
                 break
         sequences = len(losses) * batch
         return {
             "accuracy": 1.0 - errors / (sequences * self.data.recall),
             "loss": sum(losses) / len(losses),
             "sequences": sequences,
-            "reached": float(errors <= allowed),
+            "reached": float(errors <= math.floor(allowed * len(losses) + 1e-6)),
         }
 
     def score(self, evaluation: dict[str, float]) -> float:
@@ -273,8 +274,6 @@ class CopyExperiment(DrawnTask):
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         return evaluation["reached"] == 1.0
-
-    # ---- records
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
@@ -286,21 +285,8 @@ class CopyExperiment(DrawnTask):
         return f"recall accuracy {100 * evaluation['accuracy']:.2f} % on {evaluation['sequences']:.0f} fresh sequences"
 
 
-def complete(settings: Settings) -> CopyOptions:
-    """The settings as an object. Sets the defaults that depend on T, and checks combinations of settings."""
-    if settings["margin"] == "by T":
-        # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
-        settings = {**settings, "margin": 0.1 if settings["T"] <= 2000 else 0.001}
-    if settings["geodesic_lr"] is None:
-        settings = {**settings, "geodesic_lr": min(GEODESIC_RATE_TIMES_T / settings["T"], LARGEST_GEODESIC_RATE)}
-    chosen = recurrent.complete(CopyOptions, settings)
-    if chosen.spectrum_lr is None:
-        chosen.spectrum_lr = min(SPECTRUM_RATE_TIMES_T / chosen.T, LARGEST_SPECTRUM_RATE)
-    return chosen
-
-
-COMMAND = task_command("copy", CopyOptions, complete, CopyExperiment)
-# by T, unless the command line has a margin: `complete`
+COMMAND = task_command("copy", CopyOptions, CopyExperiment)
+# by T, unless the command line has a margin: `CopyOptions.complete`
 COMMAND.presets["paper"]["margin"] = "by T"
 main = COMMAND.main
 

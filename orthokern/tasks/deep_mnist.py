@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_statistics
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
-from orthokern.tasks.epochs import require_data
-from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, check_schedule, euclidean
+from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, euclidean
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import changed, defaults, option
-from orthokern.training.options import complete as make_options
+from orthokern.training.options import changed, option
 
 PIXELS, CLASSES = 784, 10
 STARTS = ("normal", "learned", "orthogonal", "glorot-uniform")
@@ -37,7 +34,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
     """The settings of deep feedforward MNIST."""
 
     GROUP = "the network"
-    HIDDEN = DigitsOptions.HIDDEN | {"backend"}  # all computation is done by torch
+    HIDDEN = frozenset({"backend"})  # all computation is done by torch
     layers: int = option(10, "hidden layers", basic=True)
     hidden: int = option(100, "units per hidden layer", basic=True)
     init: str = option(
@@ -68,16 +65,13 @@ class DeepOptions(DigitsOptions, DescentOptions):
     )
 
 
-DEFAULTS = defaults(DeepOptions)
-
-
 def _sides(settings: DeepOptions) -> list[int]:
     """Numbers of units, from the input to the output."""
     return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
 
 
 class DeepNetwork(nn.Module):
-    """Layers of tanh units, and a linear readout; settings as DEFAULTS, complete."""
+    """Layers of tanh units, and a linear readout; complete settings."""
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__()
@@ -111,9 +105,10 @@ class DeepNetwork(nn.Module):
 
 
 class DeepMnist(DigitsTask):
-    """Deep feedforward MNIST for the training loop; settings as DEFAULTS, complete."""
+    """Deep feedforward MNIST for the training loop; complete settings."""
 
     name = "deep_mnist"
+    TITLE = ("layers", "hidden", "init", "penalty")
     baseline = math.log(CLASSES)
     time_steps = 1
     EVALUATION_BATCH = 1000
@@ -143,16 +138,12 @@ class DeepMnist(DigitsTask):
         if settings.average is not None:
             self.average = Average(self.model, settings.average)
 
-    # ---- data --------------------------------------------------------------------------------------------------------
-
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         images, labels = data
         return (images[chosen].float() - self._mean) * self._scale, labels[chosen]
 
-    # ---- training ----------------------------------------------------------------------------------------------------
-
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.module(*batch)
+        loss, numbers = self.model(*batch)
         return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
 
     def diagnose(self) -> dict[str, Any]:
@@ -170,21 +161,8 @@ class DeepMnist(DigitsTask):
             result["grad_norm_by_layer"] = torch.stack([torch.linalg.vector_norm(g) for g in gradients]).tolist()
         return result
 
-    def title(self) -> str:
-        settings = self.settings
-        penalty = f", penalty {settings.penalty:g}" if settings.penalty else ""
-        return f"{self.name}, {settings.layers} layers of {settings.hidden}, {settings.init} start{penalty}"
 
-
-def complete(settings: Settings) -> DeepOptions:
-    """The settings as an object, checked."""
-    chosen = make_options(DeepOptions, settings)
-    require_data(chosen)
-    check_schedule(chosen)
-    return chosen
-
-
-COMMAND = task_command("deep_mnist", DeepOptions, complete, DeepMnist)
+COMMAND = task_command("deep_mnist", DeepOptions, DeepMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -73,15 +73,14 @@ class DigitsTask(Experiment):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
-    # ---- evaluation
-
     def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-        count, size, loss, right = len(data[1]), self.EVALUATION_BATCH, 0.0, 0.0
-        for start in range(0, count, size):
+        size, loss, right, count = self.EVALUATION_BATCH, 0.0, 0.0, 0
+        for start in self.in_time(range(0, len(data[1]), size)):
             pixels, labels = self._batch(data, slice(start, start + size))
             batch_loss, numbers = self.model(pixels, labels)
             loss += batch_loss.item() * len(labels)
             right += numbers["accuracy"].item() * len(labels)
+            count += len(labels)
         return {"loss": loss / count, "accuracy": round(right) / count}
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -97,8 +96,6 @@ class DigitsTask(Experiment):
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         goal = self.settings.goal
         return goal is not None and 100.0 * evaluation["accuracy"] >= goal
-
-    # ---- reports
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"

@@ -17,7 +17,7 @@ from orthokern.data import stream_rows
 from orthokern.errors import InputError
 from orthokern.training import Task
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import declaration, option
+from orthokern.training.options import declarations, option
 
 
 class Experiment(Task):
@@ -25,6 +25,16 @@ class Experiment(Task):
 
     settings: Any
     iterations_per_epoch: Any
+    TITLE: tuple[str, ...] = ()  # settings in the title of plots
+
+    def title(self) -> str:
+        values = {name: getattr(self.settings, name) for name in self.TITLE}
+        if values.get("model", "factorized") != "factorized":
+            values.pop("margin", None)
+        shown = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        ]
+        return ", ".join([self.name, *shown])
 
     def clip_gradients(self) -> None:
         if self.settings.clip is not None:
@@ -56,16 +66,14 @@ class DataOptions(RunOptions):
     """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
 
     GROUP = "the task"
-    HIDDEN = frozenset({"cuda_graph"})  # the position in the data is kept on the host: `Task.capturable`
     data: str = data_option("the task's files")
     epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
 
-
-def require_data(settings: RunOptions) -> None:
-    """InputError if a task that reads data has no --data. The message names the files, as the help does."""
-    if isinstance(settings, DataOptions) and not settings.data:
-        files = declaration(type(settings), "data").help.removesuffix(" (required)")
-        raise InputError(f"--data is needed: the {files}")
+    def complete(self) -> None:
+        super().complete()
+        if not self.data:
+            files = declarations(type(self))["data"][1].help.removesuffix(" (required)")
+            raise InputError(f"--data is needed: the {files}")
 
 
 def stream_seed(seed: int, stream: str) -> int:

@@ -6,24 +6,21 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
-from orthokern.commandline import Settings
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
-from orthokern.tasks.epochs import DataOptions, Experiment, require_data
+from orthokern.tasks.epochs import DataOptions, Experiment
 from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.training.distributed import current_shard
-from orthokern.training.options import complete as make_options
 from orthokern.training.options import option
 
 MODELS = ("gru", "torch-gru")
@@ -47,7 +44,6 @@ class GruOptions(DataOptions):
         None,
         "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
         choices=("kanai", "torch"),
-        models=("gru",),
         shown="kanai",
     )
     hidden: int = option(200, "units of a layer", basic=True)
@@ -92,25 +88,15 @@ class GruOptions(DataOptions):
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
-
-CONSTRAINED: Settings = {"delta": 0.2, "threshold": "2-delta", "constrained_inputs": "upper"}
-Chosen = TypeVar("Chosen", bound=GruOptions)
-
-
-def complete(options: type[Chosen], settings: Settings) -> Chosen:
-    """The settings as an object, checked, with the defaults that depend on other options."""
-    if settings["init_std"] is None:
-        settings = {**settings, "init_std": 1.0 / math.sqrt(settings["hidden"])}
-    chosen = make_options(options, settings)
-    require_data(chosen)
-    chosen.variant = chosen.variant or ("torch" if chosen.model == "torch-gru" else "kanai")
-    if chosen.constraint is None:
-        chosen.constraint = "projection" if chosen.clip is None else "none"
-    if chosen.constraint == "projection":
-        for key, usual in CONSTRAINED.items():
-            if getattr(chosen, key) is None:
-                setattr(chosen, key, usual)
-    return chosen
+    def complete(self) -> None:
+        super().complete()
+        self.fill(
+            init_std=1.0 / math.sqrt(self.hidden),
+            variant="torch" if self.model == "torch-gru" else "kanai",
+            constraint="projection" if self.clip is None else "none",
+        )
+        if self.constraint == "projection":
+            self.fill(delta=0.2, threshold="2-delta", constrained_inputs="upper")
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
@@ -148,6 +134,7 @@ class GruTask(Experiment):
 
     settings: GruOptions
     unit = "step"  # the loss is given per unit
+    TITLE: tuple[str, ...] = ("model", "layers", "hidden", "delta", "clip")
     iterations_per_epoch: int
 
     def __init__(self, settings: GruOptions) -> None:
@@ -157,8 +144,6 @@ class GruTask(Experiment):
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
-        if settings.model == "gru":  # raises now, rather than in the first iteration
-            dispatch.resolve("gru_scan", settings.backend, device=self.device, dtype=torch.get_default_dtype())
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far
@@ -184,8 +169,6 @@ class GruTask(Experiment):
     def zero_state(self, batch: int) -> Tensor:
         """[layers, batch, N]."""
         return torch.zeros(self.settings.layers, batch, self.settings.hidden, device=self.device)
-
-    # ---- training
 
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | bool]:
@@ -213,12 +196,10 @@ class GruTask(Experiment):
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, _, valid, _ = batch
-        total, state = self.module(*batch)
+        total, state = self.model(*batch)
         self.state = state.detach()
         steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
         return total / inputs.shape[1], {"nll": total.detach() / steps}
-
-    # ---- evaluation
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """After every epoch."""
@@ -246,8 +227,6 @@ class GruTask(Experiment):
     def schedule_ended(self, loss: float) -> bool:
         """Whether training is over after this epoch, with this validation loss."""
         return False
-
-    # ---- records
 
     def diagnose(self) -> dict[str, Any]:
         """Spectral radius of the Jacobian at h = 0 and norm of the recurrent matrix, per layer; the learning rate;
@@ -281,13 +260,3 @@ class GruTask(Experiment):
     def loss_text(self, loss: float) -> str:
         """The text of a validation loss."""
         return f"{loss:.4f} nats per {self.unit}"
-
-    def title(self) -> str:
-        """The title of plots: the task and its settings."""
-        settings = self.settings
-        parts = [f"{self.name}, {settings.model}, {settings.layers} x {settings.hidden} units"]
-        if settings.constraint == "projection":
-            parts.append(f"δ = {settings.delta:g}")
-        if settings.clip is not None:
-            parts.append(f"clipping at {settings.clip:g}")
-        return ", ".join(parts)

@@ -80,7 +80,7 @@ class LastAnswer(DrawnTask):
     iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: LastAnswerOptions) -> None:
-        super().__init__(data, settings, classes=data.num_classes)
+        super().__init__(data, settings)
         self.goal = settings.goal / 100.0
         self.build(LastAnswerModel(data.num_features, data.num_classes, settings))
 

@@ -24,15 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import Settings
 from orthokern.data.music import COLLECTIONS, NOTES, load_music
 from orthokern.errors import InputError
-from orthokern.tasks import gru
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.tasks.optimization import plateau
-from orthokern.training.options import changed, defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -51,15 +49,15 @@ class MusicOptions(GruOptions):
     layers: int = 2
     lr: float = 0.1
     epochs: int = 1000
-    # everything but the GRU is computed by torch
-    backend: str = changed(GruOptions, "backend", models=("gru",))
 
-
-DEFAULTS = defaults(MusicOptions)
+    def complete(self) -> None:
+        super().complete()
+        if self.lr < self.lr_floor:
+            raise InputError(f"--lr {self.lr:g}: below --lr-floor, {self.lr_floor:g}, at which training ends")
 
 
 class MusicModel(nn.Module):
-    """Reads notes and computes the likelihood of the next notes; settings as DEFAULTS, complete."""
+    """Reads notes and computes the likelihood of the next notes; complete settings."""
 
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__()
@@ -83,10 +81,11 @@ class MusicModel(nn.Module):
 
 
 class MusicTask(GruTask):
-    """Polyphonic music for the training loop; settings as DEFAULTS, complete."""
+    """Polyphonic music for the training loop; complete settings."""
 
     name = "music"
     unit = "time step"
+    TITLE = ("collection", *GruTask.TITLE)
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
@@ -105,13 +104,14 @@ class MusicTask(GruTask):
 
     def measure(self, part: str) -> float:
         rolls = self.data.validation if part == "validation" else self.data.test
-        total, state = 0.0, self.zero_state(0)
-        for rows, window in rolls.whole(batch=100, steps=200):
+        total, steps, state = 0.0, 0, self.zero_state(0)
+        for rows, window in self.in_time(rolls.whole(batch=100, steps=200)):
             window = window.to(self.device)
             state = self.zero_state(rows) if bool(window.fresh[0]) else state[:, :rows]
             loss, state = self.model(window.inputs, window.targets, window.valid, state)
             total += loss.item()
-        return total / rolls.predictions
+            steps += int(window.valid.sum())
+        return total / steps
 
     def schedule_ended(self, loss: float) -> bool:
         """Whether the learning rate has fallen below "lr_floor"."""
@@ -124,19 +124,8 @@ class MusicTask(GruTask):
         super().load_state_dict(state)
         self.windows.load_state_dict(state["windows"])
 
-    def title(self) -> str:
-        return f"{self.settings.collection}, {super().title()}"
 
-
-def complete(settings: Settings) -> MusicOptions:
-    """The settings as an object, checked."""
-    chosen = gru.complete(MusicOptions, settings)
-    if chosen.lr < chosen.lr_floor:
-        raise InputError(f"--lr {chosen.lr:g}: below --lr-floor, {chosen.lr_floor:g}, at which training ends")
-    return chosen
-
-
-COMMAND = task_command("music", MusicOptions, complete, MusicTask)
+COMMAND = task_command("music", MusicOptions, MusicTask)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch, init
+from orthokern import init
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS, SPECTRUM_MAPS
@@ -58,10 +58,17 @@ EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 
-# The models for which an option has an effect.
-UNGATED = tuple(name for name in MODELS if name not in GATED)
 ROTATIONS = ", ".join(init.SKEW_ANGLES)
-KERNELS = tuple(name for name, model in MODELS.items() if model.ops)
+
+
+# penalties and initialisations that fail for other models, also if a preset sets them
+_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
+    "sigma": ("rnn",),
+    "spectrum_prior": ("factorized",),
+    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
+    "modulus_penalty": ("nnrnn",),
+    "triangle_decay": ("nnrnn",),
+}
 
 
 @dataclass(kw_only=True)
@@ -77,18 +84,17 @@ class NetworkOptions(RunOptions):
     )
     hidden: int = option(128, "hidden units", basic=True)
     nonlinearity: str = option(
-        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, models=UNGATED, basic=True
+        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, basic=True
     )
-    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values", models=UNGATED)
-    gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0, models=UNGATED)
+    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values")
+    gain: float = option(1.0, "factor of the pre-activation (without gates)", above=0.0)
     margin: float | None = option(
-        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, models=("factorized",), basic=True
+        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, basic=True
     )
     spectrum_map: str = option(
         "sigmoid",
         f"factorized: map of the singular values within the margin: {' or '.join(SPECTRUM_MAPS)}",
         choices=SPECTRUM_MAPS,
-        models=("factorized",),
     )
     init: str = option(
         "orthogonal",
@@ -102,90 +108,69 @@ class NetworkOptions(RunOptions):
         "of --init",
         above=0.0,
         high=math.pi,
-        models=("factorized", "rnn", "exprnn"),
     )
-    rank: int | None = option(
-        None, "factorized: columns of U and V", metavar="K", models=("factorized",), shown="as many as hidden units"
-    )
+    rank: int | None = option(None, "factorized: columns of U and V", metavar="K", shown="as many as hidden units")
     apply: str = option(
         "factored",
         "factorized: multiply by V, S and U (factored), or by their product (composed)",
         choices=APPLY,
-        models=("factorized",),
     )
-    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)", models=UNGATED)
+    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)")
     message_clip: float | None = option(
-        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0, models=UNGATED
+        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0
     )
     precision: str = option(
         "ieee",
         f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
         "AVX512_BF16, bf16 (without gates)",
         choices=PRECISIONS,
-        models=UNGATED,
     )
-    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate", models=LSTMS)
+    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate")
     rebase_every: int | None = option(
         None,
         "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
         metavar="K",
-        models=EXPONENTIALS,
         shown="never",
     )
-    project_every: int = option(
-        100, "with --rebase-every: orthogonalise the base every M times", metavar="M", models=EXPONENTIALS
-    )
+    project_every: int = option(100, "with --rebase-every: orthogonalise the base every M times", metavar="M")
     rebase_state: str = option(
         "transport",
         f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
         choices=OPTIMIZER_STATES,
-        models=EXPONENTIALS,
     )
     schur_mask: str = option(
         "block",
         "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as in "
         "the released code",
         choices=MASKS,
-        models=("nnrnn",),
     )
-    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix", models=("nnrnn",))
+    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix")
 
-
-# penalties and initialisations that fail for other models, also if a preset sets them
-_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
-    "sigma": ("rnn",),
-    "spectrum_prior": ("factorized",),
-    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
-    "modulus_penalty": ("nnrnn",),
-    "triangle_decay": ("nnrnn",),
-}
-
-
-def check_network(settings: NetworkOptions) -> None:
-    """Checks combinations of settings. (The parser rejects options that have no effect.)"""
-    if settings.rank is not None and settings.rank > settings.hidden:
-        raise InputError(f"--rank {settings.rank}: at most --hidden, which is {settings.hidden}")
-    if settings.nonlinearity in ON_PAIRS and settings.hidden % 2:
-        name, hidden = settings.nonlinearity, settings.hidden
-        raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
-    if settings.model == "factorized" and settings.init in init.UNCONSTRAINED and settings.margin is not None:
-        raise InputError(
-            f"--init {settings.init} with --margin {settings.margin:g}: a Glorot matrix has singular values "
-            "from 0 to 2, give --margin none"
-        )
-    accepted = MODELS[settings.model].inits
-    if settings.init not in accepted:
-        raise InputError(f"--init {settings.init}: not for --model {settings.model}; accepted: {', '.join(accepted)}")
-    if settings.schur_mask == "legacy" and settings.hidden % 2:
-        raise InputError(f"--hidden {settings.hidden}: --schur-mask legacy works on pairs, give an even number")
-    for name, models in _FOR_SOME_MODELS.items():
-        value = getattr(settings, name, None)
-        if value and settings.model not in models:
-            option_name = name.replace("_", "-")
-            raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {settings.model}")
-    decay = getattr(settings, "triangle_decay", None)
-    if decay and not settings.triangle:
-        raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
+    def complete(self) -> None:
+        super().complete()
+        if self.rank is not None and self.rank > self.hidden:
+            raise InputError(f"--rank {self.rank}: at most --hidden, which is {self.hidden}")
+        if self.nonlinearity in ON_PAIRS and self.hidden % 2:
+            name, hidden = self.nonlinearity, self.hidden
+            raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
+        if self.model == "factorized" and self.init in init.UNCONSTRAINED and self.margin is not None:
+            raise InputError(
+                f"--init {self.init} with --margin {self.margin:g}: a Glorot matrix has singular values "
+                "from 0 to 2, give --margin none"
+            )
+        accepted = MODELS[self.model].inits
+        if self.init not in accepted:
+            raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
+        if self.schur_mask == "legacy" and self.hidden % 2:
+            raise InputError(f"--hidden {self.hidden}: --schur-mask legacy works on pairs, give an even number")
+        for name, models in _FOR_SOME_MODELS.items():
+            value = getattr(self, name, None)
+            if value and self.model not in models:
+                option_name = name.replace("_", "-")
+                raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {self.model}")
+        decay = getattr(self, "triangle_decay", None)
+        if decay and not self.triangle:
+            raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
@@ -240,17 +225,6 @@ def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> 
     if lstm.bias:
         n = lstm.hidden_size
         lstm.get_parameter("bias_ih_l0")[n : 2 * n] = settings.forget_bias
-
-
-def check_backend(settings: NetworkOptions, classes: int) -> None:
-    """Raises BackendUnavailable before the run folder is created, rather than in the first iteration."""
-    ops = MODELS[settings.model].ops
-    if settings.apply == "composed":  # an option of the factorized model
-        ops = tuple("dense_scan" if op == "factored_scan" else op for op in ops)
-    device, dtype = torch.device(settings.device), torch.get_default_dtype()
-    sizes: dict[str, Any] = {"N": settings.hidden, "K": settings.rank or settings.hidden, "C": classes}
-    for op in (*ops, "linear_cross_entropy") if classes else ops:
-        dispatch.resolve(op, settings.backend, device=device, dtype=dtype, **sizes)
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
-from orthokern.tasks.network import EXPONENTIALS, NetworkOptions
+from orthokern.tasks.network import NetworkOptions
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import option
 
@@ -70,6 +70,18 @@ class DescentOptions(RunOptions):
         metavar="D",
     )
 
+    def complete(self) -> None:
+        super().complete()
+        schedule, decay = self.schedule, self.lr_decay
+        if schedule == "plateau" and getattr(self, "eval_every", None) == 0:
+            raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
+        if schedule in ("inverse", "exponential") and decay == 0.0:
+            raise InputError(
+                f"--schedule {schedule} with --lr-decay 0: the rates never decrease; accepted: --lr-decay above 0"
+            )
+        if schedule == "cosine" and decay > 1.0:
+            raise InputError(f"--lr-decay {decay:g}: with cosine it is the final factor of the rates; accepted: 0 to 1")
+
 
 @dataclass(kw_only=True)
 class OptimizerOptions(DescentOptions, NetworkOptions):
@@ -85,7 +97,6 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         None,
         "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
         low=0.0,
-        models=("factorized",),
         shown="as --lr",
     )
     geodesic: str = option(
@@ -93,50 +104,32 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them "
         "divided by its running RMS",
         choices=GEODESICS,
-        models=("factorized",),
     )
-    geodesic_lr: float = option(
-        1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0, models=("factorized",)
-    )
+    geodesic_lr: float = option(1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0)
     skew_lr: float | None = option(
-        None, "exprnn, nnrnn: rate of A in the orthogonal exp(A)", low=0.0, models=EXPONENTIALS, shown="a tenth of --lr"
+        None, "exprnn, nnrnn: rate of A in the orthogonal exp(A)", low=0.0, shown="a tenth of --lr"
     )
     basis_clip: float | None = option(
-        None, "factorized: clip the joint norm of the gradients of U and V; none", above=0.0, models=("factorized",)
+        None, "factorized: clip the joint norm of the gradients of U and V; none", above=0.0
     )
     weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
         0.0,
         "factorized, rnn, nnrnn: add X ||W^T W - I||^2 of the recurrent matrix to the loss",
         low=0.0,
-        models=("factorized", "rnn", "nnrnn"),
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
-    spectrum_prior: float = option(
-        0.0, "factorized: add X sum (s - 1)^2 of the singular values to the loss", low=0.0, models=("factorized",)
-    )
-    modulus_penalty: float = option(
-        0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, models=("nnrnn",)
-    )
-    modulus_norm: str = option(
-        "l2", "nnrnn: l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS, models=("nnrnn",)
-    )
-    triangle_decay: float = option(
-        0.0, "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0, models=("nnrnn",)
-    )
+    spectrum_prior: float = option(0.0, "factorized: add X sum (s - 1)^2 of the singular values to the loss", low=0.0)
+    modulus_penalty: float = option(0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0)
+    modulus_norm: str = option("l2", "nnrnn: l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS)
+    triangle_decay: float = option(0.0, "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0)
 
-
-def check_schedule(settings: DescentOptions) -> None:
-    """Rejects a decreasing schedule whose settings would keep the rates constant."""
-    schedule, decay = settings.schedule, settings.lr_decay
-    if schedule == "plateau" and getattr(settings, "eval_every", None) == 0:
-        raise InputError("--schedule plateau with --eval-every 0: without evaluations the rates never decrease")
-    if schedule in ("inverse", "exponential") and decay == 0.0:
-        raise InputError(
-            f"--schedule {schedule} with --lr-decay 0: the rates never decrease; accepted: --lr-decay above 0"
-        )
-    if schedule == "cosine" and decay > 1.0:
-        raise InputError(f"--lr-decay {decay:g}: with cosine it is the final factor of the rates; accepted: 0 to 1")
+    def complete(self) -> None:
+        super().complete()
+        if self.average is not None and self.rebase_every is not None:
+            raise InputError(
+                "--average with --rebase-every: A has another meaning after each move of its base; give one"
+            )
 
 
 def build_schedules(

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
 from orthokern.tasks.epochs import stream_seed
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -58,8 +56,10 @@ class PixelOptions(StartOptions, DigitsOptions):
     checkpoint_every: int = 200
     diagnose_every: int = 50
 
-
-DEFAULTS = defaults(PixelOptions)
+    def complete(self) -> None:
+        super().complete()
+        if self.pool not in (1, 2, 4, 7, 14):
+            raise InputError(f"--pool {self.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
 
 
 class PixelModel(LastAnswerModel):
@@ -74,14 +74,15 @@ class PixelModel(LastAnswerModel):
 
 
 class PixelMnist(DigitsTask, RecurrentTask):
-    """Sequential MNIST for the training loop; settings as DEFAULTS, complete."""
+    """Sequential MNIST for the training loop; complete settings."""
 
     name = "pixel_mnist"
+    TITLE = ("permuted", *RecurrentTask.TITLE)
     baseline = math.log(10.0)
     settings: PixelOptions
 
     def __init__(self, settings: PixelOptions) -> None:
-        super().__init__(settings, classes=10)
+        super().__init__(settings)
         self.time_steps = (28 // settings.pool) ** 2
         data = load_mnist(settings.data, validation=settings.validation)
         self.train_set = self._on_device(data.train.images, data.train.labels)
@@ -122,19 +123,8 @@ class PixelMnist(DigitsTask, RecurrentTask):
             pixels = pixels * (kept[:, self.rows] / (1.0 - share)).to(self.device)
         return pixels, labels
 
-    def network_title(self) -> str:
-        return ("permuted, " if self.settings.permuted else "") + super().network_title()
 
-
-def complete(settings: Settings) -> PixelOptions:
-    """The settings as an object, checked."""
-    chosen = recurrent.complete(PixelOptions, settings)
-    if chosen.pool not in (1, 2, 4, 7, 14):
-        raise InputError(f"--pool {chosen.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
-    return chosen
-
-
-COMMAND = task_command("pixel_mnist", PixelOptions, complete, PixelMnist)
+COMMAND = task_command("pixel_mnist", PixelOptions, PixelMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":

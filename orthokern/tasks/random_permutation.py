@@ -6,20 +6,15 @@ Spratling, section III-A). The data come from `orthokern.data.RandomPermutationT
 
 from __future__ import annotations
 
-import functools
 import sys
 
 from orthokern.data import RandomPermutationTask
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
-from orthokern.training.options import defaults
-
-DEFAULTS = defaults(LastAnswerOptions)
 
 
 class RandomPermutation(LastAnswer):
-    """The random permutation problem for the training loop; settings as DEFAULTS, complete."""
+    """The random permutation problem for the training loop; complete settings."""
 
     name = "random_permutation"
 
@@ -27,8 +22,7 @@ class RandomPermutation(LastAnswer):
         super().__init__(RandomPermutationTask(settings.T), settings)
 
 
-complete = functools.partial(recurrent.complete, LastAnswerOptions)
-COMMAND = task_command("random_permutation", LastAnswerOptions, complete, RandomPermutation)
+COMMAND = task_command("random_permutation", LastAnswerOptions, RandomPermutation)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -5,25 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.commandline import Settings
 from orthokern.data._generator import Generator
 from orthokern.diagnostics import diagnose_recurrence
-from orthokern.errors import InputError
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
-from orthokern.tasks.epochs import Experiment, require_data, stream_seed
-from orthokern.tasks.network import GATED, check_backend, check_network
-from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, check_schedule, penalty
+from orthokern.tasks.epochs import Experiment, stream_seed
+from orthokern.tasks.network import GATED
+from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, penalty
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
-from orthokern.training.options import complete as make_options
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 START_HELP = (
@@ -44,7 +41,6 @@ class StartOptions(OptimizerOptions):
         "rnn: draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
         "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
         above=0.0,
-        models=("rnn",),
     )
 
 
@@ -100,21 +96,6 @@ def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
             parameter.zero_()
 
 
-Chosen = TypeVar("Chosen", bound=OptimizerOptions)
-
-
-def complete(options: type[Chosen], settings: Settings) -> Chosen:
-    """The settings of a task with a recurrent network as an object, checked.
-    InputError without --data where it is needed, and for settings that are not compatible."""
-    chosen = make_options(options, settings)
-    check_network(chosen)
-    check_schedule(chosen)
-    if chosen.average is not None and chosen.rebase_every is not None:
-        raise InputError("--average with --rebase-every: A has another meaning after each move of its base; give one")
-    require_data(chosen)
-    return chosen
-
-
 @torch.no_grad()
 def plain_numbers(rnn: RNN) -> dict[str, float]:
     """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
@@ -136,13 +117,12 @@ class RecurrentTask(Experiment):
     model: nn.Module
     settings: OptimizerOptions
     loss_label = "cross-entropy (nats)"
+    TITLE: tuple[str, ...] = ("model", "hidden", "margin")
 
-    def __init__(self, settings: OptimizerOptions, classes: int) -> None:
-        """Args: settings: complete; classes: of the readout (0: not a classification)."""
+    def __init__(self, settings: OptimizerOptions) -> None:
         self.settings = settings
         self.device = torch.device(settings.device)
         self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
-        check_backend(settings, classes)
 
     def build(self, model: nn.Module) -> None:
         """Registers the model and creates its optimizer and schedules."""
@@ -155,7 +135,7 @@ class RecurrentTask(Experiment):
             self.average = Average(model, self.settings.average)
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.module(*batch)
+        loss, numbers = self.model(*batch)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
@@ -167,37 +147,21 @@ class RecurrentTask(Experiment):
             result |= diagnose_recurrence(self.rnn)
         return result | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
 
-    def title(self) -> str:
-        """The title of plots: the task, then `network_title`."""
-        return f"{self.name}, {self.network_title()}"
-
-    def network_title(self) -> str:
-        """The settings of the network in the title of plots."""
-        settings = self.settings
-        network = f"{settings.hidden} units"
-        if settings.model == "factorized":
-            network += f", margin {'none' if settings.margin is None else format(settings.margin, 'g')}"
-        return f"{settings.model}, {network}"
-
 
 class DrawnTask(RecurrentTask):
     """A task whose sequences are generated, and each is used once. A subclass calls `build` after this constructor."""
 
     settings: DrawnOptions
+    TITLE = ("T", *RecurrentTask.TITLE)
     EVALUATION_BATCH = 250  # sequences; limited by the memory of their states
 
-    def __init__(self, data: Generator, settings: DrawnOptions, classes: int) -> None:
-        """Args: data: the generator; settings: complete; classes: of the readout (0: not a classification)."""
-        super().__init__(settings, classes)
+    def __init__(self, data: Generator, settings: DrawnOptions) -> None:
+        super().__init__(settings)
         self.drawn = data
         self.baseline = data.baseline
         self.time_steps = data.length
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self._buffers = data.buffers(settings.batch, self.device)
-
-    def build(self, model: nn.Module) -> None:
-        super().build(model)
-        self.capturable = isinstance(self.rnn, (RNN, FactorizedRNN))  # exponentials move their base every few steps
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self._buffers
@@ -218,7 +182,7 @@ class DrawnTask(RecurrentTask):
         count = self.settings.eval_sequences
         size = min(self.EVALUATION_BATCH, count)
         loss, right, done = 0.0, 0.0, 0
-        for inputs, targets in self.held_out(iteration, size):
+        for inputs, targets in self.in_time(self.held_out(iteration, size)):
             rows = min(size, count - done)
             batch_loss, numbers = self.model(inputs[:, :rows], targets[..., :rows])
             loss += batch_loss.item() * rows
@@ -257,6 +221,3 @@ class DrawnTask(RecurrentTask):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
-
-    def network_title(self) -> str:
-        return f"T = {self.settings.T}, {super().network_title()}"

@@ -7,15 +7,13 @@ positions (Hochreiter & Schmidhuber 1997; Manchev & Spratling, section III-A). T
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
 
 from orthokern.data import TemporalOrderTask
-from orthokern.tasks import recurrent
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -27,24 +25,18 @@ class TemporalOrderOptions(LastAnswerOptions):
     bits: int = option(2, "number of symbols to remember, 2 or 3", low=2, high=3, basic=True)
 
 
-DEFAULTS = defaults(TemporalOrderOptions)
-
-
 class TemporalOrder(LastAnswer):
-    """The temporal order problem for the training loop; settings as DEFAULTS, complete."""
+    """The temporal order problem for the training loop; complete settings."""
 
     name = "temporal_order"
+    TITLE = ("bits", *LastAnswer.TITLE)
     settings: TemporalOrderOptions
 
     def __init__(self, settings: TemporalOrderOptions) -> None:
         super().__init__(TemporalOrderTask(settings.T, bits=settings.bits), settings)
 
-    def network_title(self) -> str:
-        return f"{self.settings.bits} bits, {super().network_title()}"
 
-
-complete = functools.partial(recurrent.complete, TemporalOrderOptions)
-COMMAND = task_command("temporal_order", TemporalOrderOptions, complete, TemporalOrder)
+COMMAND = task_command("temporal_order", TemporalOrderOptions, TemporalOrder)
 main = COMMAND.main
 
 if __name__ == "__main__":

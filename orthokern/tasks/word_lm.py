@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import dispatch
-from orthokern.commandline import Settings
 from orthokern.data import load_words
 from orthokern.nn import LinearCrossEntropy
-from orthokern.tasks import gru
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
-from orthokern.training.options import defaults, option
+from orthokern.training.options import option
 
 
 @dataclass(kw_only=True)
@@ -45,15 +42,12 @@ class WordOptions(GruOptions):
     epochs: int = 75
 
 
-DEFAULTS = defaults(WordOptions)
-
-
 class WordModel(nn.Module):
     """Reads words and computes the likelihood of the next word.
 
     Args:
         words: C, size of the vocabulary.
-        settings: as DEFAULTS, complete.
+        settings: complete.
     """
 
     def __init__(self, words: int, settings: WordOptions) -> None:
@@ -81,7 +75,7 @@ class WordModel(nn.Module):
 
 
 class WordLm(GruTask):
-    """Penn Treebank words for the training loop; settings as DEFAULTS, complete."""
+    """Penn Treebank words for the training loop; complete settings."""
 
     name = "word_lm"
     unit = "word"
@@ -92,8 +86,6 @@ class WordLm(GruTask):
         self.data = load_words(settings.data, limit=settings.vocabulary)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
-        sizes: dict[str, Any] = {"device": self.device, "dtype": torch.get_default_dtype(), "N": settings.hidden}
-        dispatch.resolve("linear_cross_entropy", settings.backend, C=words, **sizes)
         self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
@@ -127,12 +119,13 @@ class WordLm(GruTask):
 
     def measure(self, part: str) -> float:
         text = self.data.validation if part == "validation" else self.data.test
-        total, state = 0.0, self.zero_state(self.settings.batch)
-        for batch in self._evaluation_windows(text):
+        total, words, state = 0.0, 0, self.zero_state(self.settings.batch)
+        for batch in self.in_time(self._evaluation_windows(text)):
             inputs, targets, valid = (tensor.to(self.device) for tensor in batch)
             loss, state = self.model(inputs, targets, valid, state)
             total += loss.item()
-        return total / (len(text) - 1)
+            words += int(valid.sum())
+        return total / words
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The values of GruTask.evaluate, and "perplexity"."""
@@ -166,12 +159,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def complete(settings: Settings) -> WordOptions:
-    """The settings as an object, checked; see `gru.complete`."""
-    return gru.complete(WordOptions, settings)
-
-
-COMMAND = task_command("word_lm", WordOptions, complete, WordLm)
+COMMAND = task_command("word_lm", WordOptions, WordLm)
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import io
 import os
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ FORMAT = "orthokern.checkpoint"
 VERSION = 1
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context manager: an OSError of the block, such as that of a full disk, has the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces the content of the file `path` atomically.
 
@@ -31,25 +42,17 @@ def write_atomically(path: Path, content: bytes) -> None:
     next one.
     """
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def checkpoint_bytes(payload: dict[str, Any]) -> bytes:
-    """The content of a checkpoint file."""
-    # Written to memory first: torch's file writer reports a full disk as a RuntimeError without errno, and only after a
-    # part has been written.
-    buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "version": VERSION, **payload}, buffer)
-    return buffer.getvalue()
+    with naming(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
@@ -64,7 +67,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         >>> load_checkpoint(file)["iteration"]
         3
     """
-    write_atomically(path, checkpoint_bytes(payload))
+    # To memory first: torch's file writer reports a full disk as a RuntimeError, after a part has been written.
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION, **payload}, buffer)
+    write_atomically(path, buffer.getvalue())
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -96,12 +102,17 @@ def rng_state() -> dict[str, Any]:
     checkpoint may contain."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (see seed_all)
     version, internal, gauss_next = random.getstate()
-    keys_tensor = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "python": [version, list(internal), gauss_next],
-        "numpy": [name, keys_tensor, int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
 
 

@@ -25,14 +25,13 @@ from orthokern.commandline import (
     say,
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
-from orthokern.errors import BackendUnavailable, CheckpointError, InputError
+from orthokern.errors import CheckpointError, InputError
 from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, check_models, defaults, option
+from orthokern.training.options import Options, add_options, complete, defaults, option
 from orthokern.training.rundir import RunFolder
-from orthokern.training.startup import without_dynamo
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
@@ -55,8 +54,8 @@ class RunOptions(Options):
     iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
         None,
-        "stop after X minutes of training time (resumed parts count), then evaluate and test; schedules still span all "
-        "iterations",
+        "stop after X minutes of training time (resumed parts count), then evaluate and test, each for at most a "
+        "quarter of that time; schedules still span all iterations",
         above=0.0,
     )
     seed: int = option(0, "seed of the model, the data and the held-out data", low=0, high=LARGEST_SEED, basic=True)
@@ -87,24 +86,15 @@ class RunOptions(Options):
     )
     profile: int | None = option(
         None,
-        "after 3 iterations, time the stages of N iterations (10) and the operators of 3; writes profile.json",
+        "after 3 iterations, record N iterations (10) with torch.profiler; writes profile.json",
         shown="",
         optional=10,
-    )
-    cuda_graph: bool = option(
-        False, "on a CUDA device, launch an iteration as one CUDA graph, where the task and the optimizer allow it"
-    )
-    process_timeout: int = option(
-        600,
-        "under torchrun, seconds that a process waits for the others; must exceed the time of an evaluation",
-        high=365 * 86_400,
-        metavar="S",
     )
     plots: bool = option(True, "do not draw plots at the end")
 
 
 EXIT_CODES = """\
-Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or results not saved, 3 diverged,
+Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or a file cannot be written, 3 diverged,
 129, 130 or 143 interrupted (saved; --resume continues).
 """
 
@@ -145,13 +135,11 @@ def _change(key: str, given: Any, stored: Any) -> str:
 # messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows
 _NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED|overflow")
 _SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
-# messages of torch.distributed after the end of another process
-_PROCESS_LOST = re.compile(r"gloo|nccl|connection|timed? ?out", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def _one_line_failures(settings: RunOptions, folder: RunFolder | None, shard: Shard) -> Iterator[None]:
-    """Converts a failed allocation, and the loss of another process, to an error of one line."""
+def _memory_errors(settings: RunOptions) -> Iterator[None]:
+    """Converts a failed allocation to an error of one line."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
@@ -160,9 +148,6 @@ def _one_line_failures(settings: RunOptions, folder: RunFolder | None, shard: Sh
             sizes = {name: getattr(settings, name, None) for name in _SIZES}
             lower = " or ".join(f"--{name} ({size})" for name, size in sizes.items() if size is not None)
             raise InputError(f"out of memory on {settings.device}: {text or 'no memory'}; lower {lower}") from None
-        if shard.world > 1 and _PROCESS_LOST.search(text):
-            advice = f"; continue with --resume {folder.path}" if folder is not None else ""
-            raise InputError(f"rank {shard.rank}: another process ended or does not respond: {text}{advice}") from None
         raise
 
 
@@ -175,10 +160,8 @@ class TaskCommand(Generic[Chosen]):
         description: text above the options in --help.
         examples: command lines below them.
         options: the settings, a dataclass that extends `RunOptions`.
-        complete: a function of the settings by name that sets defaults which depend on other settings, checks
-            combinations, and returns `options`.
-        build: a function that makes the task from the result of `complete`; called after the global random generators
-            have been seeded.
+        build: a function that makes the task from complete settings; called after the global random generators have
+            been seeded.
         presets, preset_help: settings of every preset by its name, and the help of --preset, as in `add_options`.
     """
 
@@ -186,10 +169,18 @@ class TaskCommand(Generic[Chosen]):
     description: str
     examples: str
     options: type[Chosen]
-    complete: Callable[[Settings], Chosen]
     build: Callable[[Chosen], Task]
     presets: Mapping[str, Settings] = field(default_factory=dict)
     preset_help: Mapping[str, str] | None = None
+
+    @property
+    def defaults(self) -> Settings:
+        """The defaults of the options, by name."""
+        return defaults(self.options)
+
+    def complete(self, settings: Settings) -> Chosen:
+        """Settings by name as an object: with the defaults of the others, and with those that depend on settings."""
+        return complete(self.options, {**self.defaults, **settings})
 
     def parser(self) -> Parser:
         parser = Parser(
@@ -211,24 +202,17 @@ class TaskCommand(Generic[Chosen]):
         started = time.perf_counter()
 
         def body() -> int:
-            joined = False
             try:
-                given = self.parser().parse(arguments)
-                timeout: float = given.get("process_timeout") or self.options.process_timeout
-                with without_dynamo(), distributed.processes(timeout) as shard:
-                    joined = True
+                with distributed.processes() as shard:
+                    given = distributed.on_all(lambda: self.parser().parse(arguments))
                     return self._run(given, shard, started)
-            except (InputError, BackendUnavailable):
-                if joined or distributed.prints_errors():
-                    raise
-                return EXIT_BAD_INPUT
             except distributed.EndedElsewhere:
                 return EXIT_BAD_INPUT
             except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop
                 say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
                 return EXIT_INTERRUPTED
 
-        return command(body, arguments)
+        return command(body)
 
     def _run(self, given: Settings, shard: Shard, started: float) -> int:
         out, folder, resume = given.pop("out", None), given.get("resume"), "resume" in given
@@ -243,26 +227,25 @@ class TaskCommand(Generic[Chosen]):
         run = distributed.on_first(lambda: RunFolder.open(folder, self.name)) if resume else None
         try:
             settings = distributed.on_all(lambda: self._settings(given, run, shard))
-            with _one_line_failures(settings, run, shard):
+            with _memory_errors(settings):
                 task = distributed.on_all(lambda: self._task(given, settings))
                 settings.iterations_per_epoch = task.iterations_per_epoch
                 if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
                     seed_all(settings.seed + shard.rank)
-                facts = task.facts()
                 if run is None:
-                    create = lambda: RunFolder.create(folder, self.name, asdict(settings), facts)  # noqa: E731
+                    create = lambda: RunFolder.create(folder, self.name, asdict(settings), task.facts())  # noqa: E731
                     run = distributed.on_first(create)
                 else:
                     stored = run.config["settings"]
                     run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
-                    run.config |= facts
-                headline = f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}"
+                    run.config |= task.facts()
+                if shard.first:
+                    say(f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}")
                 loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
-                outcome = train(task, run, loop, resume=resume, started=started, announce=lambda: say(headline))
-        except (InputError, BackendUnavailable, OSError):
+                outcome = train(task, run, loop, resume=resume, started=started)
+        finally:
             if run is not None:
-                run.discard()
-            raise
+                run.close()
         if shard.first:
             say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
         return outcome.exit_code
@@ -273,12 +256,11 @@ class TaskCommand(Generic[Chosen]):
         if run is not None:  # --profile applies to one call
             stored = {name: value for name, value in run.config["settings"].items() if name != "profile"}
         try:
-            settings = self.complete(resolve(given, defaults(self.options), self.presets, stored))
+            settings = self.complete(resolve(given, self.defaults, self.presets, stored))
         except (TypeError, KeyError, AttributeError) as error:
             if run is None:
                 raise
             raise CheckpointError(f"{run.path / 'config.json'} does not fit this task: {error}") from None
-        check_models(given, settings)
         if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
             raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         settings.processes = shard.world

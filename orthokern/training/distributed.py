@@ -1,9 +1,8 @@
 """One run in several processes: `torchrun --nproc-per-node 4 -m orthokern.tasks.copy ...`.
 
-Every process generates the joint batch and computes its part of the rows. DistributedDataParallel averages the
-gradients, and every process takes the same optimizer step. The order of the data and, up to rounding, the loss curve
-are therefore those of a run in one process, and the bases are bitwise equal on all ranks. Rank 0 evaluates and writes
-the files.
+Every process generates the joint batch and computes its part of the rows. The gradients are averaged, and every
+process takes the same optimizer step. The order of the data and, up to rounding, the loss curve are therefore those of
+a run in one process, and the bases are bitwise equal on all ranks. Rank 0 evaluates and writes the files.
 
 Losses and stop signals are averaged over the ranks, so that all ranks make the same decisions. Steps that can fail on
 one rank (reading data, creating the run folder) run in `on_first` or `on_all`, which raise on all ranks or on none.
@@ -21,12 +20,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.training.signals import STOP_SIGNALS
 
 T = TypeVar("T")
+TIMEOUT = timedelta(hours=2)  # that a rank waits for another, which may be evaluating
 
 
 class EndedElsewhere(Exception):
@@ -57,35 +57,16 @@ class Shard:
 def current_shard() -> Shard:
     """The rank of this process and the number of processes: from the process group, else from the variables of
     torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too."""
-    if dist.is_available() and dist.is_initialized():
+    if _several():
         return Shard(dist.get_rank(), dist.get_world_size())
-    world = _environment("WORLD_SIZE", 1)
-    return Shard() if world <= 1 else Shard(_environment("RANK", 0), world)
-
-
-def _environment(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(f"environment variable {name} must be an integer, got {text!r}; start with torchrun") from None
-
-
-def local_rank() -> int:
-    """The number of this process on its machine."""
-    return _environment("LOCAL_RANK", 0)
-
-
-def prints_errors() -> bool:
-    """Whether this process prints an error that all processes have, such as a wrong option."""
-    return _environment("WORLD_SIZE", 1) == 1 or local_rank() == 0
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return Shard() if world <= 1 else Shard(int(os.environ.get("RANK", 0)), world)
 
 
 @contextlib.contextmanager
-def processes(timeout: float = 600.0) -> Iterator[Shard]:
+def processes() -> Iterator[Shard]:
     """Context manager: joins the processes started by torchrun in a process group. Without torchrun it does nothing.
-    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`). A rank waits `timeout` seconds for another,
-    which may be evaluating or writing."""
+    CPU tensors are sent by gloo, CUDA tensors by NCCL (see `use_device`)."""
     shard = current_shard()
     if shard.world == 1 or dist.is_initialized():
         yield shard
@@ -93,7 +74,7 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
     # NCCL connects when the first CUDA tensor is sent: on CPUs it costs nothing.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(f"rank {shard.rank} cannot join {shard.world} processes: {reason}; use torchrun") from None
@@ -105,14 +86,14 @@ def processes(timeout: float = 600.0) -> Iterator[Shard]:
 
 def use_device(device: str) -> None:
     """Sets the current GPU: with several processes, "cuda" is the GPU with the number LOCAL_RANK."""
-    shard = current_shard()
-    if shard.world == 1 or device == "cpu":
+    if current_shard().world == 1 or device == "cpu":
         return
     if device != "cuda":
-        raise InputError(f"--device must be cpu or cuda with {shard.world} processes (one GPU each), got {device}")
-    if local_rank() >= torch.cuda.device_count():
-        raise InputError(f"--device cuda: process {local_rank()} of this machine has no GPU of its own")
-    torch.cuda.set_device(local_rank())
+        raise InputError(f"--device must be cpu or cuda under torchrun (one GPU for each process), got {device}")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if local >= torch.cuda.device_count():
+        raise InputError(f"--device cuda: process {local} of this machine has no GPU of its own")
+    torch.cuda.set_device(local)
 
 
 # ---- exchange --------------------------------------------------------------------------------------------------------
@@ -145,8 +126,6 @@ def gather(value: T) -> list[T]:
 
 def on_all(work: Callable[[], T]) -> T:
     """Runs `work` on every rank. If it raises on any rank, the first error is raised on rank 0."""
-    if not _several():
-        return work()
     result, error = None, None
     try:
         result = work()
@@ -154,7 +133,7 @@ def on_all(work: Callable[[], T]) -> T:
         error = caught
     errors = [each for each in gather(error) if each is not None]
     if errors:
-        raise errors[0] if dist.get_rank() == 0 else EndedElsewhere
+        raise errors[0] if current_shard().first else EndedElsewhere
     return result  # type: ignore[return-value]
 
 
@@ -165,44 +144,34 @@ def on_first(work: Callable[[], T]) -> T:
     return own if current_shard().first else first  # type: ignore[return-value]
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- parameters and gradients ---------------------------------------------------------------------------------------
 
 
-def wrap(model: nn.Module) -> nn.Module:
-    """Wraps the model in DistributedDataParallel, which broadcasts the parameters of rank 0 and averages gradients. In
-    a single process, returns the model itself.
+@torch.no_grad()
+def share_parameters(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0."""
+    if _several():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, 0)
 
-    Note [Same bits after a resume]
-        DDP sends gradients in buckets, which are rebuilt after the first iteration of a process. The order of summation
-        in an all-reduce depends on the position in the bucket, so that with more than two ranks the rounding of a
-        resumed run would differ from that of an uninterrupted one. Here the gradients of the ranks are gathered and
-        added in the order of the ranks. This sends world / 2 times as much data as a ring all-reduce; a recurrent
-        network has few parameters.
+
+@torch.no_grad()
+def average_gradients(model: nn.Module) -> None:
+    """Replaces the gradients by their means over the ranks, of which all have the same bits. A parameter has a gradient
+    on all ranks or on none.
+
+    The gradients of the ranks are gathered and added in the order of the ranks: the order of summation in an all-reduce
+    depends on sizes and positions, and another process could round differently after a resume.
     """
     if not _several():
-        return model
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    # A lambda: DDP compares a hook's annotations with its own types, and here they are strings.
-    wrapped.register_comm_hook(None, lambda state, bucket: _mean_in_rank_order(bucket))
-    return wrapped
-
-
-def keep_own_gradients(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which gradients are accumulated on this rank without communication, for all but the last batch
-    of an iteration."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
-
-
-def _mean_in_rank_order(bucket: Any) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    parts = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
-
-    def mean(_: Any) -> Tensor:
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        return total.div_(len(parts))
-
-    return dist.all_gather(parts, buffer, async_op=True).get_future().then(mean)
+        return
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    own = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    total /= len(parts)
+    for gradient, mean in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))

@@ -13,12 +13,10 @@ from torch import Tensor
 from orthokern.diagnostics import tap, thin_profile
 from orthokern.training import distributed
 from orthokern.training.checkpoint import rng_state, set_rng_state
-from orthokern.training.distributed import Shard
-from orthokern.training.profiling import Profiler
+from orthokern.training.distributed import current_shard
+from orthokern.training.profiling import stage
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
-
-Profiles = dict[str, Tensor]  # field of the record -> norms [T] of one batch
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,15 @@ class LoopSettings:
 
     Attributes:
         iterations: number of the last iteration (the first is 1).
-        checkpoint_every: iterations between checkpoints; one is also written at the end and at an interrupt.
+        checkpoint_every: iterations between checkpoints; one is also written after a new best evaluation, at the end
+            and at an interrupt.
         diagnose_every: iterations between records of the spectrum and of the gradient through time; 0 for never.
         plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
-        profile: number of iterations to time by stage; None for no profile.
-        cuda_graph: capture iterations as CUDA graphs where that is possible (`orthokern.training.graphs`).
+        profile: number of iterations to profile; None for no profile.
         minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
+            An evaluation or test takes at most a quarter of it.
     """
 
     iterations: int
@@ -44,7 +43,6 @@ class LoopSettings:
     accumulate: int = 1
     last_step_gradient: bool = False
     profile: int | None = None
-    cuda_graph: bool = False
     minutes: float | None = None
 
 
@@ -55,80 +53,64 @@ class Step:
     metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches and ranks
     finite: bool  # whether the loss and the gradient were finite, and the optimizer took a step
     stop: int | None  # a signal received on any rank
-    profiles: list[Profiles]  # norms through time of each batch of this rank; empty without diagnostics
+    profiles: dict[str, Any]  # norms through time of the first batch of rank 0; empty without diagnostics
 
 
-def step(
-    task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest, profiler: Profiler, *, batch: Any = None
-) -> Step:
+def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) -> Step:
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
-    profiles: list[Profiles] = []
-    batches = task.next_batches(settings.accumulate) if batch is None else iter([batch])
-    for index in range(settings.accumulate):
-        last = index + 1 == settings.accumulate
-        with profiler.stage("data"):
+    diagnosis: dict[str, Any] = {}
+    batches = task.next_batches(settings.accumulate)
+    for _ in range(settings.accumulate):
+        with stage("data"):
             batch = next(batches)
-        with nullcontext() if last else distributed.keep_own_gradients(task.module):
-            with tap(sparse=True) if diagnose else nullcontext() as norms:
-                with profiler.stage("forward"):
-                    loss, extra = task.loss(batch)
-                with profiler.stage("backward"):
-                    (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
+        with tap(sparse=True) if diagnose else nullcontext() as norms:
+            with stage("forward"):
+                loss, extra = task.loss(batch)
+            with stage("backward"):
+                (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
-        if norms is not None:
-            with profiler.stage("diagnose"):
-                profiles.append(_profiles(task, norms, batch, settings))
-    with profiler.stage("clip and step"):
+        if isinstance(norms, tap):
+            with stage("diagnose"):
+                diagnosis = _diagnose(task, norms, batch, settings) if current_shard().first else {}
+            diagnose = False  # the first batch of the iteration alone
+    with stage("clip and step"):
+        distributed.average_gradients(task.model)
+        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
         # One transfer for all numbers: on a GPU each .item() would synchronize.
-        metrics, finite, signal = joint_metrics(names, numbers_of(task, rows), stop)
+        numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
+        (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)
+        finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
         if finite:
             task.clip_gradients()
             task.optimizer.step()
             if task.scheduler is not None:
                 task.scheduler.step()
-    return Step(metrics, finite, signal, profiles)
+    metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
+    return Step(metrics, finite, signal, diagnosis)
 
 
-def numbers_of(task: Task, rows: list[Tensor]) -> Tensor:
-    """The norm of the gradients, and the means of the batches' numbers; float64."""
-    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
-    return torch.cat([norm.double()[None], torch.stack(rows).mean(0)])
-
-
-def joint_metrics(names: list[str], numbers: Tensor, stop: StopRequest) -> tuple[dict[str, float], bool, int | None]:
-    """The metrics over all ranks from the result of `numbers_of`, whether they are finite, and a signal of any rank."""
-    values, signal = distributed.agree(numbers.tolist(), stop.signal)
-    grad_norm, loss, *_ = values
-    metrics = {"loss": loss, **dict(zip(["grad_norm", "loss", *names], values, strict=True))}
-    return metrics, math.isfinite(loss) and math.isfinite(grad_norm), signal
-
-
-def _profiles(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> Profiles:
-    """The norms through time of the last layer for one batch."""
+def _diagnose(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> dict[str, Any]:
+    """The norms through time of the last layer for one batch, for the record."""
     profiles = {}
     if norms.grad_norms:
         # For the loss of this batch, without the factor of the mean over batches.
         profiles["grad_norm_through_time"] = norms.grad_norms[0] * settings.accumulate
     if norms.state_norms:
         profiles["state_norm_through_time"] = norms.state_norms[-1]
-    if settings.last_step_gradient:
-        last = _last_step_gradient(task, batch)
-        if last is not None:
-            profiles["last_grad_norm_through_time"] = last
-    return profiles
+    if settings.last_step_gradient and (last := _last_step_gradient(task, batch)) is not None:
+        profiles["last_grad_norm_through_time"] = last
+    return {name: thin_profile(values) for name, values in profiles.items()}
 
 
 def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
-    """‖dL/dh_t‖ [T], where L is the loss of the last step. Gradients, buffers and random states are restored. There is
-    no communication with other ranks."""
+    """‖dL/dh_t‖ [T], where L is the loss of the last step. Gradients, buffers and random states are restored."""
     rng = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
-    module, task.module = task.module, task.model
     try:
         norms = task.last_step_norms(batch)
         if norms is not None:
@@ -139,34 +121,8 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
                 return None
             torch.autograd.grad(loss, [p for p in task.model.parameters() if p.requires_grad], allow_unused=True)
     finally:
-        task.module = module
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         set_rng_state(rng)
     return tapped.grad_norms[0] if tapped.grad_norms else None
-
-
-def joint_profile(parts: list[Tensor], mean: bool) -> Tensor:
-    """Norms [T] over the joint batch, from the norms over its parts. A part is padded with zeros to the length of the
-    longest one. With `mean`, the norms are those of the gradient of the mean of the losses."""
-    if len(parts) == 1:
-        return parts[0]
-    squares = torch.zeros(max(len(part) for part in parts), dtype=torch.float64)
-    for part in parts:
-        squares[: len(part)] += part.double().cpu().square()
-    return squares.sqrt() / (len(parts) if mean else 1)
-
-
-def diagnosis(task: Task, shard: Shard, profiles: list[Profiles]) -> dict[str, Any]:
-    """The record of a diagnosed iteration: the numbers of the task, and the norms through time over the joint batch."""
-    if shard.world > 1:
-        own = [{name: norms.cpu() for name, norms in part.items()} for part in profiles]
-        profiles = [part for parts in distributed.gather(own) for part in parts]
-    if not shard.first:
-        return {}
-    record = dict(task.diagnose())
-    for name in profiles[0]:
-        parts = [part[name] for part in profiles if name in part]
-        record[name] = thin_profile(joint_profile(parts, mean=name != "state_norm_through_time"))
-    return record

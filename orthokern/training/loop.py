@@ -7,23 +7,21 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from orthokern.commandline import EXIT_BAD_INPUT
 from orthokern.diagnostics.drawing import draw_run
 from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
-from orthokern.training.graphs import CapturedIterations, obstacle
-from orthokern.training.iteration import LoopSettings, Step, diagnosis, step
+from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
-from orthokern.training.profiling import Profiler
+from orthokern.training.profiling import Profiler, stage
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
 from orthokern.training.signals import StopRequest
@@ -33,6 +31,7 @@ from orthokern.training.task import Task
 __all__ = ["EXIT_DIVERGED", "EXIT_OK", "LoopSettings", "Outcome", "train"]
 
 EXIT_OK, EXIT_DIVERGED = 0, 3
+EVALUATION_SHARE = 0.25  # of the time limit, for one evaluation or test
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: 0 goal reached or all iterations done, 2 the last checkpoint could not be written, 3 diverged, 129,
-            130 or 143 interrupted.
+        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
         reached: whether the goal was reached.
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
@@ -57,6 +55,10 @@ class Outcome:
     message: str
 
 
+class Divergence(Exception):
+    """The loss, the gradient or a parameter is not finite."""
+
+
 def train(
     task: Task,
     run: RunFolder,
@@ -65,15 +67,13 @@ def train(
     resume: bool = False,
     progress: Progress | None = None,
     started: float | None = None,
-    announce: Callable[[], None] | None = None,
 ) -> Outcome:
     """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
     SIGINT, SIGTERM or SIGHUP arrives.
 
     Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
-    `settings.checkpoint_every` iterations and at the end, best.pt with the first one after a new best evaluation, and
-    plots at the end. A full disk causes warnings: the old checkpoint is kept, records are buffered in memory, and
-    training continues. If the last checkpoint cannot be written either, the exit code is not 0.
+    `settings.checkpoint_every` iterations, after a new best evaluation and at the end; best.pt after a new best
+    evaluation, and plots at the end.
 
     With several processes, joined by `distributed.processes`, all ranks call this function with the same arguments.
     `run` is the folder on rank 0; only rank 0 writes and evaluates.
@@ -87,8 +87,6 @@ def train(
             metrics.jsonl except for its timing fields.
         progress: display of the progress; by default on standard output.
         started: value of `time.perf_counter()` at the start of the wall time; by default now.
-        announce: called on rank 0 after the first iteration, if there is one, so that no error for bad input or missing
-            memory can follow.
 
     Returns:
         The result; the caller prints its message.
@@ -96,149 +94,117 @@ def train(
     Raises:
         CheckpointError: the checkpoint to resume from is damaged, or of another run; or the parameters of the ranks
             differ.
+        OSError: a file cannot be written, for example on a full disk. The last checkpoint is unchanged.
         EndedElsewhere: rank 0 raised one of these errors.
 
     Example: `tests/toy_task.py` is trained by its command line; see `orthokern.training.Task`.
     """
     shard = distributed.current_shard()
     progress = progress or Progress(settings.iterations, shown=shard.first)
-    take_step: Callable[..., Step] = step
-    if settings.cuda_graph:  # before a state is restored
-        take_step = CapturedIterations(task, progress.line, obstacle(task, settings, shard.world)).step
-    state = RunState(task, run, progress, started if started is not None else time.perf_counter(), shard)
+    state = RunState(task, run, started if started is not None else time.perf_counter(), shard)
+    if settings.minutes is not None:
+        task.evaluation_seconds = EVALUATION_SHARE * 60.0 * settings.minutes
     with StopRequest() as stop:
-        if resume:
-            state.restore()
-        distributed.on_first(lambda: _open_files(state, resume))
-        profiler = Profiler(settings.profile if shard.first else None, task.device, progress.line, run.profile)
         try:
-            task.module = distributed.wrap(task.model)
-            return _iterate(state, settings, stop, profiler, announce if shard.first else None, take_step)
-        except OutOfRange as error:
-            return _diverged(state, settings, {}, str(error).partition("; accepted")[0])
-        finally:
-            task.module = task.model
+            if resume:
+                state.restore()
+            distributed.on_first(lambda: _open_files(run, state.iteration, resume))
+            distributed.share_parameters(task.model)
+            stopped = _iterate(state, settings, stop, progress)
+            return _end(state, settings, stopped, progress)
+        except (Divergence, OutOfRange) as error:
             progress.close()
-            if run.log is not None:
-                run.log.close()
+            _plot(run, settings, progress)
+            what = str(error).partition("; accepted")[0]
+            message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}; lower the learning rates "
+            message += "or clip the gradients"
+            return Outcome(EXIT_DIVERGED, False, state.iteration, state.seconds(), state.evaluation, message)
+        finally:
+            progress.close()
+            run.close()
 
 
-def _open_files(state: RunState, resume: bool) -> None:
+def _open_files(run: RunFolder, iteration: int, resume: bool) -> None:
     """Prepares metrics.jsonl, and writes the settings of a resumed run to config.json."""
-    assert state.run.log is not None
-    state.run.log.start(state.iteration)
+    assert run.log is not None
+    run.log.start(iteration)
     if resume:
-        try:
-            state.run.write_config()
-        except OSError as error:
-            state.progress.line(f"warning: config.json not written: {error.strerror or error}")
+        run.write_config()
 
 
-def _iterate(
-    state: RunState,
-    settings: LoopSettings,
-    stop: StopRequest,
-    profiler: Profiler,
-    announce: Callable[[], None] | None,
-    take_step: Callable[..., Step],
-) -> Outcome:
-    task, progress = state.task, state.progress
+def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progress: Progress) -> int | None:
+    """Trains until the end of the run. Returns the signal that stopped it, or None."""
+    task, run = state.task, state.run
     several = state.shard.world > 1
-    first = state.iteration
-    smoothed_ms = None
+    profiler = Profiler(settings.profile if state.shard.first else None, task.device, progress.line, run.profile)
+    first, smoothed_ms = state.iteration, 0.0
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
-    over = _is_over_at_once(state, settings)
+    over = state.is_over(settings)
+    if over and not state.reached and 0 < state.iteration != state.evaluated_at:  # the end of the run was moved back
+        _evaluate(state, scheduled=False)
+        state.save()
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
-        profiler.begin(state.iteration)
+        profiler.begin()
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        result = take_step(task, settings, diagnose, stop, profiler)
-        if announce is not None:
-            announce()
-            announce = None
+        result = step(task, settings, diagnose, stop)
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
         record |= result.metrics
-        if not result.finite:
-            state.record({**record, "seconds": state.seconds()})
-            return _diverged(state, settings, result.metrics)
-        if task.average is not None:
-            task.average.update()
-        if diagnose:
-            with profiler.stage("diagnose"):
-                record |= diagnosis(task, state.shard, result.profiles)
-        requested = task.wants_evaluation(state.iteration, result.metrics)
-        over = state.is_over(settings)
-        if requested or over:
-            with profiler.stage("evaluate"):
-                record |= _evaluate(state, requested)
+        if result.finite:
+            if task.average is not None:
+                task.average.update()
+            if diagnose:
+                with stage("diagnose"):
+                    record |= (task.diagnose() if state.shard.first else {}) | result.profiles
+            scheduled = task.wants_evaluation(state.iteration, result.metrics)
+            over = state.is_over(settings)
+            if scheduled or over:
+                with stage("evaluate"):
+                    record |= _evaluate(state, scheduled)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         # The first iteration of a process is a warm-up. The time shown is a running mean over about ten iterations.
-        if smoothed_ms is None or state.iteration - first <= 2:
-            smoothed_ms = milliseconds
-        smoothed_ms += 0.1 * (milliseconds - smoothed_ms)
+        smoothed_ms += (milliseconds - smoothed_ms) * (1.0 if state.iteration - first <= 2 else 0.1)
         time_steps = task.time_steps * settings.accumulate
         record["seconds"] = state.seconds()
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
-        with profiler.stage("record and checkpoint"):
-            state.record(record)
+        with stage("record and checkpoint"):
+            if run.log is not None:
+                run.log.append(record)
+            _check_finite(result.metrics)
             epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
             times = f"{smoothed_ms:.0f} ms per iteration, {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
             text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
             progress.update(state.iteration, text, force=over or state.reached)
-            if state.iteration % settings.checkpoint_every == 0 and not state.reached:
-                if not _parameters_are_finite(task):
-                    return _diverged(state, settings, result.metrics)
-                _save_or_warn(state)
-        profiler.end()
-        stopped = result.stop if several else stop.signal
-    if announce is not None:
-        announce()
-    profiler.close()
-    return _end(state, settings, first, None if over or state.reached else stopped)
+            stopped = result.stop if several else stop.signal
+            due = state.iteration % settings.checkpoint_every == 0 or state.new_best is not None
+            if due or over or state.reached or stopped is not None:
+                _check_parameters(task, result.metrics["loss"])
+                state.save()
+        profiler.end(last=over or state.reached or stopped is not None)
+    return None if over or state.reached else stopped
 
 
-def _end(state: RunState, settings: LoopSettings, first: int, stopped: int | None) -> Outcome:
-    """Saves, draws the plots, and tests if the run has ended and was not stopped by a signal."""
+def _end(state: RunState, settings: LoopSettings, stopped: int | None, progress: Progress) -> Outcome:
+    """Draws the plots, and tests if the run has ended and was not stopped by a signal."""
     task = state.task
-    if not _parameters_are_finite(task):
-        return _diverged(state, settings, {"loss": math.nan})
-    failure = state.save() if state.iteration > first or state.saved_at is None else None
+    if state.saved_at is None:  # stopped before the first iteration
+        state.save()
     seconds = state.seconds()
-    state.progress.close()
-    _plot(state, settings)
-    not_saved = f"NOT saved ({failure}; {state.last_good()})"
+    progress.close()
+    _plot(state.run, settings, progress)
     if stopped is None:
-        code = EXIT_OK if failure is None else EXIT_BAD_INPUT
-        message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _finish(state, seconds)
-        message = message if failure is None else f"{message}; {not_saved}"
+        code = EXIT_OK
+        message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _test(state, seconds)
     else:
         code = 128 + stopped
-        saved = "saved" if failure is None else not_saved
-        message = f"stopped by {signal.Signals(stopped).name} after iteration {state.iteration}, {saved}"
+        message = f"stopped by {signal.Signals(stopped).name} after iteration {state.iteration}, saved"
         message = f"{message}; continue with --resume {state.run.path}"
     return Outcome(code, stopped is None and state.reached, state.iteration, seconds, state.evaluation, message)
-
-
-def _save_or_warn(state: RunState) -> None:
-    failure = state.save()
-    if failure is not None:
-        text = f"warning: checkpoint at iteration {state.iteration} not written: {failure}; {state.last_good()}"
-        state.progress.line(f"{text}; training continues")
-
-
-def _is_over_at_once(state: RunState, settings: LoopSettings) -> bool:
-    """Whether a run ends before its first iteration. A resumed run may end earlier than planned before, at an iteration
-    that was not evaluated: it is evaluated now."""
-    over = state.is_over(settings)
-    if over and not state.reached and 0 < state.iteration != state.evaluated_at:
-        _evaluate(state, False)
-        _save_or_warn(state)
-    return over
 
 
 def _averaged(task: Task) -> AbstractContextManager[None]:
@@ -247,20 +213,18 @@ def _averaged(task: Task) -> AbstractContextManager[None]:
 
 @contextmanager
 def _evaluating(task: Task) -> Iterator[None]:
-    """Eval mode, without gradients and without the DDP wrapper, whose forward would wait for the other ranks."""
-    module, task.module = task.module, task.model
+    """Eval mode, without gradients."""
     task.model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         task.model.train()
-        task.module = module
 
 
-def _evaluate(state: RunState, requested: bool) -> dict[str, float]:
-    """Evaluates, steps the plateau schedule, updates best.pt, and returns the numbers for the record. Their names begin
-    with HELD_OUT."""
+def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
+    """Evaluates, steps the plateau schedule, keeps the best parameters, and returns the numbers for the record. Their
+    names begin with HELD_OUT."""
     task = state.task
 
     def evaluate() -> dict[str, float]:
@@ -269,31 +233,25 @@ def _evaluate(state: RunState, requested: bool) -> dict[str, float]:
 
     with _averaged(task):
         evaluation = distributed.on_first(evaluate)
-        state.evaluation, state.evaluated_at = evaluation, state.iteration
         score = task.score(evaluation)
-        if math.isfinite(score) and (state.best is None or score > state.best["score"]):
-            state.best = {"score": score, "iteration": state.iteration}
-            state.keep_best()
-    if requested and task.plateau is not None:
+        state.keep_best(score)
+    state.evaluation, state.evaluated_at = evaluation, state.iteration
+    if scheduled and task.plateau is not None:
         task.plateau.step(score)
     state.reached = task.goal_reached(evaluation)
     return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
 
 
-def _finish(state: RunState, seconds: float) -> str:
+def _test(state: RunState, seconds: float) -> str:
     """Tests with the best parameters and writes result.json, on rank 0. Returns a summary of the test."""
     task = state.task
 
     def finish() -> str:
-        last = copy.deepcopy(task.model.state_dict())
-        tested, averaged = state.iteration, _averaged(task)
-        best = state.read_best()
+        last, best = copy.deepcopy(task.model.state_dict()), state.best_model()
         if best is not None:
-            parameters, tested = best
-            task.model.load_state_dict(parameters)
-            averaged = nullcontext()  # best.pt has averages already
+            task.model.load_state_dict(best)
         try:
-            with averaged, _evaluating(task):
+            with nullcontext() if best is not None else _averaged(task), _evaluating(task):  # best.pt has averages
                 test = task.test()
         finally:
             task.model.load_state_dict(last)
@@ -305,52 +263,38 @@ def _finish(state: RunState, seconds: float) -> str:
             "parameters": sum(p.numel() for p in task.model.parameters()),
             "last": state.evaluation,
             "best": state.best,
-            "tested": tested,
+            "tested": state.iteration if best is None or state.best is None else state.best["iteration"],
             "test": test,
         }
-        try:
-            write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            state.progress.line(f"warning: {state.run.result} not written: {error.strerror or error}")
+        write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
         if not test:
             return ""
         # An accuracy is shown in percent, as in evaluations.
         numbers = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
-        return f"; on the test data with the parameters of iteration {tested}: {', '.join(numbers)}"
+        return f"; on the test data with the parameters of iteration {result['tested']}: {', '.join(numbers)}"
 
     return distributed.on_first(finish)
 
 
-def _parameters_are_finite(task: Task) -> bool:
-    """Whether all parameters are finite. Otherwise no checkpoint is written."""
-    return bool(torch.stack([torch.isfinite(p).all() for p in task.model.parameters()]).all())
+def _check_finite(metrics: dict[str, float]) -> None:
+    """Raises Divergence if the loss or the gradient of an iteration is not finite."""
+    if not math.isfinite(metrics["loss"]):
+        raise Divergence(f"the loss is {metrics['loss']}")
+    if not math.isfinite(metrics["grad_norm"]):
+        raise Divergence(f"the gradient's norm is {metrics['grad_norm']} (loss {metrics['loss']:.4g})")
 
 
-def _diverged(state: RunState, settings: LoopSettings, metrics: dict[str, float], what: str | None = None) -> Outcome:
-    """The result of a divergence: `what`, or the cause according to the numbers of the iteration."""
-    if what is None and not math.isfinite(metrics["loss"]):
-        what = f"the loss is {metrics['loss']}"
-    elif what is None and not math.isfinite(metrics.get("grad_norm", 0.0)):
-        what = f"the gradient's norm is {metrics['grad_norm']} (loss {metrics['loss']:.4g})"
-    elif what is None:
-        what = f"a parameter is no longer finite (loss {metrics['loss']:.4g})"
-    seconds = state.seconds()
-    state.progress.close()
-    if state.shard.first:
-        with suppress(OSError):  # a full disk
-            state.write_best()
-    _plot(state, settings)
-    message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}"
-    message = f"{message}; lower the learning rates or clip the gradients"
-    return Outcome(EXIT_DIVERGED, False, state.iteration, seconds, state.evaluation, message)
+def _check_parameters(task: Task, loss: float) -> None:
+    """Raises Divergence if a parameter is not finite; no checkpoint is written then."""
+    if not torch.stack([torch.isfinite(p).all() for p in task.model.parameters()]).all():
+        raise Divergence(f"a parameter is no longer finite (loss {loss:.4g})")
 
 
-def _plot(state: RunState, settings: LoopSettings) -> None:
-    """Draws the plots. An error here is reported as a warning and never ends the run."""
-    if not settings.plots or not state.shard.first:
+def _plot(run: RunFolder, settings: LoopSettings, progress: Progress) -> None:
+    """Draws the plots on rank 0. An error here is reported as a warning and never ends the run."""
+    if not settings.plots or run.log is None:
         return
     try:
-        draw_run(load_run(state.run.path), state.run.path)
+        draw_run(load_run(run.path), run.path)
     except Exception as error:  # of matplotlib, of a full disk
-        reason = " ".join(str(error).split())
-        state.progress.line(f"warning: plots not drawn: {type(error).__name__}: {reason}")
+        progress.line(f"warning: plots not drawn: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -12,6 +12,7 @@ from typing import Any
 from orthokern._files import json_lines
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
+from orthokern.training.checkpoint import naming
 
 __all__ = ["HELD_OUT", "TIMING_FIELDS", "MetricsLog", "plain", "read_metrics"]
 
@@ -21,20 +22,15 @@ TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
 
 
 class MetricsLog:
-    """Appends records to a file. If the disk is full, records are kept in memory and written later.
+    """Appends records to a file, which is created if it is missing.
 
     The file is locked until `close` or the end of the process: two processes that train in one folder would overwrite
     each other's records and checkpoints.
-
-    Args:
-        path: the file; created if missing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending = b""
-        self._size = 0  # bytes of complete records
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        self._file = open(path, "ab", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -48,35 +44,26 @@ class MetricsLog:
     def start(self, keep: int = 0) -> None:
         """Removes the records after iteration `keep` and an incomplete last line, so that the file of a resumed run
         ends like that of an uninterrupted run."""
-        last = 0
+        size = last = 0
         for line, record in json_lines(self.path):
             if record is None or not line.endswith(b"\n") or record.get("iteration", keep + 1) > keep:
                 break
-            self._size, last = self._size + len(line), record["iteration"]
+            size, last = size + len(line), record["iteration"]
         if last < keep:
             raise CheckpointError(f"{self.path} ends at iteration {last}, but its checkpoint is of iteration {keep}")
-        os.ftruncate(self._file.fileno(), self._size)
+        self._file.truncate(size)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record, after those that could not be written before."""
-        self._pending += json.dumps(plain(record), allow_nan=False).encode() + b"\n"
-        self._flush()
-
-    def _flush(self) -> None:
-        descriptor, written = self._file.fileno(), 0
-        try:
-            while written < len(self._pending):
-                written += os.pwrite(descriptor, self._pending[written:], self._size + written)
-        except OSError:
-            os.ftruncate(descriptor, self._size)  # removes an incomplete line
-            raise
-        self._size += written
-        self._pending = b""
+        """Writes one record."""
+        content = memoryview(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+        with naming(self.path):
+            while content:  # a disk that is nearly full takes a part
+                content = content[self._file.write(content) :]
 
     def sync(self) -> None:
         """Flushes all records to the disk. It is called before a checkpoint, which must not be ahead of its metrics."""
-        self._flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file and releases the lock."""

@@ -9,7 +9,7 @@ Example:
     class MyOptions(RunOptions):
         GROUP = "the network"
         hidden: int = option(128, "hidden units")
-        rank: int | None = option(None, "columns of U and V", models=("factorized",))
+        rank: int | None = option(None, "factorized: columns of U and V")
         batch: int = 20  # declared in a base class, with another default
 """
 
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
-from orthokern.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Option:
         low, high: smallest and largest accepted number; for integers low is 1 by default.
         above, below: excluded bounds.
         metavar: name of the value in the help.
-        models: values of --model for which the option has an effect; (): all, or there is no such option.
         shown: text of the default in the help; None: its value; "": none.
         optional: the value if the option is given without one; None: a value is required.
         basic: whether --help shows the option; --help-all shows all.
@@ -49,7 +47,6 @@ class Option:
     above: float | None = None
     below: float | None = None
     metavar: str | None = None
-    models: tuple[str, ...] = ()
     shown: str | None = None
     optional: Any = None
     basic: bool = False
@@ -75,9 +72,8 @@ def option(default: Any, help: str, **attributes: Any) -> Any:
 
 def changed(base: type[Options], name: str, **attributes: Any) -> Any:
     """A field for an option of a base class with another `default` or other attributes of `Option`."""
-    field = next(field for field in dataclasses.fields(base) if field.name == name)
-    default = attributes.pop("default", field.default)
-    declared = dataclasses.replace(declaration(base, name), **attributes)
+    default = attributes.pop("default", defaults(base)[name])
+    declared = dataclasses.replace(declarations(base)[name][1], **attributes)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -88,55 +84,45 @@ class Options:
     GROUP: ClassVar[str] = "options"  # heading in the help for the options declared in this class
     HIDDEN: ClassVar[frozenset[str]] = frozenset()  # inherited options that are not on the command line of this class
 
+    def fill(self, **usual: Any) -> None:
+        """Sets those of some settings that are None."""
+        for name, value in usual.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def complete(self) -> None:
+        """Sets defaults that depend on other settings, and checks combinations (InputError). A subclass that overrides
+        it calls that of its base class."""
+
 
 Chosen = TypeVar("Chosen", bound=Options)
 
 
-def declaration(options: type[Options], name: str) -> Option:
-    """The declaration of an option in the most derived class that has one."""
-    for base in options.__mro__:
-        fields = vars(base).get("__dataclass_fields__", {})
-        if name in vars(base).get("__annotations__", {}) and "option" in fields[name].metadata:
-            declared: Option = fields[name].metadata["option"]
-            return declared
-    raise KeyError(name)
-
-
-def _groups(options: type[Options]) -> dict[str, list[str]]:
-    """Heading in the help -> names of the options that its classes declare first. Derived classes come first."""
-    groups: dict[str, list[str]] = {base.GROUP: [] for base in options.__mro__ if issubclass(base, Options)}
-    first: dict[str, str] = {}
+def declarations(options: type[Options]) -> dict[str, tuple[str, Option]]:
+    """The options of a class by name, each with the heading of the class that declares it first and its declaration in
+    the most derived class that has one."""
+    result: dict[str, tuple[str, Option]] = {}
     for base in reversed(options.__mro__):
         for name in vars(base).get("__annotations__", {}):
             field = vars(base).get("__dataclass_fields__", {}).get(name)
-            if field is not None and "option" in field.metadata and name not in options.HIDDEN:
-                first.setdefault(name, base.GROUP)  # type: ignore[attr-defined]
-    for name, title in first.items():
-        groups[title].append(name)
-    return groups
+            if field is not None and "option" in field.metadata:
+                heading = result[name][0] if name in result else base.GROUP  # type: ignore[attr-defined]
+                result[name] = heading, field.metadata["option"]
+    return {name: declared for name, declared in result.items() if name not in options.HIDDEN}
 
 
 def defaults(options: type[Options]) -> Settings:
     """The defaults of a command line, by name."""
-    names = {name for names in _groups(options).values() for name in names}
+    names = declarations(options)
     return {field.name: field.default for field in dataclasses.fields(options) if field.name in names}
 
 
 def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
-    """Settings as an object. Names that the class does not have (from other versions) are left out."""
+    """Settings as an object, complete. Names that the class does not have (from other versions) are left out."""
     known = {field.name for field in dataclasses.fields(options)}
-    return options(**{name: value for name, value in settings.items() if name in known})
-
-
-def check_models(given: Iterable[str], settings: Options) -> None:
-    """InputError for the first option in `given` without effect for the model. (A preset may set such options.)"""
-    for name in given:
-        declared = declaration(type(settings), name) if name in vars(settings) and name != "preset" else None
-        model = getattr(settings, "model", "")
-        if declared is not None and declared.models and model not in declared.models:
-            field = next(field for field in dataclasses.fields(settings) if field.name == name)
-            flag = f"--{'no-' if field.default is True else ''}{name.replace('_', '-')}"
-            raise InputError(f"{flag}: for --model {' or '.join(declared.models)}; here --model is {model}")
+    chosen = options(**{name: value for name, value in settings.items() if name in known})
+    chosen.complete()
+    return chosen
 
 
 def add_options(
@@ -144,24 +130,24 @@ def add_options(
 ) -> None:
     """Adds the options of a class to a parser."""
     fields = {field.name: field for field in dataclasses.fields(options)}
-    for title, names in _groups(options).items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            declared, default, annotation = declaration(options, name), fields[name].default, str(fields[name].type)
-            dashed, shown = name.replace("_", "-"), declared.shown
-            if shown is None or (name == "iterations" and default is not None):
-                shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
-            if declared.basic:
-                parser.basic.add(name)
-            if annotation == "bool":
-                flag = f"--no-{dashed}" if default else f"--{dashed}"
-                action = "store_false" if default else "store_true"
-                group.add_argument(flag, dest=name, action=action, help=declared.help.replace("%", "%%"))
-            else:
-                convert, metavar = declared.argument(name, annotation)
-                text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
-                more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
-                group.add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
+    titles = dict.fromkeys(base.GROUP for base in options.__mro__ if issubclass(base, Options))
+    groups = {title: parser.add_argument_group(title) for title in titles}
+    for name, (title, declared) in declarations(options).items():
+        default, annotation = fields[name].default, str(fields[name].type)
+        dashed, shown = name.replace("_", "-"), declared.shown
+        if shown is None or (name == "iterations" and default is not None):
+            shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
+        if declared.basic:
+            parser.basic.add(name)
+        if annotation == "bool":
+            flag = f"--no-{dashed}" if default else f"--{dashed}"
+            action = "store_false" if default else "store_true"
+            groups[title].add_argument(flag, dest=name, action=action, help=declared.help.replace("%", "%%"))
+        else:
+            convert, metavar = declared.argument(name, annotation)
+            text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
+            more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
+            groups[title].add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -40,11 +39,10 @@ class RunFolder:
         self.log: MetricsLog | None = None
         self.metrics, self.checkpoint = path / "metrics.jsonl", path / "checkpoint.pt"
         self.best, self.result, self.profile = path / "best.pt", path / "result.json", path / "profile.json"
-        self._created: list[Path] | None = None  # by `create`: folders that did not exist, the innermost first
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for the other ranks, without the log, which belongs to this process."""
-        return {**self.__dict__, "log": None, "_created": None}
+        return {**self.__dict__, "log": None}
 
     @classmethod
     def create(
@@ -52,7 +50,7 @@ class RunFolder:
     ) -> RunFolder:
         """Creates a new folder (None: `runs/<task>-<time>/` in the working directory), locks it and writes config.json
         with all settings of the run, as JSON values, and `facts`, which plots use (`Task.facts`). InputError if the
-        folder is in use, or cannot be created or written."""
+        folder has a run with a record, or other files, or cannot be created or written."""
         config = {
             "task": task,
             "settings": settings,
@@ -60,22 +58,26 @@ class RunFolder:
             "device": settings.get("device"),
             "seed": settings.get("seed"),
             "threads": settings.get("threads"),
-            "versions": _versions(),
+            "versions": {
+                "orthokern": __version__,
+                "torch": str(torch.__version__),
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
             "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         try:
-            parent = Path("runs") if path is None else path
-            created = [each for each in (parent, *parent.parents) if not each.exists()]
-            parent.mkdir(parents=True, exist_ok=True)
-            folder = parent if path is not None else _new_folder(parent, task)
-            created = created if path is not None else [folder, *created]
+            folder = _new_folder(Path("runs"), task) if path is None else path
+            folder.mkdir(parents=True, exist_ok=True)
             run = cls(folder, config)
-            run._created = created
-            run.log = MetricsLog(run.metrics)
-            if any(file.name not in ("metrics.jsonl", "config.json.tmp") for file in run.path.iterdir()):
+            # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
+            names = {"config.json", "config.json.tmp", "metrics.jsonl"}
+            left = names if run.metrics.exists() else set()
+            if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
                 raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
+            run.log = MetricsLog(run.metrics)
             run.write_config()
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
@@ -87,17 +89,6 @@ class RunFolder:
         """Writes config.json, also again with the settings that a resumed run changed."""
         self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
-
-    def discard(self) -> None:
-        """Removes what `create` made, for a run that was rejected before its first iteration."""
-        if self.log is not None:
-            self.log.close()
-        if self._created is not None and not read_metrics(self.metrics):
-            for name in ("config.json", "metrics.jsonl"):
-                (self.path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # up to one that is not empty
-                for each in self._created:
-                    each.rmdir()
 
     @classmethod
     def open(cls, path: Path, task: str) -> RunFolder:
@@ -113,10 +104,6 @@ class RunFolder:
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
-        try:
-            run.log = MetricsLog(run.metrics)
-        except OSError as error:
-            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
         every = config["settings"].get("checkpoint_every", 1)
         done = max((record["iteration"] for record in read_metrics(run.metrics)), default=0)
         if not run.checkpoint.exists() and (done > every or run.result.exists()):
@@ -124,11 +111,21 @@ class RunFolder:
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
+        try:
+            run.log = MetricsLog(run.metrics)
+        except OSError as error:
+            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
         return run
+
+    def close(self) -> None:
+        """Releases the folder for other processes."""
+        if self.log is not None:
+            self.log.close()
 
 
 def _new_folder(parent: Path, task: str) -> Path:
     """Creates `<task>-<time>` in a folder, with a number for a further run of the same second."""
+    parent.mkdir(parents=True, exist_ok=True)
     name, copy = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
     while True:
         path = parent / (name if copy == 1 else f"{name}-{copy}")
@@ -137,15 +134,6 @@ def _new_folder(parent: Path, task: str) -> Path:
             return path
         except FileExistsError:
             copy += 1
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "orthokern": __version__,
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _processor() -> str:

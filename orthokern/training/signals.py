@@ -2,7 +2,7 @@
 
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # In ascending order of precedence. SIGHUP comes when a terminal or an SSH session ends.
@@ -34,15 +34,10 @@ class StopRequest:
         if self.signal is None:
             self.signal, self._received = number, time.monotonic()
         elif time.monotonic() - self._received > SAME:
-            self._restore()
+            self.__exit__()
             signal.raise_signal(number)
 
-    def _restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()

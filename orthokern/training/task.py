@@ -1,13 +1,17 @@
 """The interface between a task and the training loop."""
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from orthokern.training.averaging import Average
+
+T = TypeVar("T")
 
 
 class Task(ABC):
@@ -29,15 +33,14 @@ class Task(ABC):
         time_steps: time steps per sequence, for "µs per time step".
         device: device of the model.
         data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
-        capturable: whether an iteration can be a CUDA graph (`orthokern.training.graphs`): `loss` and `clip_gradients`
-            read no value of a tensor on the host, and use no tensors but the batch and those of model and optimizer.
         iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
             no epochs.
+        evaluation_seconds: time for one evaluation or test, for `in_time`; set by the loop if the run has a time limit.
 
     Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
-    from the same generator, and uses the rows `current_shard().rows(batch)`. Its loss calls `self.module`. The mean of
-    the losses over the ranks must be the loss of the joint batch. If sequences have weights (e.g. their lengths),
-    divide by the total weight of the joint batch and multiply by the number of ranks.
+    from the same generator, and uses the rows `current_shard().rows(batch)`. The mean of the losses over the ranks must
+    be the loss of the joint batch. If sequences have weights (e.g. their lengths), divide by the
+    total weight of the joint batch and multiply by the number of ranks.
 
     Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
@@ -54,20 +57,13 @@ class Task(ABC):
     time_steps: int
     device: torch.device
     data_digest: int | None = None
-    capturable: bool = False
     iterations_per_epoch: int | None = None
-    _module: nn.Module | None = None
+    evaluation_seconds: float = math.inf
 
     @property
     def module(self) -> nn.Module:
-        """The module that `loss` must call for the forward pass: the model, or, with several processes, a wrapper that
-        averages the gradients. Every parameter must get a gradient in every iteration. Parameters may also be used
-        outside the forward pass. In `evaluate` and `last_step_loss` it is the model itself."""
-        return self.model if self._module is None else self._module
-
-    @module.setter
-    def module(self, module: nn.Module) -> None:
-        self._module = module
+        """The model."""
+        return self.model
 
     @abstractmethod
     def next_batch(self) -> Any:
@@ -117,6 +113,15 @@ class Task(ABC):
         """Evaluation on held-out data, in eval mode and with gradients disabled; with several processes, on rank 0
         only. Decisions about the training belong in `goal_reached`, which all ranks call with the same numbers. Random
         numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else."""
+
+    def in_time(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches of an evaluation or test, as many as `evaluation_seconds` allow, and at least one. The numbers
+        are then means over these batches."""
+        end = time.monotonic() + self.evaluation_seconds
+        for batch in batches:
+            yield batch
+            if time.monotonic() >= end:
+                return
 
     @abstractmethod
     def score(self, evaluation: dict[str, float]) -> float:
