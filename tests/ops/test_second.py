@@ -290,7 +290,7 @@ def test_torch_func(make: Callable[[], Case]) -> None:
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("op", SCANS)
 def test_forward_over_reverse_is_the_derivative_of_the_clipped_gradient(op: str, backend: str | None) -> None:
-    """Reverse over reverse is not, since the second backward clips too (docs/training.md)."""
+    """Reverse over reverse is not, since the second backward clips too (docs/derivatives.md)."""
     case = scan_case(op, "tanh", "features", message_clip=0.5)
 
     def gradient(*leaves: Tensor) -> tuple[Tensor, ...]:
