@@ -25,6 +25,7 @@ PAGES = {
     "bench/README.md": "bench.md",
 }
 IMAGES = (".png", ".svg")
+SMALL = ("images/speed.png", "images/copy_learning.png")  # drawn for a phone
 LAST_IN_SEARCH = ("results/", "changelog", "cpu-", "cuda-", "triton-", "gpu", "testing", "releasing", "contributing")
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<target>[^()\s]+)\)")
 CODE = re.compile(r"^```.*?^```\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -118,6 +119,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page."""
     place = page.file.src_uri
+    if place == "index.md":
+        page.meta["hide"] = ["navigation"]  # it would have one entry
     origin = next((origin for origin, other in PAGES.items() if other == place), f"docs/{place}")
     return linked(markdown, origin, place)
 
@@ -125,7 +128,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_config(config: Any) -> Any:
     """Add the pages of results to the navigation, under the headings of docs/results/README.md."""
     (section,) = [entry["Results"] for entry in config["nav"] if "Results" in entry]
-    for title, table in re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", (RESULTS / "README.md").read_text(), re.MULTILINE):
+    text = (RESULTS / "README.md").read_text()
+    for title, table in re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE):
         names = re.findall(r"\(([\w-]+)\.md\)", table)
         section.append({title: [{name: f"results/{name}.md"} for name in names]})
     return config
@@ -142,9 +146,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         return convert(entities.unescape(match["tex"]).strip(), display=display)
 
     def figure(match: re.Match[str]) -> str:
-        # On a phone a wide figure is scrolled rather than shrunk until its text cannot be read.
-        least = 380 if "images/speed" in match["source"] or "images/copy_learning" in match["source"] else 640
-        image = f'<img {match["attributes"]} style="min-width: {least}px">'
+        path = ROOT / "docs" / os.path.normpath(f"{page.url}/{match['source']}")
+        width = int.from_bytes(path.read_bytes()[16:20], "big") if path.is_file() else 900  # of a PNG
+        style = "max-width: 480px" if match["source"].endswith(SMALL) else f"--least: {round(0.65 * width)}px"
+        image = f'<img {match["attributes"]} style="{style}">'
         return f'<span class="figure"><a href="{match["source"]}">{image}</a></span>'
 
     if page.file.src_uri.startswith(LAST_IN_SEARCH):
