@@ -24,43 +24,50 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-SECTIONS = ("speed-summary", "error-summary", "speed", "table5", "accuracy", "support")
+SECTIONS = ("speed-summary", "speed", "table5", "accuracy", "support")
 LETTERS = "NKTBDC"  # in the order of a label
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
 
 RELATIVE_ERROR = "Relative error: RMS of the difference from the float64 result, divided by the RMS of that result."
-# Titles of the tables of the section "speed", in their order.
+# Heading and quantity of the tables of the section "speed", in their order.
 TITLES = {
     "scan": "Scans: rate as a share of torch's SGEMM rate in the same round",
     "loops": "Loops over time written in torch: their time divided by ours, forward and backward",
-    "low rank": "Factored scans of rank K < N: time of the loop in torch divided by ours, forward and backward",
-    "modules": "Modules with input projection: time of torch.nn.RNN divided by ours, forward and backward",
+    "low rank": "Low rank: time of the loop in torch divided by ours, scans of rank K < N, forward and backward",
+    "modules": "RNN modules: time of torch.nn.RNN divided by ours, with input projection, forward and backward",
     "gru": "GRU: time of torch.nn.GRU divided by ours, forward and backward",
     "lstm": "LSTM with peepholes: time of torch.nn.LSTM divided by ours, forward and backward",
     "overhead": "One step of one sequence: time of torch's module divided by ours, forward and backward",
-    "frozen": "One step of one sequence: time of `step` of a frozen module divided by that of torch's module",
+    "frozen": "One step of a frozen module: time of its `step`, one sequence, divided by that of torch's module",
     "one sequence": "One sequence: our time divided by that of torch's module",
-    "lengths": "Packed batches of different lengths: time divided by that of the padded batch",
-    "packed": "Packed batches of different lengths: time of torch.nn.RNN divided by ours",
-    "resets": "Sequences that reset, forward and backward: time with `resets` divided by the time without",
-    "precision": "Scans, forward and backward: time of exact products divided by that of bfloat16 factors",
+    "lengths": "Packed batches beside padded ones: time divided by that of the padded batch",
+    "packed": "Packed batches beside torch: time of torch.nn.RNN divided by ours",
+    "resets": "Sequences that reset: time with `resets` divided by the time without, forward and backward",
+    "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
-    "modal_forward": "A linear recurrence of one sequence, forward: time of torch.nn.RNN (tanh) divided by ours",
+    "modal_forward": "A linear recurrence of one sequence: time of torch.nn.RNN (tanh) divided by ours, forward",
     "copy": "The copy task by its command line: one iteration, and the peak memory of the process",
-    "memory": "Peak memory of forward and backward, divided by the size of states plus adjoints",
-    "cayley": "Cayley step of two N x N bases: time of the other implementation divided by ours",
-    "skew_exp": "Exponential of a skew matrix, with its gradient: time of torch.matrix_exp divided by ours",
+    "memory": "Memory: peak of forward and backward, divided by the size of states plus adjoints",
+    "cayley": "Cayley step: time of the other implementation divided by ours, two N x N bases",
+    "skew_exp": "Exponential of a skew matrix: time of torch.matrix_exp divided by ours, with the gradient",
     "projection": "Spectral projection: its time as a share of a training iteration",
     "activations": "Activations: time of eager torch divided by ours, forward and backward",
     "readout": "Readout with cross-entropy: time of torch divided by ours, forward and backward",
     "gpu": "GPU: times, and times of torch divided by ours",
 }
 ACCURACY = {
-    "accuracy": "Error of the factored scan in float32, ours / eager torch",
-    "modal accuracy": "Error of a linear recurrence's loss and gradients in float32, modal / sequential",
+    "accuracy": "Factored scan: error in float32, ours / eager torch",
+    "modal accuracy": "Modal loss: error of a linear recurrence's loss and gradients in float32, modal / sequential",
 }
+# Rows of the README: its name, and table and case in the results.
+SUMMARY = {
+    "`RNN` and `torch.nn.RNN`": ("modules", "torch.nn.RNN over orthokern.nn.RNN"),
+    "`FactorizedRNN` and `torch.nn.RNN`": ("modules", "torch.nn.RNN over orthokern.nn.FactorizedRNN"),
+    '`GRU(variant="torch")` and `torch.nn.GRU`': ("gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch"),
+}
+SUMMARY_SIZES = ({"N": 128, "T": 1000, "B": 50}, {"N": 500, "T": 120, "B": 50}, {"N": 1000, "T": 120, "B": 50})
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -81,7 +88,8 @@ def wrapped(text: str) -> str:
 
 @dataclasses.dataclass
 class Table:
-    """A title, the direction in which a number is better, a header, cells, and a sentence below."""
+    """A title, "heading: quantity" with or without a heading; the direction in which a number is better; a header;
+    cells; and a sentence below."""
 
     title: str
     better: str
@@ -90,7 +98,10 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", *([wrapped(self.better), ""] if self.better else [])]
+        heading, _, quantity = self.title.partition(": ")
+        text = " ".join(filter(None, [quantity[:1].upper() + quantity[1:] + "." if quantity else "", self.better]))
+        lines = [f"### {heading}", ""] if heading else []
+        lines += [wrapped(text), ""] if text else []
         lines.append("| " + " | ".join(self.header) + " |")
         lines.append("| " + " | ".join(["---"] + ["---:"] * (len(self.header) - 1)) + " |")
         lines += ["| " + " | ".join(row) + " |" for row in self.cells]
@@ -223,51 +234,24 @@ def table5(results: Results) -> list[Table]:
         "in both rows of a size. Paper: Vorontsov et al. 2017, Table 5, on a GTX-770. RNN and FactorizedRNN are "
         "those of orthokern.nn."
     )
-    title = "Table 5: seconds for 1000 iterations of the copy task with T = 100"
+    title = "Table 5 of Vorontsov et al. 2017: seconds for 1000 iterations of the copy task with T = 100"
     return [Table(title, "Lower is better, for the seconds and for the ratios.", header, lines, note)]
 
 
 def speed_summary(results: Results) -> list[Table]:
-    """Our modules beside those of torch: the shortest T for each N, and one step of one sequence."""
-    modules: dict[str, dict[tuple[int, ...], Row]] = {}
-    for row in (row for table in ("modules", "gru", "lstm", "overhead") for row in of(results, table)):
-        theirs, _, ours = row["case"].partition(" over orthokern.nn.")
-        if "kanai" in ours:
-            continue
-        options = '(variant="torch")' if ours.startswith("GRU") else '(apply="composed")' if "composed" in ours else ""
-        name = f"`{ours.split(', ')[0]}{options}` and `{theirs}`"
-        modules.setdefault(name, {})[tuple(row["size"][letter] for letter in "NTB")] = row
-    sized = sorted({size for rows in modules.values() for size in rows})
-    columns = [size for size in sized if size[1] == 1]
-    columns += [min(some) for N in (128, 500, 1000) if (some := [s for s in sized if s[0] == N and s[1] > 1])]
+    """Three modules beside those of torch, for the README."""
     cells = []
-    for name, rows in modules.items():
-        some = [rows.get(size) for size in columns]
+    for name, (table, case) in SUMMARY.items():
+        rows = [row for row in of(results, table) if row["case"] == case]
+        some = [next((row for row in rows if size.items() <= row["size"].items()), None) for size in SUMMARY_SIZES]
         cells.append([name, *("–" if row is None else f"{number(row['value'])}x ({times_of(row)})" for row in some)])
-    header = ["of orthokern.nn, and its peer", *("N={}, T={}, B={}".format(*size) for size in columns)]
-    title = "Speed-up of forward and backward: time of torch's module divided by ours"
-    better = "Higher is better; below 1x, ours is slower. In parentheses: µs per step, theirs / ours. –: not measured."
-    return [Table(title, better, header, cells)] if cells else []
-
-
-def error_summary(results: Results) -> list[Table]:
-    """Errors of the states, and the largest of all gradients."""
-    rows = of(results, "accuracy")
-    if not rows:
-        return []
-    columns, cells = sizes(rows), []
-    for activation in dict.fromkeys(case.split(": ")[0] for case in cases(rows)):
-        for label, states in (("states", True), ("gradients, the largest", False)):
-            line = [f"{activation}: {label}"]
-            for size in columns:
-                some = [row for row in rows if row["size"] == size and row["case"].startswith(f"{activation}: ")]
-                some = [row for row in some if row["case"].endswith(": states") == states]
-                eager = max(row["details"]["peer_error"] for row in some)
-                line.append(f"{max(row['value'] for row in some):.1e} / {eager:.1e}")
-            cells.append(line)
-    title = f"Relative error of `factored_scan` in float32, ours / eager torch, {size_label(columns[0], 'T')}"
-    header = ["", *(f"T={size['T']}" for size in columns)]
-    return [Table(title, direction(rows), header, cells, f"{RELATIVE_ERROR} Same run as above.")]
+    here = results["conditions"]
+    text = (
+        f"{here['machine']['cpu']}, {here['threads']} threads, PyTorch {here['versions']['torch']}, {results['date']}"
+    )
+    better = f"Higher is better; µs per time step in parentheses. {text}."
+    header = ["module, and its peer", *(size_label(size, "") for size in SUMMARY_SIZES)]
+    return [Table(": time of torch's module divided by ours, forward and backward", better, header, cells)]
 
 
 def all_tables(results: Results) -> list[Table]:
@@ -314,15 +298,13 @@ def support() -> str:
             parts += ["compute capability {}.{} or higher".format(*served.capability)] if served.capability else []
             row.append("; ".join(parts))
         cells.append(row)
-    title = "Operators by backend: dtypes, devices, limits, features"
-    return Table(title, "", ["", *dispatch.BACKENDS], cells).markdown()
+    return Table(": dtypes, devices, limits, features", "", ["", *dispatch.BACKENDS], cells).markdown()
 
 
 def sections(results: Results, link: str) -> dict[str, str]:
     """The text of every section. `link` is the path of the results file relative to the page."""
     contents = {
         "speed-summary": speed_summary(results),
-        "error-summary": error_summary(results),
         "speed": tables_of(results, TITLES),
         "table5": table5(results),
         "accuracy": tables_of(results, ACCURACY),
@@ -330,7 +312,7 @@ def sections(results: Results, link: str) -> dict[str, str]:
     texts = {"support": support()}
     for name, tables in contents.items():
         parts = [f"<!-- generated by bench/tables.py from {link} -->"]
-        parts += [conditions_line(results, link)] if name != "error-summary" else []  # those of the table of speed
+        parts += [] if name == "speed-summary" else [conditions_line(results, link)]  # it has its own
         texts[name] = "\n\n".join(parts + ([table.markdown() for table in tables] or ["Not measured."]))
     return texts
 

@@ -264,7 +264,7 @@ INITS = {
 # A plane that rotates by the angle a per step adds up its inputs, each rotated by a times its age, and is back at its
 # start after 2 pi / a steps. Inputs that hardly change in this time cancel. So where neighbouring inputs are nearly
 # equal, as pixels that are read in order, small angles at the start store more, and such a network learns far faster
-# (docs/training.md, "Rotation angles"). The published distributions have no such parameter.
+# (docs/choosing.md, "The start"). The published distributions have no such parameter.
 ROTATIONS = {"henaff": henaff_, "cayley": cayley_}
 
 

@@ -31,7 +31,11 @@ def site() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(path: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "2"}
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+    }  # several wait long for each other on a busy machine
     done = subprocess.run(
         [sys.executable, "-W", "ignore::UserWarning", str(path)],
         cwd=tmp_path,

@@ -31,7 +31,8 @@ def main(names: list[str]) -> int:
     for path in paths:
         notebook = jupytext.read(path)
         with tempfile.TemporaryDirectory() as folder:
-            NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+            resources = {"metadata": {"path": folder}}
+            NotebookClient(notebook, timeout=300, coalesce_streams=True, resources=resources).execute()
         for number, cell in enumerate(notebook.cells):
             cell["id"] = f"cell-{number}"
             cell.metadata = {}

@@ -1,6 +1,8 @@
 """MkDocs hook: pages of the site that lie outside docs/, tutorials with their outputs, and links between them.
 
 README.md is the site's first page. A link to a file of the repository that is no page of the site becomes plain text.
+Formulas become MathML, which browsers draw by themselves. Pages of results are added to the navigation, and come last
+in a search, behind the pages that explain a term.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
 
 # Pages from outside docs/, or under another name: path in the repository -> page
 PAGES = {
@@ -22,8 +25,12 @@ PAGES = {
     "bench/README.md": "bench.md",
 }
 IMAGES = (".png", ".svg")
+SMALL = ("images/speed.png", "images/copy_learning.png")  # drawn for a phone
+LAST_IN_SEARCH = ("results/", "changelog", "cpu-", "cuda-", "triton-", "gpu", "testing", "releasing", "contributing")
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<target>[^()\s]+)\)")
 CODE = re.compile(r"^```.*?^```\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
+IMAGE = re.compile(r'(?:<a [^>]*>)?<img (?P<attributes>[^>]*src="(?P<source>[^"]+\.png)"[^>]*)>(?:</a>)?')
 
 
 def page_of(path: str) -> str:
@@ -66,6 +73,7 @@ def linked(markdown: str, origin: str, page: str) -> str:
         return f"\0{len(code) - 1}\0"
 
     text = LINK.sub(replaced, CODE.sub(aside, markdown))
+    text = re.sub(r"(?<=\d) (?=\d{3}\b)", "\u202f", text)  # 10 000 stays on one line
     return re.sub("\0(\\d+)\0", lambda match: code[int(match[1])], text)
 
 
@@ -73,7 +81,7 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
     """Markdown of a notebook with its outputs, and the images that it shows by name."""
     import base64
 
-    parts, images = [], {}
+    parts, images = ["---\nhide: [toc]\n---"], {}  # room for lines of 120 columns
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -111,5 +119,40 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page."""
     place = page.file.src_uri
+    if place == "index.md":
+        page.meta["hide"] = ["navigation"]  # it would have one entry
     origin = next((origin for origin, other in PAGES.items() if other == place), f"docs/{place}")
     return linked(markdown, origin, place)
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages of results to the navigation, under the headings of docs/results/README.md."""
+    (section,) = [entry["Results"] for entry in config["nav"] if "Results" in entry]
+    text = (RESULTS / "README.md").read_text()
+    for title, table in re.findall(r"^\*\*(.+)\*\*\n\n((?:\|.*\n)+)", text, re.MULTILINE):
+        names = re.findall(r"\(([\w-]+)\.md\)", table)
+        section.append({title: [{name: f"results/{name}.md"} for name in names]})
+    return config
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Set the formulas, link images to themselves, and lower results and internals in the search."""
+    import html as entities
+
+    from latex2mathml.converter import convert
+
+    def formula(match: re.Match[str]) -> str:
+        display = "block" if match["tag"] == "div" else "inline"
+        return convert(entities.unescape(match["tex"]).strip(), display=display)
+
+    def figure(match: re.Match[str]) -> str:
+        path = ROOT / "docs" / os.path.normpath(f"{page.url}/{match['source']}")
+        width = int.from_bytes(path.read_bytes()[16:20], "big") if path.is_file() else 900  # of a PNG
+        style = "max-width: 480px" if match["source"].endswith(SMALL) else f"--least: {round(0.65 * width)}px"
+        image = f'<img {match["attributes"]} style="{style}">'
+        return f'<span class="figure"><a href="{match["source"]}">{image}</a></span>'
+
+    if page.file.src_uri.startswith(LAST_IN_SEARCH):
+        page.meta["search"] = {"boost": 0.2}
+    html = FORMULA.sub(formula, html).replace("Example::", "Example:")
+    return IMAGE.sub(figure, html)

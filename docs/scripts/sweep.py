@@ -1,7 +1,7 @@
 """A sweep over margins and seeds with Ray Tune: python docs/scripts/sweep.py --out sweep --seeds 3
 
 Each trial is one call of orthokern.tasks.run, in a process of its own. docs/experiments.md says what changes for a
-cluster of several machines. Needs `pip install orthokern[sweep]`.
+cluster of several machines. Needs `pip install -e '.[sweep]'`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # one plain line for each trial
-from ray import tune
+try:
+    from ray import tune
+except ImportError:
+    sys.exit("error: Ray Tune is not installed; pip install -e '.[sweep]' installs it")
 
 from orthokern import InputError, tasks
 

@@ -16,6 +16,10 @@
 # `orthokern.parametrize` keeps the weight of any PyTorch layer orthogonal, or its singular values in 1 ± margin.
 # The layer, the optimizer and the training loop stay as they are. This tutorial constrains the layers of a deep
 # multilayer perceptron and of a `torch.nn.RNNCell`.
+#
+# The classes are parametrizations of torch, as those of `torch.nn.utils.parametrizations.orthogonal` and of geotorch
+# are. They add a margin (`FactorizedSpectrum`), a non-normal part (`SchurForm`), and moving bases in `orthokern.nn`
+# ([side by side](../coming-from.md#geotorch-and-torchnnutilsparametrizations)).
 
 # %%
 import matplotlib.pyplot as plt

@@ -15,7 +15,10 @@
 #
 # The gradient of a loss at the last step T passes through one Jacobian per time step on its way back to step t:
 #
-#     dL/dh_t = J_{t+1}ᵀ ... J_Tᵀ dL/dh_T,     J_t = diag(φ'(a_t)) W
+# $$
+# \frac{\partial L}{\partial h_t} = J_{t+1}^\top \cdots J_T^\top \frac{\partial L}{\partial h_T}, \qquad
+# J_t = \operatorname{diag}(\varphi'(a_t))\, W
+# $$
 #
 # If the singular values of W are below 1, its norm falls exponentially with T - t. If they are above 1, it may grow as
 # fast. `orthokern.diagnostics.tap` shows it: it collects the norm of dL/dh_t of every step during an ordinary backward.
@@ -122,5 +125,8 @@ for name, norms in curves.items():
 record = diagnostics.diagnose_recurrence(rnn)
 print("singular values:", {name: f"{value:.4g}" for name, value in record["spectrum"].items()})
 print(f"spectral radius: {record['spectral_radius']:.4g}")
-print("eigenvalues per 10 degrees of their angle, from -180 on:", record["eigenvalue_angles"])
 print(f"orthogonality error of U and V: {record['orthogonality_error']:.1e}")
+figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
+axes.bar(range(-175, 180, 10), record["eigenvalue_angles"], width=8)
+axes.set(xlabel="angle of the eigenvalue (degrees)", ylabel="eigenvalues", xticks=range(-180, 181, 60))
+plt.show()

@@ -17,7 +17,7 @@
 # orthogonality. The geodesic optimizers of `orthokern.optim` take Cayley steps, which keep it. This tutorial adds them
 # to a plain PyTorch training loop, with a learning rate schedule, gradient clipping and a checkpoint.
 #
-# The task: a sequence starts with one of eight symbols, 100 blanks follow, and the network must name the symbol at the
+# The task: a sequence starts with one of eight symbols, 99 blanks follow, and the network must name the symbol at the
 # end.
 
 # %%
@@ -43,13 +43,13 @@ def recall_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Recall(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rnn: nn.Module | None = None) -> None:
         super().__init__()
-        self.rnn = FactorizedRNN(symbols + 1, hidden, nonlinearity="modrelu", margin=0.01)
+        self.rnn = rnn or FactorizedRNN(symbols + 1, hidden, nonlinearity="modrelu", margin=0.01)
         self.readout = nn.Linear(hidden, symbols)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        states, _ = self.rnn(tokens)
+        states, _ = self.rnn(nn.functional.one_hot(tokens, symbols + 1).float())
         return self.readout(states[-1])
 
 
@@ -68,8 +68,23 @@ for role, parameters in split_parameters(model).items():
 # %% [markdown]
 # ## One optimizer for all of them
 #
-# `optimizer_for` builds the parts and puts them behind the interface of one `torch.optim.Optimizer`. Schedulers and
-# checkpoints work as usual. Any torch optimizer can serve the other parameters.
+# `optimizer_for` builds the parts and puts them behind the interface of one `torch.optim.Optimizer`. Checkpoints and
+# schedulers work as usual. Schedulers scale the rates of all groups; `OneCycleLR` and `CyclicLR` replace them, and need
+# one rate per group. Any torch optimizer can serve the other parameters.
+
+# %%
+plain = Recall(nn.RNN(symbols + 1, hidden))  # for comparison, with the same loop and Adam for all parameters
+plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3)
+plain_losses = []
+for _ in range(200):
+    tokens, target = recall_batch()
+    loss = nn.functional.cross_entropy(plain(tokens), target)
+    plain_optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    plain_optimizer.step()
+    plain_losses.append(loss.item())
+print(f"torch.nn.RNN, iteration 200: loss {sum(plain_losses[-10:]) / 10:.1e}")
 
 # %%
 optimizer = optimizer_for(model, lr=2e-3, geodesic_lr=1e-2, euclidean=torch.optim.Adam, basis_clip=1.0)
@@ -89,11 +104,12 @@ for iteration in range(200):
         print(f"iteration {iteration + 1}: loss {sum(losses[-10:]) / 10:.1e}, orthogonality error {errors[-1]:.1e}")
 
 # %% [markdown]
-# Guessing gives a loss of ln 8 = 2.08 nats.
+# Guessing gives a loss of ln 8 = 2.08 nats, and the plain RNN does no better.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-axes.semilogy(losses)
+axes.semilogy(losses, label="FactorizedRNN")
+axes.semilogy(plain_losses, label="torch.nn.RNN")
 axes.axhline(math.log(symbols), color="gray", linestyle="--", label="guessing")
 axes.set(xlabel="iteration", ylabel="cross-entropy (nats)")
 axes.legend()
@@ -139,6 +155,8 @@ for m, o in ((model, optimizer), (resumed, resumed_optimizer)):
     o.zero_grad()
     nn.functional.cross_entropy(m(tokens), target).backward()
     o.step()
-difference = max(float((a - b).abs().max()) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+difference = max(
+    float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
+)
 print("largest difference after one more step:", difference)
 assert math.isclose(difference, 0.0, abs_tol=1e-7)

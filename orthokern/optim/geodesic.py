@@ -239,7 +239,7 @@ class GeodesicRMSprop(GeodesicSGD):
     as in the training of the full-capacity unitary RNN by Wisdom, Powers, Hershey, Le Roux and Atlas 2016. A is skew
     for any G~, so M stays orthonormal. As in RMSprop, the step is not that of steepest descent, and its size does not
     depend on the size of the gradient: every entry of G~ is about 1, and a step rotates M by about lr sqrt(N) (spectral
-    norm of A). docs/training.md, "Learning rates", has suitable rates.
+    norm of A). docs/choosing.md has suitable rates.
 
     Args:
         params, lr: as in GeodesicSGD.

@@ -32,7 +32,7 @@ from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurre
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
 
-# Measurements of both rates and of the margin: docs/training.md, "Learning rates".
+# Measurements of both rates and of the margin: docs/choosing.md.
 # The input weights are the embeddings of the characters, which learn best at a higher rate than the readout. In
 # factorized and exprnn the recurrent matrix has rates of its own, so that this is the rate of input weights and biases.
 INPUT_RATE = 10.0

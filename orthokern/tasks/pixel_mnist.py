@@ -43,7 +43,7 @@ class PixelOptions(StartOptions, DigitsOptions):
     nonlinearity: str = "modrelu"
     init: str = "cayley"
     # For pixels in order, whose neighbours are nearly equal; permuted pixels learn equally well with the published
-    # pi/2 (docs/training.md, "Rotation angles").
+    # pi/2 (docs/choosing.md, "The start").
     max_angle: float | None = 0.47
     lr: float = 2e-3
     alpha: float = 0.99
