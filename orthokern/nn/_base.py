@@ -234,7 +234,9 @@ class Layers(nn.Module):
 
     def _input_term(self, x: Tensor, suffix: str, bias: Tensor | None) -> Tensor:
         """W_ih x_t + b [T,B,..] of features, by one product, or of token ids, by a look-up."""
-        weight = self._tensor(f"weight_ih_{suffix}")
+        return self._weighted(x, self._tensor(f"weight_ih_{suffix}"), bias)
+
+    def _weighted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.is_floating_point():
             return linear(x, weight, bias)
         check_ids(x, self.input_size)

@@ -66,6 +66,10 @@ def above_zero(name: str, value: Any) -> float:
     return number(name, value, "a finite number above 0", lambda result: result > 0.0)
 
 
+def share(name: str, value: Any) -> float:
+    return number(name, value, "a number in (0, 1]", lambda result: 0.0 < result <= 1.0)
+
+
 def one_of(name: str, value: Any, names: Iterable[str]) -> str:
     names = list(names)
     if value not in names:

@@ -13,6 +13,7 @@ Note [The basis that a module keeps]
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -26,7 +27,7 @@ from orthokern._autocast import widened
 from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
@@ -53,6 +54,9 @@ class RecurrentOptions(LayerOptions, total=False):
     message_clip: Annotated[float, 0.0, at_least_zero]
     gain: Annotated[float, 1.0, above_zero]
     negative_slope: Annotated[float, 0.01, number]
+    leak: Annotated[float, 1.0, share]
+    learned_leak: Annotated[bool, False, flag]
+    noise: Annotated[float, 0.0, at_least_zero]
 
 
 _HINTS = get_type_hints(RecurrentOptions, include_extras=True)
@@ -60,13 +64,17 @@ OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origi
 
 
 class Recurrent(Layers):
-    """Recurrences h_t = phi(gain (W h_{t-1} + W_ih x_t + b)). A subclass defines the recurrent matrix."""
+    """Recurrences h_t = (1 - leak) h_{t-1} + leak phi(gain (W h_{t-1} + W_ih x_t + b) + noise). A subclass defines the
+    recurrent matrix."""
 
     checkpoint_every: int
     precision: str
     message_clip: float
     gain: float
     negative_slope: float
+    leak: float
+    learned_leak: bool
+    noise: float
 
     def __init__(
         self,
@@ -87,6 +95,10 @@ class Recurrent(Layers):
             )
         for name, (_, check) in OPTIONS.items():
             setattr(self, name, check(name, own[name]))
+        if self.learned_leak and self.leak == 1.0:
+            raise InputError(
+                "leak is 1.0 with learned_leak; accepted: a start below 1, since leak is a logistic function"
+            )
 
     # -- parameters
 
@@ -100,11 +112,13 @@ class Recurrent(Layers):
         raise NotImplementedError
 
     def _common_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the activation and of the initial state."""
+        """Those of the activation, of the leak and of the initial state."""
         N, learned = self.hidden_size, ACTIVATIONS[self.nonlinearity].learned
         shapes: dict[str, tuple[int, ...]] = {}
         if learned is not None:
             shapes[str(learned.stem)] = (N if learned.per_unit else 1,)
+        if self.learned_leak:
+            shapes["leak_logit"] = (N,)
         return {**shapes, "h0": (N,)} if self.learned_h0 else shapes
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -123,6 +137,8 @@ class Recurrent(Layers):
         learned = ACTIVATIONS[self.nonlinearity].learned
         if learned is not None:
             draw_start(self._tensor(f"{learned.stem}_{suffix}"), learned, generator)
+        if self.learned_leak:
+            nn.init.constant_(self._tensor(f"leak_logit_{suffix}"), math.log(self.leak / (1.0 - self.leak)))
         if self.learned_h0:
             nn.init.zeros_(self._tensor(f"h0_{suffix}"))
 
@@ -177,11 +193,27 @@ class Recurrent(Layers):
         u, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
         if not x.is_floating_point():
             x = x.to(torch.int64)
-        options = self._scan_options(suffix, lengths, cuts)
+        options = {"bias": bias, **self._scan_options(suffix, lengths, cuts)}
         if cuts is not None and cuts.reset_state is None:
             options["reset_state"] = h0
         h0 = u.new_zeros(x.shape[1], u.shape[0]) if h0 is None else h0
-        return ScanArgs(x, v, s, u, h0, bias=bias, **options)
+        return ScanArgs(self._noisy(x, options), v, s, u, h0, **options)
+
+    def _noisy(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+        """x, or in training with noise the input term of x and the noise [T,B,N], of which options then have no weight
+        and bias."""
+        if self.noise == 0.0 or not self.training:
+            return x
+        weight, bias = options["weight"], options["bias"]
+        options["weight"] = options["bias"] = None
+        term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)
+        return term + self.noise * torch.randn_like(term)
+
+    def _leak(self, suffix: str) -> Tensor | None:
+        """The leak [1] or [N] of a scan."""
+        if self.learned_leak:
+            return torch.sigmoid(self._tensor(f"leak_logit_{suffix}"))
+        return None if self.leak == 1.0 else self._tensor("weight_ih_l0").new_full((1,), self.leak)
 
     def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None) -> dict[str, Any]:
         """The arguments of a scan besides x, h0, the matrices and the bias, by name."""
@@ -197,6 +229,7 @@ class Recurrent(Layers):
             "precision": self.precision,
             "resets": None if cuts is None else cuts.resets,
             "reset_state": None if cuts is None else cuts.reset_state,
+            "leak": self._leak(suffix),
         }
 
     def _act_param(self, suffix: str) -> Tensor | None:
@@ -283,7 +316,7 @@ class Recurrent(Layers):
         if reduction is None:
             reduction = getattr(readout, "reduction", "mean")
         arguments |= {"readout_bias": bias, "reduction": reduction, "algorithm": algorithm}
-        result = functional.scan_cross_entropy(data, matrix, layer, target, h0, **arguments)
+        result = functional.scan_cross_entropy(self._noisy(data, arguments), matrix, layer, target, h0, **arguments)
         if self.training and torch.is_grad_enabled() and result.basis is not None:
             setattr(self, BASIS + suffix, result.basis)
         return result.loss, result.hits
@@ -307,6 +340,7 @@ class Recurrent(Layers):
             return None
         (matrix, arguments), layer = self._loss_arguments(), _weights_of(readout, self.hidden_size)
         options = {name: arguments[name] for name in ("activation", "message_clip", "backend")}
+        options["leak"] = arguments["leak"] is not None
         (T, B), ids, start = data.shape[:2], not data.is_floating_point(), arguments["basis"]
         modes, _ = choice.choose(
             choice.Call(matrix, T, B, len(layer[0]), ids, start=start, algorithm=algorithm, **options)
@@ -347,6 +381,7 @@ class Recurrent(Layers):
         with torch.no_grad():
             matrix, arguments = self._loss_arguments()
         options = {name: arguments[name] for name in ("activation", "message_clip", "backend", "basis")}
+        options |= {"leak": arguments["leak"] is not None}
         return functional.explain_scan_cross_entropy(
             matrix,
             T,

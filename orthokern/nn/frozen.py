@@ -160,12 +160,13 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, W_ih and b, and b is the sum of all biases. The interface is that of the module it was made
+    Gains are part of W, W_ih and b, and b is the sum of all biases. A leak is kept, and there is no noise. The interface is that of the module it was made
     from: layouts, layers, directions, packed input, initial states. There are no parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
-    operations than W; and the activation's parameter and h0_l0 [N] if the module has them. They form the state_dict.
+    operations than W; and the activation's parameter, leak_logit_l0 [N] and h0_l0 [N]
+    if the module has them. They form the state_dict.
 
     Example::
 
@@ -178,6 +179,7 @@ class FrozenRNN(_Frozen, Recurrent):
     def __init__(self, source: Recurrent) -> None:
         learned = ACTIVATIONS[source.nonlinearity].learned
         stems = [*([str(learned.stem)] if learned is not None else []), *(["h0"] if source.learned_h0 else [])]
+        stems += ["leak_logit"] if source.learned_leak else []
         tensors: dict[str, Tensor] = {}
         rank = None
         for suffix in source._suffixes():

@@ -53,10 +53,18 @@ class RNN(Recurrent):
         gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). The parameters,
             recurrent_matrix() and state_dict() do not include it.
 
+        leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
+            it is dt / tau, the step over the time constant. 1 is no leak.
+        learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
+            parameter leak_logit_l0 [N].
+        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step, by
+            torch's global generator, as dropout does. ``eval()`` turns it off. For a leaky network with noise of the
+            continuous intensity sigma it is sigma sqrt(2 / leak).
+
     The cpu backend skips the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
-    bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] if the arguments select them.
+    bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] if the arguments select them.
 
     Raises InputError, one line, for a bad argument.
 
