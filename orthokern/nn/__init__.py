@@ -11,12 +11,13 @@ from orthokern.nn.exprnn import ExpRNN
 from orthokern.nn.factorized import FactorizedRNN
 from orthokern.nn.gru import GRU
 from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
-from orthokern.nn.lstm import PeepholeLSTM
+from orthokern.nn.lstm import LSTM, PeepholeLSTM
 from orthokern.nn.nonnormal import NonNormalRNN
 from orthokern.nn.rnn import RNN
 
 __all__ = [
     "GRU",
+    "LSTM",
     "OPLU",
     "RNN",
     "EpisodeRNN",

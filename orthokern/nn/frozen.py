@@ -160,8 +160,8 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, W_ih and b, and b is the sum of all biases. A leak is kept, and there is no noise. The interface is that of the module it was made
-    from: layouts, layers, directions, packed input, initial states. There are no parameters and no gradients.
+    Gains are part of W, W_ih and b, and b is the sum of all biases. A leak is kept, noise is not. The interface is that
+    of the module it was made from: layouts, layers, directions, packed input, initial states. There are no parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
@@ -197,6 +197,7 @@ class FrozenRNN(_Frozen, Recurrent):
             tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
         super().__init__(source, tensors)
         self.gain, self.message_clip, self.checkpoint_every, self._half_ok = 1.0, 0.0, 0, source._half_ok
+        self.noise = 0.0
         self.rank: int | None = rank  # of the factors; None for a dense W
 
     def _composed(self, suffix: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""An LSTM with peepholes: the baseline that orthogonal recurrences are compared with."""
+"""LSTMs: torch's, and one with peepholes, the baseline that orthogonal recurrences are compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from orthokern import init as init_
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError
+from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
 from orthokern.nn._checks import number
 from orthokern.nn._layouts import Resets
@@ -20,60 +20,43 @@ State = tuple[Tensor, Tensor]  # (h, c)
 Pair = State | list[Tensor]  # as an argument
 
 
-class PeepholeLSTM(Layers):
-    """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
+class LSTM(Layers):
+    """torch.nn.LSTM on orthokern's scan.
 
-    The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
-    zero it is torch.nn.LSTM. The equations are in ``orthokern/ops/peephole_scan.py``. Constructor names, layouts,
-    outputs and parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with
-    strict=False. The input may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
+    Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.LSTM without projections, and so
+    are the initial parameters for the same seed. State_dicts load in both directions. The input may also be token ids.
 
     Args:
         input_size, hidden_size, *args, **options: num_layers, bias, batch_first, dropout, bidirectional, device and
             dtype, as in orthokern.nn.RNN; dtype is float32 or float64.
-        forget_bias: initial bias of the forget gate; no effect without bias.
+        proj_size: 0.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
-    bias_hh_l0 [4N], gates in the order input, forget, cell, output; weight_peephole_l0 [3, N], in the order input,
-    forget, output. Initially weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh
-    are orthogonal (Haar), and biases and peepholes are 0 except the bias of the forget gate.
+    bias_hh_l0 [4N], gates in the order input, forget, cell, output, all initially U(-1/sqrt(N), 1/sqrt(N)).
 
     Raises InputError, one line, for a bad argument. Warns of a dropout with one layer, which has no effect.
 
     Example::
 
-        >>> states, (h, c) = PeepholeLSTM(3, 8)(torch.randn(100, 4, 3))
+        >>> states, (h, c) = LSTM(3, 8)(torch.randn(100, 4, 3))
         >>> states.shape, h.shape, c.shape
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]), torch.Size([1, 4, 8]))
     """
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *args: Any,
-        forget_bias: float = 1.0,
-        **options: Unpack[LayerOptions],
+        self, input_size: int, hidden_size: int, *args: Any, proj_size: int = 0, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(input_size, hidden_size, *args, **options)
-        self.forget_bias = number("forget_bias", forget_bias)
+        require(proj_size == 0, "proj_size", "0 (projections have no kernel)", repr(proj_size))
         self._build()
 
     def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
-        return {**self._torch_shapes(suffix, 4), "weight_peephole": (3, self.hidden_size)}
+        return self._torch_shapes(suffix, 4)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
-        N = self.hidden_size
+        """Reinitialize the parameters as torch does; `generator` as in RNN.reset_parameters."""
         for suffix in self._suffixes():
-            self._draw_uniform(generator, f"weight_ih_{suffix}")
-            for block in self._tensor(f"weight_hh_{suffix}").detach().chunk(4):
-                init_.initialize_(block, "orthogonal", generator)
-            nn.init.zeros_(self._tensor(f"weight_peephole_{suffix}"))
-            if self.bias:
-                nn.init.zeros_(self._tensor(f"bias_ih_{suffix}"))
-                nn.init.zeros_(self._tensor(f"bias_hh_{suffix}"))
-                nn.init.constant_(self._tensor(f"bias_ih_{suffix}").detach()[N : 2 * N], self.forget_bias)
+            self._draw_uniform(generator, *(f"{stem}_{suffix}" for stem in self._torch_shapes(suffix, 4)))
 
     def forward(  # type: ignore[override]
         self, input: Sequences, hx: Pair | None = None
@@ -114,9 +97,12 @@ class PeepholeLSTM(Layers):
     def _op(self) -> tuple[str, dict[str, Any]]:
         return "peephole_scan", {}
 
+    def _peephole(self, suffix: str) -> Tensor:
+        return self._tensor(f"weight_hh_{suffix}").new_zeros(3, self.hidden_size)
+
     def _factors(self, suffix: str) -> tuple[Tensor, Tensor, Tensor | None]:
         bias = self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}") if self.bias else None
-        return self._tensor(f"weight_hh_{suffix}"), self._tensor(f"weight_peephole_{suffix}"), bias
+        return self._tensor(f"weight_hh_{suffix}"), self._peephole(suffix), bias
 
     def _scan(
         self, suffix: str, factors: Any, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
@@ -124,6 +110,67 @@ class PeepholeLSTM(Layers):
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
         return torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
+
+    def extra_repr(self) -> str:
+        return self._text()
+
+
+class PeepholeLSTM(LSTM):
+    """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
+
+    The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
+    zero it is torch.nn.LSTM. The equations are in ``orthokern/ops/peephole_scan.py``. Constructor names, layouts,
+    outputs and parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with
+    strict=False. The input may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
+
+    Args:
+        input_size, hidden_size, *args, **options: num_layers, bias, batch_first, dropout, bidirectional, device and
+            dtype, as in orthokern.nn.RNN; dtype is float32 or float64.
+        forget_bias: initial bias of the forget gate; no effect without bias.
+
+    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
+    bias_hh_l0 [4N], gates in the order input, forget, cell, output; weight_peephole_l0 [3, N], in the order input,
+    forget, output. Initially weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh
+    are orthogonal (Haar), and biases and peepholes are 0 except the bias of the forget gate.
+
+    Raises InputError, one line, for a bad argument. Warns of a dropout with one layer, which has no effect.
+
+    Example::
+
+        >>> states, (h, c) = PeepholeLSTM(3, 8)(torch.randn(100, 4, 3))
+        >>> states.shape, h.shape, c.shape
+        (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]), torch.Size([1, 4, 8]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *args: Any,
+        forget_bias: float = 1.0,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.forget_bias = number("forget_bias", forget_bias)  # before the constructor, which draws the parameters
+        super().__init__(input_size, hidden_size, *args, **options)
+
+    def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:
+        return {**self._torch_shapes(suffix, 4), "weight_peephole": (3, self.hidden_size)}
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Reinitialize the parameters, as the class documentation says; `generator` as in RNN.reset_parameters."""
+        N = self.hidden_size
+        for suffix in self._suffixes():
+            self._draw_uniform(generator, f"weight_ih_{suffix}")
+            for block in self._tensor(f"weight_hh_{suffix}").detach().chunk(4):
+                init_.initialize_(block, "orthogonal", generator)
+            nn.init.zeros_(self._tensor(f"weight_peephole_{suffix}"))
+            if self.bias:
+                nn.init.zeros_(self._tensor(f"bias_ih_{suffix}"))
+                nn.init.zeros_(self._tensor(f"bias_hh_{suffix}"))
+                nn.init.constant_(self._tensor(f"bias_ih_{suffix}").detach()[N : 2 * N], self.forget_bias)
+
+    def _peephole(self, suffix: str) -> Tensor:
+        return self._tensor(f"weight_peephole_{suffix}")
 
     def extra_repr(self) -> str:
         return self._text(forget_bias=1.0)
