@@ -1,4 +1,4 @@
-"""JSON files of run folders. Bad input is an error of one line that names the file."""
+"""Files, and JSON files of run folders. Bad input is an error of one line that names the file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ LARGEST_INTEGER = 2**53  # above any size or count; exact as float64, so that to
 NUMBER_LIMIT = 1e100  # products and squares of such numbers stay finite
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        InputError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {(error.strerror or type(error).__name__).lower()}") from None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
@@ -20,12 +35,9 @@ def read_object(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         InputError: it cannot be read, or does not hold a JSON object.
     """
+    content = read_file(path)
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {(error.strerror or type(error).__name__).lower()}") from None
+        value = json.loads(content)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

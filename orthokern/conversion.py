@@ -83,14 +83,14 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     with ``inplace=True`` an existing optimizer stays valid. A module that is registered under several names is replaced
     by one module under all of them. Attributes that the user set are carried over.
 
-    A recurrent module is not replaced if there is no equivalent module: a torch.nn.LSTM with projections or on
-    a GPU, the cells, subclasses, modules with hooks, parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters, quantized
-    and scripted modules. The report has the reason.
+    A recurrent module is not replaced if there is no equivalent module: a torch.nn.LSTM with projections or on a GPU,
+    the cells, subclasses, modules with hooks, parametrizations, a replaced ``forward`` or additional submodules, 16-bit
+    parameters, quantized and scripted modules. The report has the reason.
 
-    There are four differences: the new modules are not instances of torch's; under torch.autocast they
-    return float32, because their states are float32; their output must not be changed in place before the backward, as
-    by ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace operation"; and torch.fx
-    needs a Tracer whose ``is_leaf_module`` is true for them.
+    There are four differences: the new modules are not instances of torch's; under torch.autocast they return float32,
+    because their states are float32; their output must not be changed in place before the backward, as by
+    ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace operation"; and torch.fx needs
+    a Tracer whose ``is_leaf_module`` is true for them.
 
     Args:
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.
@@ -210,7 +210,7 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     """orthokern's module in place of torch's, with its parameters."""
     assert isinstance(old, nn.RNNBase)
     options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
-    options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}
+    options |= {"num_layers": old.num_layers, "dropout": old.dropout}
     options |= {"device": "meta", "dtype": next(old.parameters()).dtype}
     new: nn.Module
     with warnings.catch_warnings():

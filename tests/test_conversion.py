@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import orthokern
-from orthokern.conversion import Kept, convert
+from orthokern.conversion import convert
 from orthokern.errors import InputError
 
 KINDS: list[Any] = [

@@ -124,7 +124,7 @@ def test_wrong_arguments(folder: Path) -> None:
         load_mnist(folder, validation=12)
     (folder / TRAIN_LABELS).unlink()
     (folder / TRAIN_LABELS).mkdir()
-    with pytest.raises(InputError, match=f"{TRAIN_LABELS} must be a regular file"):
+    with pytest.raises(InputError, match=f"{TRAIN_LABELS} cannot be read: is a directory"):
         load_mnist(folder, validation=2)
 
 

@@ -161,7 +161,8 @@ class FrozenRNN(_Frozen, Recurrent):
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
     Gains are part of W, W_ih and b, and b is the sum of all biases. A leak is kept, noise is not. The interface is that
-    of the module it was made from: layouts, layers, directions, packed input, initial states. There are no parameters and no gradients.
+    of the module it was made from: layouts, layers, directions, packed input, initial states. There are no parameters
+    and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
