@@ -212,6 +212,29 @@ def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], toler
     return worst
 
 
+def run(command: Sequence[str]) -> str:
+    """Run a command that imports this source tree, and return what it prints; WrongResult if it fails."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    if process.returncode:
+        raise WrongResult(f"{' '.join(command)} failed: {process.stderr.strip()[-800:]}")
+    return process.stdout
+
+
+# Linux counts the largest resident size of the process that starts a command as that of the command. This one is small.
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_of(command: Sequence[str]) -> int:
+    """Run a command; returns its largest resident size in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * int(run([sys.executable, "-c", PEAK, *command]))
+
+
 def checked_sequences(size: Size) -> Tensor:
     """Indices [b] of the sequences of a batch that are checked: all, or five of them if float64 takes too long.
 
