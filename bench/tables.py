@@ -45,6 +45,7 @@ TITLES = {
     "lengths": "Packed batches beside padded ones: time divided by that of the padded batch",
     "packed": "Packed batches beside torch: time of torch.nn.RNN divided by ours",
     "resets": "Sequences that reset: time with `resets` divided by the time without, forward and backward",
+    "leak": "Scans with a leak: time with `leak` divided by the time without, forward and backward",
     "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
     "modal_forward": "A linear recurrence of one sequence: time of torch.nn.RNN (tanh) divided by ours, forward",
