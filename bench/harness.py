@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
@@ -233,6 +234,15 @@ def peak_of(command: Sequence[str]) -> int:
     """Run a command; returns its largest resident size in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * int(run([sys.executable, "-c", PEAK, *command]))
+
+
+def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward of a recurrent module: the output (the data of a packed one), the gradient of x if it
+    requires one, and those of all parameters."""
+    output = module(x)[0]
+    data = output.data if isinstance(output, PackedSequence) else output
+    variables = [*([x] if isinstance(x, Tensor) and x.requires_grad else []), *module.parameters()]
+    return data.detach(), *torch.autograd.grad(data, variables, cotangent)
 
 
 def checked_sequences(size: Size) -> Tensor:
