@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, ROOT, Bench, Size
+from harness import BATCH, Bench, Size, peak_of
 
 ITERATIONS = 12
 # Milliseconds of an iteration on the two-core machine of the results, and MB, by algorithm and T.
 TARGETS_MS = {("modal", 10_000): 80.0}
 TARGETS_MB = {("modal", 10_000): 450.0, ("sequential", 10_000): 1500.0, ("modal", 10**6): 1000.0}
-
-
-def run(out: Path, **options: Any) -> float:
-    """Run the task into the folder `out`; returns the largest resident size of the process in bytes."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "orthokern.tasks.copy", f"--out={out}", *words]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with open(os.devnull, "w") as nowhere:
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=nowhere)
-        _, status, usage = os.wait4(process.pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.mark.parametrize("algorithm", ["modal", "sequential"])
@@ -40,9 +26,10 @@ def test_copy(benchmark: Any, bench: Bench, size: Size, algorithm: str, tmp_path
     if T == 10**6 and algorithm == "sequential":
         pytest.skip("a million steps one by one take minutes")
     options = {"T": T, "hidden": N, "batch": BATCH, "algorithm": algorithm, "iterations": ITERATIONS}
-    options |= {"diagnose_every": 10**6, "threads": torch.get_num_threads()}
+    options |= {"diagnose-every": 10**6, "threads": torch.get_num_threads(), "out": tmp_path / "run"}
+    command = [sys.executable, "-m", "orthokern.tasks.copy", *(f"--{name}={it}" for name, it in options.items())]
     benchmark.group = "processes of their own"
-    peak = benchmark.pedantic(run, args=(tmp_path / "run",), kwargs=options, rounds=1)
+    peak = benchmark.pedantic(peak_of, args=(command,), rounds=1)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
     assert losses and math.isfinite(losses[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -233,3 +233,34 @@ def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> 
     exact, rounded = (functools.partial(p.step, loop) for loop in loops)
     error = check(f"{op} with bfloat16 factors", rounded(), exact(), BF16_TOLERANCE)
     bench.compare(benchmark, "precision", op, p.size, exact, rounded, rounds=15, target=1.4, error=error)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.sizes([SIZES[0], *SIZES[2:]], quick=QUICK)
+def test_leak(benchmark: Any, bench: Bench, size: Size, op: str, trained: bool) -> None:
+    """Forward and backward with a leak over those without: one constant for all units, or a trained one for each."""
+    p = problem(op, **size)
+    leak = torch.linspace(0.1, 1, size["N"] if trained else 1).requires_grad_(trained)
+
+    def step(leak: Tensor | None, inputs: Sequence[Tensor] = p.inputs, **options: Any) -> tuple[Tensor, ...]:
+        hs = p.forward(*inputs, p.h0.to(inputs[0].dtype), leak=leak, **options)
+        variables = [*inputs, leak] if leak is not None and trained else inputs
+        return hs.detach(), *torch.autograd.grad(hs, variables, p.cotangent.to(hs.dtype))
+
+    double = [t.detach().double().requires_grad_() for t in p.inputs]
+    exact = step(leak.detach().double().requires_grad_(trained), double, backend="reference")
+    error = check(f"{op} with a leak", step(leak), exact, TOLERANCE)
+    case = f"{op}, leak [N] with its gradient" if trained else f"{op}, leak [1]"
+    bench.compare(
+        benchmark,
+        "leak",
+        case,
+        p.size,
+        functools.partial(step, None),
+        functools.partial(step, leak),
+        rounds=15,
+        target=1.1,
+        better="lower",
+        error=error,
+    )

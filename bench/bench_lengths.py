@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, interleave
+from harness import BATCH, Bench, Size, check, interleave, module_step
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from orthokern.nn import RNN
 
@@ -53,18 +53,13 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, distribution: str, ord
     exact = pack_padded_sequence(x.double(), lengths, enforce_sorted=ordered)
     cotangent, for_packed = torch.randn(T, BATCH, N), torch.randn(int(lengths.sum()), N)
 
-    def step(module: nn.Module, batch: Tensor | PackedSequence, grad: Tensor) -> tuple[Tensor, ...]:
-        output, _ = module(batch)
-        data = output.data if isinstance(output, PackedSequence) else output
-        return data.detach(), *torch.autograd.grad(data, list(module.parameters()), grad)
-
-    expected = step(double, exact, for_packed.double())
-    error = check(f"packed, {distribution}", step(ours, packed, for_packed), expected, TOLERANCE)
+    expected = module_step(double, exact, for_packed.double())
+    error = check(f"packed, {distribution}", module_step(ours, packed, for_packed), expected, TOLERANCE)
     benchmark.group = "packed batches, forward and backward"
     calls = {
-        "torch": lambda: step(theirs, packed, for_packed),
-        "rectangle": lambda: step(ours, x, cotangent),
-        "packed": lambda: step(ours, packed, for_packed),
+        "torch": lambda: module_step(theirs, packed, for_packed),
+        "rectangle": lambda: module_step(ours, x, cotangent),
+        "packed": lambda: module_step(ours, packed, for_packed),
     }
     seconds = interleave(benchmark, calls, rounds=bench.rounds(11))
     case = f"RNN, lengths {distribution}" + ("" if ordered else ", enforce_sorted=False")

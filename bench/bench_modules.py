@@ -8,11 +8,12 @@ which is nearly all overhead: what a call costs outside the kernels.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, only
+from harness import BATCH, Bench, Size, check, checked_sequences, module_step, only
 from torch import Tensor, nn
 
 import orthokern.nn
@@ -20,7 +21,6 @@ import orthokern.nn
 SIZES = [{"N": 128, "T": 1000}, {"N": 128, "T": 10020}, {"N": 500, "T": 120}, {"N": 1000, "T": 120}]
 QUICK = [{"N": 33, "T": 20}]
 HEADLINE = [size for size in SIZES if size["T"] <= 1000]
-ONE_STEP = [{"N": 16, "T": 1, "B": 1}]
 FEATURES = 10
 MODULES = ("RNN", "FactorizedRNN", "FactorizedRNN, composed")
 
@@ -55,20 +55,16 @@ def copy_weights(factorized: orthokern.nn.FactorizedRNN, dense: nn.Module) -> No
 
 def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
     """Output and parameter gradients by name."""
-    output, _ = module(x)
-    named = dict(module.named_parameters())
-    grads = torch.autograd.grad(output, list(named.values()), cotangent)
-    return {"output": output.detach(), **dict(zip(named, grads, strict=True))}
+    names = ("output", *(name for name, _ in module.named_parameters()))
+    return dict(zip(names, module_step(module, x, cotangent), strict=True))
 
 
 def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
     """`gradients` of ours by torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
-    double = nn.RNN(FEATURES, theirs.hidden_size, dtype=torch.float64)
-    double.load_state_dict(theirs.state_dict())
+    double = copy.deepcopy(theirs).double()
     if not isinstance(ours, orthokern.nn.FactorizedRNN):
         return gradients(double, x.double(), cotangent.double())
-    exact = orthokern.nn.FactorizedRNN(FEATURES, ours.hidden_size, dtype=torch.float64)
-    exact.load_state_dict(ours.state_dict())
+    exact = copy.deepcopy(ours).double()
     copy_weights(exact, double)  # W composed in float64, not rounded to float32 on the way
     grads = gradients(double, x.double(), cotangent.double())
     names = ("u_l0", "v_l0", "spectrum_l0")
@@ -91,16 +87,13 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     error = check(name, actual.values(), [exact[key] for key in actual], TOLERANCE)
     del actual, exact
 
-    def step(module: nn.Module) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(module(x)[0], list(module.parameters()), cotangent)
-
     bench.compare(
         benchmark,
         "modules",
         f"torch.nn.RNN over orthokern.nn.{name}",
         {**size, "B": BATCH, "D": FEATURES},
-        lambda: step(theirs),
-        lambda: step(ours),
+        lambda: module_step(theirs, x, cotangent),
+        lambda: module_step(ours, x, cotangent),
         rounds=11 if T < 5000 else 5,
         target=TARGETS[name.split(",")[0]].get(N),
         error=error,
@@ -109,7 +102,7 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
 
 @pytest.mark.headline
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
-@pytest.mark.sizes(ONE_STEP, quick=ONE_STEP)
+@pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
 def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     """One step, forward and backward: torch's is C++ throughout, ours begins in Python."""
     N, T, B = size["N"], size["T"], size["B"]
@@ -118,9 +111,7 @@ def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         theirs: nn.RNNBase = nn.GRU(FEATURES, N)
         ours: nn.Module = orthokern.nn.GRU(FEATURES, N, bias=True, variant="torch")
         ours.load_state_dict(theirs.state_dict())
-        double = nn.GRU(FEATURES, N, dtype=torch.float64)
-        double.load_state_dict(theirs.state_dict())
-        exact = gradients(double, x.double(), cotangent.double())
+        exact = gradients(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
     else:
         ours, theirs = build(name, N)
         exact = expected(ours, theirs, x, cotangent)
@@ -130,8 +121,8 @@ def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         "overhead",
         f"torch.nn.{'GRU' if name == 'GRU' else 'RNN'} over orthokern.nn.{name}",
         {**size, "D": FEATURES},
-        lambda: gradients(theirs, x, cotangent),
-        lambda: gradients(ours, x, cotangent),
+        lambda: module_step(theirs, x, cotangent),
+        lambda: module_step(ours, x, cotangent),
         rounds=501,
         warmup=20,
         error=check(name, actual.values(), [exact[key] for key in actual], TOLERANCE),

@@ -21,26 +21,21 @@ SHARES = {"0 %": 0.0, "1 %": 0.01, "10 %": 0.1}
 TOLERANCE = 2e-5
 
 
-def case(op: str, N: int, T: int) -> tuple[list[Tensor], Tensor]:
-    """([x, *matrices, h0] that require gradients, a cotangent)."""
-    generator = torch.Generator().manual_seed(N)
-    u, s, v = factors(N, generator)
-    w = (u * s) @ v.mT
-    matrices = {"factored_scan": [u, s, v], "dense_scan": [w], "gru_scan": [torch.cat([w, w.mT, w @ w])]}[op]
-    width = 3 * N if op == "gru_scan" else N
-    x, h0 = 0.1 * torch.randn(T, BATCH, width, generator=generator), torch.randn(BATCH, N, generator=generator)
-    inputs = [t.detach().clone().requires_grad_() for t in (x, *matrices, h0)]
-    return inputs, torch.randn(T, BATCH, N, generator=generator)
-
-
 @pytest.mark.parametrize("op", ["factored_scan", "dense_scan", "gru_scan"])
 @pytest.mark.sizes(SIZES, quick=QUICK)
 def test_resets(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
     """Forward and backward, resets to h0, spread at random over the batch."""
-    inputs, cotangent = case(op, size["N"], size["T"])
+    N, T = size["N"], size["T"]
+    generator = torch.Generator().manual_seed(N)
+    u, s, v = factors(N, generator)
+    w = (u * s) @ v.mT
+    matrices = {"factored_scan": [u, s, v], "dense_scan": [w], "gru_scan": [torch.cat([w, w.mT, w @ w])]}[op]
+    x, h0 = 0.1 * torch.randn(T, BATCH, matrices[0].shape[0], generator=generator), torch.randn(BATCH, N)
+    inputs = [t.requires_grad_() for t in (x, *matrices, h0)]
+    cotangent = torch.randn(T, BATCH, N, generator=generator)
     options = {"variant": "torch"} if op == "gru_scan" else {"activation": "tanh"}
     scan: Callable[..., Tensor] = functools.partial(getattr(functional, op), **options)
-    drawn = torch.rand(size["T"], BATCH, generator=torch.Generator().manual_seed(0))
+    drawn = torch.rand(T, BATCH, generator=torch.Generator().manual_seed(0))
     resets: dict[str, Tensor | None] = {name: drawn < share for name, share in SHARES.items()}
 
     def step(resets: Tensor | None, inputs: list[Tensor] = inputs, **options: Any) -> tuple[Tensor, ...]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
@@ -210,6 +211,38 @@ def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], toler
             )
         worst = max(worst, error)
     return worst
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a command that imports this source tree, and return what it prints; WrongResult if it fails."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    if process.returncode:
+        raise WrongResult(f"{' '.join(command)} failed: {process.stderr.strip()[-800:]}")
+    return process.stdout
+
+
+# Linux counts the largest resident size of the process that starts a command as that of the command. This one is small.
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_of(command: Sequence[str]) -> int:
+    """Run a command; returns its largest resident size in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * int(run([sys.executable, "-c", PEAK, *command]))
+
+
+def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward of a recurrent module: the output (the data of a packed one), the gradient of x if it
+    requires one, and those of all parameters."""
+    output = module(x)[0]
+    data = output.data if isinstance(output, PackedSequence) else output
+    variables = [*([x] if isinstance(x, Tensor) and x.requires_grad else []), *module.parameters()]
+    return data.detach(), *torch.autograd.grad(data, variables, cotangent)
 
 
 def checked_sequences(size: Size) -> Tensor:

@@ -1,12 +1,12 @@
-"""The machine code of the hot loops of the CUDA kernels. No GPU is needed.
+"""Facts about the machine code of the hot loops of the CUDA kernels. No GPU is needed.
 
-python bench/sass.py                              every kernel for sm_80, sm_90 and sm_100, as Markdown tables
-python bench/sass.py factored_scan --arch 90      one source file, one architecture
-python bench/sass.py FILE.sass                    the output of `nvdisasm -c`
+    python bench/sass.py                           every kernel for sm_80, sm_90 and sm_100
+    python bench/sass.py factored_scan --arch 90   one source file, one architecture
 
 A source file is compiled by nvcc and disassembled by nvdisasm (`pip install nvidia-cuda-nvdisasm`). A *hot loop* is a
-loop with a barrier, and every loop inside of it: its body runs once for each step of a sequence. Other loops are hot if
-they have at least 32 multiply-adds.
+loop with a barrier and multiply-adds: its body runs once for each step of a sequence. Other loops are hot if they have
+at least 32 multiply-adds. A hot loop should have no division, function call or access to local memory, and few
+instructions between a store to shared memory and the barrier that waits for it.
 
 The *path* of a loop is its longest way from the first instruction to the branch back, if possible without function
 calls and without inner loops that multiply nothing and send nothing to another block. Other inner loops are passed
@@ -16,7 +16,6 @@ once. Rarely taken code that the compiler has moved behind the loop is not part 
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import os
 import re
@@ -25,45 +24,25 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("80", "90", "100")
 FILES = ("factored_scan", "dense_scan", "gru_scan", "cayley")
-
-# Kinds of instructions by the first part of the opcode, in the order in which a report shows them.
-KINDS = {
-    "fma": "FFMA FFMA2 DFMA HFMA2 HMMA",
-    "float": "FADD FADD2 FMUL FMUL2 FSEL FSETP FMNMX FSET DADD DMUL DSETP F2F F2I I2F F2FP FSWZADD FCHK FMNMX3",
-    "special": "MUFU",
-    "shared": "LDS STS LDSM ATOMS SYNCS STAS",
-    "shuffle": "SHFL",
-    "global": "LDG STG LD ST LDGSTS UBLKCP RED ATOM ATOMG",
-    "local": "LDL STL",
-    "barrier": "BAR",
-    "branch": "BRA BRX BSSY BSYNC CALL RET EXIT WARPSYNC BREAK JMP NANOSLEEP YIELD BRXU BPT UCGABAR_WAIT UCGABAR_ARV",
-    "wait": "DEPBAR LDGDEPBAR ARRIVES CCTL MEMBAR FENCE ERRBAR NOP WARPGROUP",
-}
-KIND_OF = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes.split()}
-REPORTED = (*KINDS, "integer")
+MULTIPLY_ADDS = ("FFMA", "FFMA2", "DFMA", "HFMA2", "HMMA")
 
 
 @dataclasses.dataclass
 class Instruction:
-    address: int
     predicate: str  # "@!P0" or ""
     opcode: str  # with its modifiers: "LDS.128"
     operands: str
-    targets: list[int] = dataclasses.field(default_factory=list)  # addresses that it may branch to
+    targets: list[int] = dataclasses.field(default_factory=list)  # indices that it may branch to
 
     @property
     def base(self) -> str:
         return self.opcode.split(".")[0]
-
-    @property
-    def kind(self) -> str:
-        return KIND_OF.get(self.base, "integer")
 
     @property
     def never(self) -> bool:  # placeholders of the compiler: @!PT
@@ -108,54 +87,30 @@ class Function:
 
 
 LINE = re.compile(
-    r"^\s*/\*(?P<address>[0-9a-f]+)\*/\s+(?P<predicate>@!?U?P[T0-9]+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
+    r"^\s*/\*[0-9a-f]+\*/\s+(?P<predicate>@!?U?P[T0-9]+)?\s*(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
 )
 
 
-def parse(text: str) -> list[Function]:
+def parse(text: str) -> Iterator[Function]:
     """The functions of nvdisasm's output."""
-    functions: list[Function] = []
-    labels: dict[str, int] = {}
-    pending: list[tuple[Instruction, list[str]]] = []
-    waiting: list[str] = []  # labels of the next instruction
-    scope = ""
-
-    def resolve() -> None:
-        for instruction, names in pending:
-            instruction.targets = [labels[name] for name in names if name in labels]
-        pending.clear()
-        labels.clear()
-
-    for line in text.splitlines():
-        section = re.match(r"^\.text\.(\S+):", line)
-        if section:
-            resolve()
-            scope = section.group(1)
-            functions.append(Function(scope, []))
-            continue
-        label = re.match(r"^\s*(\.L_\S+|\$\S+):", line)
-        if label:
-            waiting.append(label.group(1))
-            continue
-        if not functions:
-            continue
-        match = LINE.match(line)
-        if match:
-            instruction = Instruction(
-                int(match["address"], 16), match["predicate"] or "", match["opcode"], match["operands"].strip()
-            )
-            for name in waiting:
-                labels[name] = instruction.address
-            waiting.clear()
-            functions[-1].instructions.append(instruction)
-            names = re.findall(r"\.L_\w+", instruction.operands)
-            if names and instruction.base in ("BRA", "BRX", "CALL", "BRXU"):
-                pending.append((instruction, names))
-    resolve()
-    return [function for function in functions if function.instructions]
+    _, *parts = re.split(r"^\.text\.(\S+):", text, flags=re.MULTILINE)
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        instructions: list[Instruction] = []
+        labels: dict[str, int] = {}
+        for line in body.splitlines():
+            if label := re.match(r"\s*(\.L_\S+|\$\S+):", line):
+                labels[label[1]] = len(instructions)
+            elif match := LINE.match(line):
+                instruction = Instruction(match["predicate"] or "", match["opcode"], match["operands"].strip())
+                instructions.append(instruction)
+        for one in instructions:
+            if one.base in ("BRA", "BRX", "CALL", "BRXU"):
+                one.targets = [labels[label] for label in re.findall(r"\.L_\w+", one.operands) if label in labels]
+        if instructions:
+            yield Function(name, instructions)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Loop:
     function: Function
     first: int  # indices into the function's instructions
@@ -169,156 +124,96 @@ class Loop:
         inside = self.first <= other.first and other.last <= self.last
         return inside and (self.first, self.last) != (other.first, other.last)
 
-    def count(self, kind: str) -> int:
-        return sum(instruction.kind == kind and not instruction.never for instruction in self.body)
+    def count(self, *opcodes: str) -> int:
+        return sum(one.base in opcodes and not one.never for one in self.body)
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What a hot loop must not have, with its count."""
+        counts = {
+            "division": sum(one.is_division for one in self.body),
+            "function call": sum(one.is_call and not one.is_shuffle_routine for one in self.body),
+            "access to local memory": sum(one.base in ("LDL", "STL") for one in self.body),
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def path(self) -> list[Instruction]:
         """The longest way through the loop; loops inside are passed once."""
-        body = self.body
-        index = {instruction.address: i for i, instruction in enumerate(body)}
         rare: set[int] = set()
         for loop in loops(self.function):
-            if self.contains(loop) and loop.count("fma") < 8 and not any(one.base == "STAS" for one in loop.body):
-                rare.update(range(loop.first - self.first, loop.last - self.first + 1))
-        calls = {i for i, instruction in enumerate(body) if instruction.is_call}
-        for avoided in (rare | calls, calls, set()):
-            way = self._longest(body, index, avoided)
-            if way is not None:
-                break
-        else:
-            raise ValueError(f"{self.function.label}: no way through the loop at {body[0].address:#x}")
-        return [body[i] for i in way if not body[i].never]
+            if self.contains(loop) and loop.count(*MULTIPLY_ADDS) < 8 and not loop.count("STAS"):
+                rare.update(range(loop.first, loop.last + 1))
+        calls = {i for i in range(self.first, self.last + 1) if self.function.instructions[i].is_call}
+        for avoided in (rare | calls, calls, set[int]()):
+            if way := self._longest(avoided):
+                return [one for one in way if not one.never]
+        raise ValueError(f"{self.function.label}: no way through the loop at instruction {self.first}")
 
-    @staticmethod
-    def _longest(body: list[Instruction], index: dict[int, int], avoid: set[int]) -> list[int] | None:
-        longest: list[tuple[int, int] | None] = [None] * len(body)  # length from here, and what comes next
-        longest[-1] = (1, -1)
-        for i in range(len(body) - 2, -1, -1):
-            if i in avoid:
+    def _longest(self, avoided: set[int]) -> list[Instruction]:
+        code = self.function.instructions
+        best = {self.last: (1, -1)}  # by index: the length of the way from there, and the next index
+        for i in range(self.last - 1, self.first - 1, -1):
+            if i in avoided:
                 continue
-            ways = [] if body[i].ends else [i + 1]
-            if ".DIV" not in body[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
-                ways += [index[target] for target in body[i].targets if index.get(target, -1) > i]
-            lengths = [(entry[0] + 1, way) for way in ways if (entry := longest[way]) is not None]
-            longest[i] = max(lengths, default=None)
-        if longest[0] is None:
-            return None
-        way, i = [], 0
+            ways = [] if code[i].ends else [i + 1]
+            if ".DIV" not in code[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
+                ways += [target for target in code[i].targets if target > i]
+            lengths = [(best[way][0] + 1, way) for way in ways if way in best]
+            if lengths:
+                best[i] = max(lengths)
+        way, i = [], self.first if self.first in best else -1
         while i >= 0:
-            way.append(i)
-            entry = longest[i]
-            assert entry is not None
-            i = entry[1]
+            way.append(code[i])
+            i = best[i][1]
         return way
+
+    def gaps(self) -> list[int]:
+        """For each barrier, the instructions between it and the last store to shared memory before it."""
+        counts, since = [], None
+        for instruction in self.path():
+            if instruction.base in ("STS", "STAS"):
+                since = 0
+            elif instruction.base == "BAR":
+                counts += [] if since is None else [since]
+                since = None
+            elif since is not None:
+                since += 1
+        return counts
 
 
 def loops(function: Function) -> list[Loop]:
     """The loops of a function: from the target of a branch back to that branch."""
-    index = {instruction.address: i for i, instruction in enumerate(function.instructions)}
     last: dict[int, int] = {}
     for i, instruction in enumerate(function.instructions):
         for target in instruction.targets:
             # a way back out of the code behind the loop is no loop: it has no way from its target to itself
-            if instruction.base == "BRA" and target in index and index[target] < i:
-                last[index[target]] = max(last.get(index[target], 0), i)
-    candidates = [Loop(function, first, end) for first, end in sorted(last.items())]
+            if instruction.base == "BRA" and target < i:
+                last[target] = max(last.get(target, 0), i)
     exits = [i for i, one in enumerate(function.instructions) if one.base == "EXIT" and not one.predicate]
+    candidates = [Loop(function, first, end) for first, end in sorted(last.items())]
     return [loop for loop in candidates if not any(loop.first <= i < loop.last for i in exits)]
 
 
 def hot_loops(function: Function) -> list[Loop]:
     """The loops over the steps: with a barrier and multiply-adds, and no such loop inside; or with 32 multiply-adds."""
     every = loops(function)
-    steps = [loop for loop in every if loop.count("barrier") and loop.count("fma") >= 8]
+    steps = [loop for loop in every if loop.count("BAR") and loop.count(*MULTIPLY_ADDS) >= 8]
     steps = [loop for loop in steps if not any(loop.contains(other) for other in steps)]
-    products = [loop for loop in every if loop.count("fma") >= 32]
+    products = [loop for loop in every if loop.count(*MULTIPLY_ADDS) >= 32]
     products = [loop for loop in products if not any(other.contains(loop) for other in products)]
-    return steps + [
-        loop
-        for loop in products
-        if not any(loop.contains(step) or step.contains(loop) or step == loop for step in steps)
-    ]
+    apart = [x for x in products if not any(x.contains(step) or step.contains(x) or step == x for step in steps)]
+    return steps + apart
 
 
-def _between(
-    body: Sequence[Instruction], begins: Callable[[Instruction], bool], ends: Callable[[Instruction], bool]
-) -> list[int]:
-    """The instructions between each one that ends a section and the last one before it that begins a section."""
-    counts, since = [], None
-    for instruction in body:
-        if begins(instruction):
-            since = 0
-        elif ends(instruction):
-            if since is not None:
-                counts.append(since)
-            since = None
-        elif since is not None and not instruction.never:
-            since += 1
-    return counts
-
-
-def between_store_and_barrier(body: Sequence[Instruction]) -> list[int]:
-    """For each barrier of a loop, the instructions between it and the last store to shared memory before it."""
-    return _between(body, lambda i: i.base in ("STS", "STAS"), lambda i: i.base == "BAR")
-
-
-def between_sum_and_send(body: Sequence[Instruction]) -> list[int]:
-    """For each vector that a cluster exchanges, the instructions between the last exchange of sums within the block
-    (a shuffle, or the barrier behind which they are read) and the first store to another block."""
-    return _between(body, lambda i: i.opcode.startswith("SHFL.BFLY") or i.base == "BAR", lambda i: i.base == "STAS")
-
-
-@dataclasses.dataclass
-class Report:
-    """One hot loop. `kinds`, `gaps` and `sends` are of one pass, which is a step for a block with one sequence."""
-
-    kernel: str
-    kinds: dict[str, int]
-    divisions: int  # of the whole loop, as are calls and local
-    calls: int  # without is_shuffle_routine
-    local: int
-    gaps: list[int]
-    sends: list[int]
-
-    @property
-    def facts(self) -> list[str]:
-        """The faults of a hot loop."""
-        named = {"division": self.divisions, "function call": self.calls, "access to local memory": self.local}
-        return [f"{self.kernel}: {count} x {name}" for name, count in named.items() if count]
-
-
-def report(function: Function, loop: Loop) -> Report:
-    path = loop.path()
-    counts = collections.Counter(instruction.kind for instruction in path)
-    return Report(
-        kernel=function.label,
-        kinds={kind: counts[kind] for kind in REPORTED},
-        divisions=sum(one.is_division for one in loop.body),
-        calls=sum(one.is_call and not one.is_shuffle_routine for one in loop.body),
-        local=sum(one.kind == "local" for one in loop.body),
-        gaps=between_store_and_barrier(path),
-        sends=between_sum_and_send(path),
-    )
-
-
-def reports(text: str) -> Iterator[Report]:
-    for function in parse(text):
-        for loop in hot_loops(function):
-            yield report(function, loop)
-
-
-def table(rows: Sequence[Report]) -> str:
-    head = ["kernel", *REPORTED, "all", "store to barrier", "sum to send"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    for row in rows:
-        kinds = [*(row.kinds[kind] for kind in REPORTED), sum(row.kinds.values())]
-        gaps, sends = (", ".join(map(str, each)) for each in (row.gaps, row.sends))
-        lines.append([row.kernel, *map(str, kinds), gaps, sends])
+def table(shown: Sequence[Loop]) -> str:
+    lines = [["kernel", "instructions of a step", "multiply-adds", "store to barrier", "faults"], ["---"] * 5]
+    for loop in shown:
+        path = loop.path()
+        products = sum(one.base in MULTIPLY_ADDS for one in path)
+        faults = ", ".join(f"{count} x {name}" for name, count in loop.faults.items())
+        gaps = ", ".join(map(str, loop.gaps()))
+        lines.append([loop.function.label, str(len(path)), str(products), gaps, faults])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def find_nvcc() -> str | None:
-    return os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def find_nvdisasm() -> str | None:
@@ -342,39 +237,27 @@ def compiled(source: Path, arch: str, nvcc: str, folder: Path) -> tuple[Path, st
 
 def disassemble(cubin: Path, nvdisasm: str) -> str:
     """The machine code of a cubin."""
-    done = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"nvdisasm failed on {cubin.name}: {done.stderr}")
-    return done.stdout
+    return subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Instructions in the hot loops of the CUDA kernels.")
-    parser.add_argument("files", nargs="*", default=FILES, help="names of csrc/cuda/*.cu, or .sass files")
+    parser = argparse.ArgumentParser(description="Facts about the hot loops of the CUDA kernels.")
+    parser.add_argument("files", nargs="*", default=FILES, help="names of csrc/cuda/*.cu")
     parser.add_argument("--arch", nargs="*", default=ARCHITECTURES, choices=ARCHITECTURES)
     parser.add_argument("--kernel", default="", help="only kernels whose label contains this")
     arguments = parser.parse_args()
-    nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
-    broken: list[str] = []
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvdisasm = find_nvdisasm()
+    if nvcc is None or nvdisasm is None:
+        sys.exit("nvcc or nvdisasm is missing: set CUDACXX, and pip install nvidia-cuda-nvdisasm")
     for name in arguments.files:
-        path = Path(name)
-        if path.suffix == ".sass":
-            texts = {arguments.arch[0]: path.read_text()}
-        else:
-            if nvcc is None or nvdisasm is None:
-                sys.exit("nvcc or nvdisasm is missing: set CUDACXX, and pip install nvidia-cuda-nvdisasm")
-            source = path if path.suffix == ".cu" else ROOT / "csrc" / "cuda" / f"{name}.cu"
-            if not source.is_file():
-                sys.exit(f"{source} does not exist; names of csrc/cuda are {', '.join(FILES)}")
+        for arch in arguments.arch:
             with tempfile.TemporaryDirectory() as folder:
-                cubins = {arch: compiled(source, arch, nvcc, Path(folder))[0] for arch in arguments.arch}
-                texts = {arch: disassemble(cubin, nvdisasm) for arch, cubin in cubins.items()}
-        for arch, text in texts.items():
-            rows = [row for row in reports(text) if arguments.kernel in row.kernel]
-            print(f"\n{path.stem}, sm_{arch}\n\n{table(rows)}")
-            broken += [f"sm_{arch}: {fact}" for row in rows for fact in row.facts]
-    if broken:
-        sys.exit("\n".join(["", *broken]))
+                cubin, _ = compiled(ROOT / "csrc" / "cuda" / f"{name}.cu", arch, nvcc, Path(folder))
+                code = disassemble(cubin, nvdisasm)
+            hot = [loop for function in parse(code) for loop in hot_loops(function)]
+            shown = [loop for loop in hot if arguments.kernel in loop.function.label]
+            print(f"\n{name}, sm_{arch}\n\n{table(shown)}", flush=True)
 
 
 if __name__ == "__main__":

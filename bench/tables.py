@@ -2,11 +2,10 @@
 
 python bench/tables.py bench/results/FILE.json            rewrite the sections of both pages
 python bench/tables.py --check                            exit with 1 if a page differs from the file that it names
-python bench/tables.py bench/results/FILE.json --print    print the tables and change nothing
 
-A section is between <!-- bench:NAME --> and <!-- /bench:NAME -->; a page may have any of SECTIONS. `support` is
-generated from the SUPPORT tables of the operators, all others from the file. Sections are not edited by hand, and rows
-in which orthokern is slower are not left out.
+A section is between <!-- bench:NAME --> and <!-- /bench:NAME -->. `support` is generated from the SUPPORT tables of the
+operators, all others from the file. Sections are not edited by hand, and rows in which orthokern is slower are not left
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-SECTIONS = ("speed-summary", "speed", "table5", "accuracy", "support")
 LETTERS = "NKTBDC"  # in the order of a label
 
 Row = Mapping[str, Any]
@@ -45,6 +43,7 @@ TITLES = {
     "lengths": "Packed batches beside padded ones: time divided by that of the padded batch",
     "packed": "Packed batches beside torch: time of torch.nn.RNN divided by ours",
     "resets": "Sequences that reset: time with `resets` divided by the time without, forward and backward",
+    "leak": "Scans with a leak: time with `leak` divided by the time without, forward and backward",
     "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
     "modal_forward": "A linear recurrence of one sequence: time of torch.nn.RNN (tanh) divided by ours, forward",
@@ -68,17 +67,6 @@ SUMMARY = {
     '`GRU(variant="torch")` and `torch.nn.GRU`': ("gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch"),
 }
 SUMMARY_SIZES = ({"N": 128, "T": 1000, "B": 50}, {"N": 500, "T": 120, "B": 50}, {"N": 1000, "T": 120, "B": 50})
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A results file. SystemExit with one line for one that cannot be read."""
-    try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {path} is not a results file: {error}") from None
-    if results.get("schema") != 2:
-        raise SystemExit(f"error: {path} has schema {results.get('schema')!r}, accepted is 2")
-    return results
 
 
 def wrapped(text: str) -> str:
@@ -108,9 +96,6 @@ class Table:
         return "\n".join(lines + (["", wrapped(self.note)] if self.note else []))
 
 
-# ---- cells -------------------------------------------------------------------------------------------------------
-
-
 def number(value: float) -> str:
     """Two or three digits."""
     if value != value or value == 0:
@@ -126,7 +111,15 @@ def times_of(row: Row) -> str:
     return " / ".join(number(scale * row["details"][side]["median"]) for side in ("peer_ms", "ms"))
 
 
-def cell(row: Row) -> str:
+def mark(value: float, target: float | None, better: str) -> str:
+    if target is None:
+        return ""
+    return " ✓" if (value >= target if better == "higher" else value <= target) else " ✗"
+
+
+def cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
     details, value = row["details"], row["value"]
     if "gflops" in details:
         text = f"{100 * value:.0f} % ({number(details['gflops'])}, {number(details['us_per_step'])} µs)"
@@ -139,12 +132,6 @@ def cell(row: Row) -> str:
     return text + mark(value, row["target"], row["better"])
 
 
-def mark(value: float, target: float | None, better: str) -> str:
-    if target is None:
-        return ""
-    return " ✓" if (value >= target if better == "higher" else value <= target) else " ✗"
-
-
 def note_of(rows: Sequence[Row]) -> str:
     if any("gflops" in row["details"] for row in rows):
         return "In parentheses: GFLOP/s, and µs per time step."
@@ -154,51 +141,35 @@ def note_of(rows: Sequence[Row]) -> str:
     return RELATIVE_ERROR if any("peer_error" in row["details"] for row in rows) else ""
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-
-
 def of(results: Results, table: str) -> list[Row]:
     return [row for row in results["rows"] if row["table"] == table]
-
-
-def cases(rows: Sequence[Row]) -> list[str]:
-    """Their names, in the order of their first appearance, which is that of the source."""
-    return list(dict.fromkeys(row["case"] for row in rows))
 
 
 def sizes(rows: Sequence[Row]) -> list[dict[str, int]]:
     """All sizes, by N, then T, then B."""
     unique = {tuple(sorted(row["size"].items())): row["size"] for row in rows}
-    return sorted(unique.values(), key=lambda size: (size.get("N", 0), size.get("T", 0), size.get("B", 0)))
+    return sorted(unique.values(), key=lambda size: [size.get(letter, 0) for letter in "NTB"])
 
 
-def size_label(size: Mapping[str, int], without: str) -> str:
+def size_label(size: Mapping[str, int], without: str = "") -> str:
     return ", ".join(f"{letter}={size[letter]}" for letter in LETTERS if letter in size and letter not in without)
-
-
-def direction(rows: Sequence[Row]) -> str:
-    """ "Higher is better." or "Lower is better.", as the rows say."""
-    (better,) = {row["better"] for row in rows}
-    return f"{better.capitalize()} is better."
 
 
 def by_size(rows: Sequence[Row], title: str) -> Table:
     """A table of cases by sizes. The letters that are the same in all sizes are left out, but N, K and T."""
-    columns = sizes(rows)
+    columns, (better,) = sizes(rows), {row["better"] for row in rows}
     constant = "".join(letter for letter in "BDC" if len({size.get(letter) for size in columns}) == 1)
     header = ["", *(size_label(size, constant) for size in columns)]
     targets = any(row["target"] is not None for row in rows)
     lines = []
-    for case in cases(rows):
-        here = {tuple(row["size"].items()): row for row in rows if row["case"] == case}
-        some = [here.get(tuple(size.items())) for size in columns]
-        line = [case, *("–" if row is None else cell(row) for row in some)]
-        if targets:
-            limits = [row["target"] for row in some if row is not None]
-            shown = dict.fromkeys("–" if limit is None else f"{limit:g}" for limit in limits)
-            line.append(", ".join(shown))
-        lines.append(line)
-    return Table(title, direction(rows), [*header, "target"] if targets else header, lines, note_of(rows))
+    for case in dict.fromkeys(row["case"] for row in rows):  # in the order of the source
+        here = [row for row in rows if row["case"] == case]
+        some = [next((row for row in here if row["size"] == size), None) for size in columns]
+        limits = [row["target"] for row in some if row is not None]
+        shown = dict.fromkeys("–" if limit is None else f"{limit:g}" for limit in limits)
+        lines.append([case, *map(cell, some), *([", ".join(shown)] if targets else [])])
+    header += ["target"] if targets else []
+    return Table(title, f"{better.capitalize()} is better.", header, lines, note_of(rows))
 
 
 def tables_of(results: Results, titles: Mapping[str, str]) -> list[Table]:
@@ -242,23 +213,20 @@ def speed_summary(results: Results) -> list[Table]:
     """Three modules beside those of torch, for the README."""
     cells = []
     for name, (table, case) in SUMMARY.items():
-        rows = [row for row in of(results, table) if row["case"] == case]
+        rows = [{**row, "target": None} for row in of(results, table) if row["case"] == case]
         some = [next((row for row in rows if size.items() <= row["size"].items()), None) for size in SUMMARY_SIZES]
-        cells.append([name, *("–" if row is None else f"{number(row['value'])}x ({times_of(row)})" for row in some)])
+        cells.append([name, *map(cell, some)])
     here = results["conditions"]
     text = (
         f"{here['machine']['cpu']}, {here['threads']} threads, PyTorch {here['versions']['torch']}, {results['date']}"
     )
     better = f"Higher is better; µs per time step in parentheses. {text}."
-    header = ["module, and its peer", *(size_label(size, "") for size in SUMMARY_SIZES)]
+    header = ["module, and its peer", *map(size_label, SUMMARY_SIZES)]
     return [Table(": time of torch's module divided by ours, forward and backward", better, header, cells)]
 
 
 def all_tables(results: Results) -> list[Table]:
     return [*tables_of(results, TITLES), *tables_of(results, ACCURACY), *table5(results)]
-
-
-# ---- pages -------------------------------------------------------------------------------------------------------
 
 
 def conditions_line(results: Results, link: str) -> str:
@@ -282,23 +250,20 @@ def support() -> str:
     """Which backend has a kernel for which operator, by the SUPPORT tables, whether or not this build includes it."""
     from orthokern import dispatch, ops
 
-    cells = []
-    for op in ops.NAMES:
-        row = [f"`{op}`"]
-        for backend in dispatch.BACKENDS:
-            served = getattr(ops, op).SUPPORT[backend]
-            if served.missing is not None:
-                row.append("–")
-                continue
-            dtypes = ", ".join(map(dispatch.dtype_name, served.dtypes))
-            parts = [f"{dtypes} on {' and '.join(served.devices or ('any',))}"]
-            parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
-            parts += ["chunks of time"] if "chunked" in served.algorithms else []
-            parts += [", ".join(served.features)] if served.features else []
-            parts += ["compute capability {}.{} or higher".format(*served.capability)] if served.capability else []
-            row.append("; ".join(parts))
-        cells.append(row)
-    return Table(": dtypes, devices, limits, features", "", ["", *dispatch.BACKENDS], cells).markdown()
+    def described(served: dispatch.Support) -> str:
+        if served.missing is not None:
+            return "–"
+        dtypes = ", ".join(map(dispatch.dtype_name, served.dtypes))
+        parts = [f"{dtypes} on {' and '.join(served.devices or ('any',))}"]
+        parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
+        parts += ["chunks of time"] if "chunked" in served.algorithms else []
+        parts += [", ".join(served.features)] if served.features else []
+        parts += ["compute capability {}.{} or higher".format(*served.capability)] if served.capability else []
+        return "; ".join(parts)
+
+    backends = dispatch.BACKENDS
+    cells = [[f"`{op}`", *(described(getattr(ops, op).SUPPORT[name]) for name in backends)] for op in ops.NAMES]
+    return Table(": dtypes, devices, limits, features", "", ["", *backends], cells).markdown()
 
 
 def sections(results: Results, link: str) -> dict[str, str]:
@@ -317,64 +282,40 @@ def sections(results: Results, link: str) -> dict[str, str]:
     return texts
 
 
-def replaced(page: str, name: str, texts: Mapping[str, str]) -> str:
-    """The page with its sections replaced; a section without markers in it is left out.
-
-    Raises:
-        SystemExit: an opening marker without its closing one, or no markers at all.
-    """
-    count = 0
-    for section in SECTIONS:
-        opening, closing = f"<!-- bench:{section} -->", f"<!-- /bench:{section} -->"
-        if opening not in page:
-            continue
-        start = page.index(opening) + len(opening)
-        end = page.find(closing, start)
-        if end < 0:
-            raise SystemExit(f"error: {name} has {opening} without {closing}")
-        page = f"{page[:start]}\n{texts[section]}\n{page[end:]}"
-        count += 1
-    if not count:
-        markers = ", ".join(f"<!-- bench:{section} -->" for section in SECTIONS)
-        raise SystemExit(f"error: {name} has none of the markers {markers}")
-    return page
-
-
-def fill(page: Path, path: Path | None, check: bool) -> bool:
-    """Rewrite the sections of a page, or with `check` only compare them; whether they agreed before."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SystemExit(f"error: {page}: {error.strerror}") from None
-    if path is None:
+def filled(page: Path, results: Path | None) -> tuple[str, str]:
+    """The text of a page with its sections generated from a results file, or from the one that the page names; and the
+    path of that file relative to the page."""
+    text = page.read_text(encoding="utf-8")
+    if results is None:
         named = re.search(r"<!-- generated by bench/tables\.py from (\S+) -->", text)
         if named is None:
             raise SystemExit(f"error: {page.name} names no results file: pass one")
-        path = page.parent / named[1]
-    link = Path(os.path.relpath(path.resolve(), page.resolve().parent)).as_posix()
-    required = replaced(text, page.name, sections(load(path), link))
-    if not check:
-        page.write_text(required, encoding="utf-8")
-    elif required != text:
-        print(f"error: {page.name} differs from {link}: run python bench/tables.py FILE on that file", file=sys.stderr)
-    return required == text
+        results = page.parent / named[1]
+    link = Path(os.path.relpath(results.resolve(), page.resolve().parent)).as_posix()
+    try:
+        texts = sections(json.loads(results.read_text(encoding="utf-8")), link)
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"error: {results} is not a results file: {error!r}") from None
+    marked = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench:\2 -->)", re.DOTALL)
+    return marked.sub(lambda match: f"{match[1]}{texts[match[2]]}\n{match[3]}", text), link
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path, help="a results file; default: the one that each page names")
     parser.add_argument("--page", type=Path, action="append", help="a page to fill; repeatable; default: both pages")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the tables, change nothing")
-    args = parser.parse_args(arguments)
-    if args.show:
-        if args.results is None:
-            parser.error("--print needs a results file")
-        print("\n\n".join(table.markdown() for table in all_tables(load(args.results))))
-        return 0
-    agreed = [fill(page, args.results, args.check) for page in args.page or PAGES]
-    return 1 if args.check and not all(agreed) else 0
+    args = parser.parse_args()
+    agreed = True
+    for page in args.page or PAGES:
+        text, link = filled(page, args.results)
+        if not args.check:
+            page.write_text(text, encoding="utf-8")
+        elif text != page.read_text(encoding="utf-8"):
+            print(f"error: {page.name} differs from {link}: run python bench/tables.py FILE", file=sys.stderr)
+            agreed = False
+    return 0 if agreed else 1
 
 
 if __name__ == "__main__":

@@ -94,6 +94,12 @@ def test_a_wrong_result_is_refused(module: Any) -> None:
             harness.check("sum", [wrong], [right], 1e-5)
 
 
+def test_peak_memory_is_that_of_the_command(module: Any) -> None:
+    """Not that of this process, which is larger."""
+    held = torch.ones(300 << 18)  # 300 MiB
+    assert module("harness").peak_of([sys.executable, "-c", "pass"]) < held.nbytes / 2
+
+
 def test_the_pages_agree_with_their_results_file() -> None:
     checked = run(*UTF_8, str(TABLES), "--check")
     assert checked.returncode == 0, checked.stderr
