@@ -6,15 +6,17 @@ of "Cost" in the docstrings of the ops. Padding counts, since shapes do not tell
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, split_needs
 
+COUNTER = "torch.utils.flop_counter"
 Shape = tuple[int, ...]
 
 
@@ -87,8 +89,33 @@ def _skew_exp_bwd(grad_p: Shape, *_: Any, **__: Any) -> int:
     return 8 * 2 * prod(grad_p) * grad_p[-1]
 
 
+class _Finder:
+    """Registers the formulas once torch's counter is imported, which imports Triton. One of sys.meta_path."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
 def register() -> None:
-    """Register the formulas of all ops, once they exist."""
+    """Register the formulas of all ops, once they and torch's counter exist."""
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(counter: Any) -> None:
     ops = torch.ops.orthokern
     formulas: dict[Any, Callable[..., int]] = {
         ops.factored_scan_fwd: _scan_fwd,
@@ -105,4 +132,6 @@ def register() -> None:
         ops.skew_exp_bwd: _skew_exp_bwd,
     }
     for op, formula in formulas.items():
-        register_flop_formula(op)(lambda *args, out_shape=None, _formula=formula, **options: _formula(*args, **options))
+        counter.register_flop_formula(op)(
+            lambda *args, _formula=formula, out_shape=None, **rest: _formula(*args, **rest)
+        )
