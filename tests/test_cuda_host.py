@@ -242,7 +242,7 @@ def test_cayley_in_one_launch_where_a_block_holds_the_matrix(
     cuda.set_chip(major=8, minor=9, shared_per_block=99 << 10)
     m, g = bases((n, k), dtype)
     cuda.kernels_run()
-    torch.ops.orthokern.cayley(m, g, torch.tensor(0.1), "cuda")
+    torch.ops.orthokern.cayley(m, g, torch.tensor(0.01), "cuda")
     assert cuda.kernels_run() == launches
     assert bool(workspaces[-1].numel()) == (launches > 1)
 

@@ -59,7 +59,7 @@ adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: 
 adding | --T 10 --model nnrnn --margin 1 --spectrum-prior 1 | --spectrum-prior 1: for --model factorized
 pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
 pixel_mnist | --data {mnist} --average 1 | '1' is not a number of at least 0 and below 1 or none
-adding | --hidden 10000000 | there is no memory for u_l0 of shape [10000000, 10000000]
+adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images

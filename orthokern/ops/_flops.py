@@ -131,7 +131,9 @@ def _register(counter: Any) -> None:
         ops.skew_exp_fwd: _skew_exp_fwd,
         ops.skew_exp_bwd: _skew_exp_bwd,
     }
+
+    def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+        return lambda *args, out_shape=None, **options: formula(*args, **options)
+
     for op, formula in formulas.items():
-        counter.register_flop_formula(op)(
-            lambda *args, _formula=formula, out_shape=None, **rest: _formula(*args, **rest)
-        )
+        counter.register_flop_formula(op)(of_shapes(formula))
