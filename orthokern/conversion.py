@@ -1,4 +1,4 @@
-"""Replace the torch.nn.RNN, GRU and LSTM modules of a model with orthokern's, with the same parameters.
+"""Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's, with the same parameters.
 
 ``orthokern.convert`` is the function of this module. ``python -m orthokern.compare`` runs it on a model and compares
 the results and times of both.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthokern.errors import InputError, require
-from orthokern.nn import GRU, LSTM, RNN
+from orthokern.nn import GRU, RNN
 from orthokern.nn._checks import check_backend, flag
 
 __all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
@@ -24,7 +24,7 @@ __all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
 DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both modules
 DEVICES = ("cpu", "cuda", "meta")
 
-_KINDS = (nn.RNN, nn.GRU, nn.LSTM)
+_KINDS = (nn.RNN, nn.GRU)
 # What torch's modules keep in their own __dict__; anything else was put there by the user and is carried over.
 _OWN = frozenset[str]().union(*(kind(1, 1, device="meta").__dict__ for kind in _KINDS))
 
@@ -75,7 +75,7 @@ class Conversion(NamedTuple):
 
 
 def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = None) -> Conversion:
-    """Replace the torch.nn.RNN, GRU and LSTM modules of a model with orthokern's.
+    """Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's.
 
     Outputs and gradients are those of torch up to rounding, for both nonlinearities, layers, directions, layouts,
     biases, dropout and PackedSequence. The state_dict has the same names. The new modules hold the very parameters of
@@ -83,9 +83,10 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     with ``inplace=True`` an existing optimizer stays valid. A module that is registered under several names is replaced
     by one module under all of them. Attributes that the user set are carried over.
 
-    A recurrent module is not replaced if there is no equivalent module: a torch.nn.LSTM with projections or on a GPU,
-    the cells, subclasses, modules with hooks, parametrizations, a replaced ``forward`` or additional submodules, 16-bit
-    parameters, quantized and scripted modules. The report has the reason.
+    A recurrent module is not replaced if the new one is not faster (torch.nn.LSTM, whose equivalent is
+    ``orthokern.nn.LSTM``), or if there is no equivalent module: cells, subclasses, modules with hooks or
+    parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters, quantized and scripted
+    modules. The report has the reason.
 
     There are four differences: the new modules are not instances of torch's; under torch.autocast they return float32,
     because their states are float32; their output must not be changed in place before the backward, as by
@@ -96,7 +97,7 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.
         inplace: change the model itself; False changes a copy (copy.deepcopy). A model that is itself a recurrent
             module cannot be changed in place: the module returned is a new one with its parameters.
-        backend: backend of the new modules; see ``orthokern.functional``. An LSTM has the CPU's only.
+        backend: backend of the new modules; see ``orthokern.functional``.
 
     Returns:
         (module, report): the converted model, and a `Report` of the modules that were replaced and not replaced.
@@ -161,8 +162,6 @@ def _obstacle(module: Any) -> str | None:
     kind = type(module)
     if kind not in _KINDS:
         return _foreign(module)
-    if module.proj_size:
-        return f"its proj_size is {module.proj_size}; swapped are modules without projections"
     # torch.nn.Module calls the functions in dictionaries named _..._hooks; the new module would not, at the same place
     hooks = [name for name, held in module.__dict__.items() if name.endswith("_hooks") and held]
     if hooks:
@@ -182,18 +181,18 @@ def _obstacle(module: Any) -> str | None:
             return f"its {name} is {parameter.dtype}; swapped are torch.float32 and torch.float64"
         if parameter.device.type not in DEVICES:
             return f"its {name} is on {parameter.device}; swapped are modules on cpu and cuda"
-    if kind is nn.LSTM and any(parameter.is_cuda for parameter in module.parameters()):
-        return "it is on a GPU, where an LSTM has no kernel here"
     return ""
 
 
 def _foreign(module: Any) -> str | None:
-    """`_obstacle` of a module that is not exactly one of torch's three."""
+    """`_obstacle` of a module that is not exactly torch.nn.RNN or torch.nn.GRU."""
     kind = type(module)
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         if parametrize.is_parametrized(module):
             names = ", ".join(getattr(module, "parametrizations", {}))
             return f"it has parametrizations ({names}); swap first, then parametrize"
+        if isinstance(module, nn.LSTM):
+            return "orthokern.nn.LSTM, which has the same results, is not faster for all sizes"
         if isinstance(module, nn.RNNCellBase):
             return "a cell runs one step at a time; swapped are modules that run all steps"
         base = next(each for each in (*_KINDS, nn.RNNBase) if isinstance(module, each))
@@ -210,18 +209,16 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     """orthokern's module in place of torch's, with its parameters."""
     assert isinstance(old, nn.RNNBase)
     options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
-    options |= {"num_layers": old.num_layers, "dropout": old.dropout}
+    options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}
     options |= {"device": "meta", "dtype": next(old.parameters()).dtype}
     new: nn.Module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has warned of dropout with one layer
         if isinstance(old, nn.RNN):
             nonlinearity = "relu" if old.mode == "RNN_RELU" else "tanh"
-            new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, backend=backend, **options)
-        elif isinstance(old, nn.GRU):
-            new = GRU(old.input_size, old.hidden_size, variant="torch", backend=backend, **options)
+            new = RNN(old.input_size, old.hidden_size, nonlinearity=nonlinearity, **options)
         else:
-            new = LSTM(old.input_size, old.hidden_size, **options)
+            new = GRU(old.input_size, old.hidden_size, variant="torch", **options)
     new._parameters.update(old._parameters)
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
     new.training = old.training

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-import orthokern
 from orthokern import nn
 from orthokern.errors import InputError
 
@@ -55,13 +54,3 @@ def test_packed_sequences_and_state_dicts() -> None:
 def test_a_projection_is_refused() -> None:
     with pytest.raises(InputError, match=r"proj_size must be 0 .*, got 2"):
         nn.LSTM(3, 8, proj_size=2)
-
-
-def test_convert_replaces_a_lstm() -> None:
-    model = torch.nn.Sequential(torch.nn.LSTM(3, 8, num_layers=2))
-    converted, report = orthokern.convert(model)
-    assert str(report) == "swapped '0': torch.nn.LSTM(3, 8, num_layers=2) -> orthokern.nn.LSTM(3, 8, num_layers=2)"
-    x = torch.randn(5, 2, 3)
-    torch.testing.assert_close(converted(x), model(x))
-    _, report = orthokern.convert(torch.nn.LSTM(3, 8, proj_size=2))
-    assert "proj_size" in str(report)
