@@ -105,8 +105,8 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
     except (RuntimeError, TypeError, OverflowError, AssertionError) as error:  # a torch without CUDA asserts
         reason = str(error).split("\n")[0].split(". ")[0][:100]
         raise InputError(
-            f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} ({reason}); "
-            "accepted: a device that is present, as cpu or cuda, and sizes that fit"
+            f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} "
+            f"({reason}); accepted: a device that is present, as cpu or cuda, and sizes that fit"
         ) from None
 
 
