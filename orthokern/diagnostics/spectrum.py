@@ -78,19 +78,19 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
 
     The cost is one eigenvalue decomposition per recurrence, and for a dense W one singular value decomposition:
     together about 10 ms for N = 128 and 0.3 s for N = 512. A factorized recurrence needs no singular value
-    decomposition.
+    decomposition, and the eigenvalues of a matrix [K, K].
 
     Args:
         module: a recurrence of orthokern.nn, or an object with their `num_layers`, `bidirectional` and
-            `recurrent_matrix(layer, reverse)`; `singular_values(layer, reverse)` and `orthogonality_error()` are used
-            if it has them.
+            `recurrent_matrix(layer, reverse)`; `singular_values(layer, reverse)`, `latent_matrix(layer, reverse)`
+            and `orthogonality_error()` are used if it has them.
         eigenvalues: also compute "spectral_radius", "eigenvalue_moduli" and "eigenvalue_angles".
 
     Returns:
-        "spectrum" (as `summarize_spectrum`; for a factorized recurrence of rank K < N, of the K values without the
-        N - K zeros), "spectral_radius", "eigenvalue_moduli" (of |lambda|, as `summarize_spectrum`; for a normal matrix
-        they equal the singular values), "eigenvalue_angles" (as `angle_histogram`). The first recurrence has these
-        names. The names of the others end in "_l0_reverse", "_l1", ..., as those of parameters.
+        "spectrum" (as `summarize_spectrum`), "spectral_radius", "eigenvalue_moduli" (of |lambda|, as
+        `summarize_spectrum`; for a normal matrix they equal the singular values), "eigenvalue_angles" (as
+        `angle_histogram`); of a factorized recurrence of rank K < N without the N - K zeros. The first recurrence has
+        these names. The names of the others end in "_l0_reverse", "_l1", ..., as those of parameters.
         "orthogonality_error": the largest |M^T M - I| of all bases, if the module has bases.
         All numbers of a matrix that is not finite are NaN.
 
@@ -110,7 +110,9 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
     with torch.no_grad():
         for index, (layer, reverse) in enumerate(places):
             suffix = f"_l{layer}{'_reverse' if reverse else ''}" if index else ""
-            w = module.recurrent_matrix(layer, reverse) if eigenvalues or singular_values is None else None
+            w = None
+            if singular_values is None or eigenvalues:
+                w = getattr(module, "latent_matrix", module.recurrent_matrix)(layer, reverse)
             s = _singular_values(w) if singular_values is None else singular_values(layer, reverse)
             record[f"spectrum{suffix}"] = summarize_spectrum(s)
             if eigenvalues:

@@ -125,6 +125,25 @@ class FactorizedRNN(Recurrent):
         return self.spectrum(layer, reverse).detach().abs()
 
     @_autocast.keeps_dtype
+    def latent(self, states: Tensor, layer: int = 0, reverse: bool = False) -> Tensor:
+        """kappa = V^T h [..., K] of states h [..., N] of one recurrence: the K numbers of a state that W reads.
+
+        Example::
+
+            >>> rnn = FactorizedRNN(3, 64, rank=2)
+            >>> rnn.latent(rnn(torch.randn(100, 4, 3))[0]).shape
+            torch.Size([100, 4, 2])
+        """
+        return states @ self._tensor(f"v_{self._suffix(layer, reverse)}")
+
+    @_autocast.keeps_dtype
+    def latent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
+        """V^T U diag(s) [K,K] of one recurrence, without the gain, differentiable: the map of `latent` from one state
+        to the next where the activation is the identity. Its eigenvalues are those of W but for N - K zeros."""
+        suffix = self._suffix(layer, reverse)
+        return self._tensor(f"v_{suffix}").mT @ (self._tensor(f"u_{suffix}") * self._spectrum(suffix))
+
+    @_autocast.keeps_dtype
     def _composed(self, suffix: str) -> Tensor:
         return (self._tensor(f"u_{suffix}") * self._spectrum(suffix)) @ self._tensor(f"v_{suffix}").mT
 
