@@ -109,7 +109,7 @@ def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     x, cotangent = torch.randn(T, B, FEATURES), torch.randn(T, B, N)
     if name == "GRU":
         theirs: nn.RNNBase = nn.GRU(FEATURES, N)
-        ours: nn.Module = orthokern.nn.GRU(FEATURES, N, bias=True, variant="torch")
+        ours: nn.Module = orthokern.nn.GRU(FEATURES, N)
         ours.load_state_dict(theirs.state_dict())
         exact = gradients(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
     else:

@@ -36,7 +36,7 @@ class Swapped:
     Attributes:
         name: its name in named_modules; "" for the model itself.
         was: the old module, e.g. "torch.nn.GRU(64, 128)".
-        now: the new module, e.g. "orthokern.nn.GRU(64, 128, bias=True, variant='torch')".
+        now: the new module, e.g. "orthokern.nn.GRU(64, 128)".
     """
 
     name: str
@@ -110,7 +110,7 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
         >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.GRU(8, 16))
         >>> model, report = orthokern.convert(model)
         >>> print(report)
-        swapped '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16, bias=True, variant='torch')
+        swapped '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16)
     """
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     flag("inplace", inplace)

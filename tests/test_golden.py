@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[torch.dtype], nn.Module], Call]] = {
     ),
     "ExpRNN": (lambda dtype: ExpRNN(D, N, nonlinearity="modrelu", dtype=dtype), nn.Module.__call__),
     "NonNormalRNN": (lambda dtype: NonNormalRNN(D, N, dtype=dtype), nn.Module.__call__),
-    "GRU": (lambda dtype: GRU(D, N, dtype=dtype), _with_resets),
+    "GRU": (lambda dtype: GRU(D, N, variant="kanai", dtype=dtype), _with_resets),
     "GRU torch": (lambda dtype: GRU(D, N, 2, True, bidirectional=True, variant="torch", dtype=dtype), _packed),
     "PeepholeLSTM": (lambda dtype: PeepholeLSTM(D, N, bidirectional=True, dtype=dtype), _packed),
     "EpisodeRNN": (lambda dtype: EpisodeRNN(FactorizedRNN(D, N, batch_first=True, dtype=dtype), True), _episodes),

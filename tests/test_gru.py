@@ -16,19 +16,19 @@ from orthokern.optim import SpectralNormProjection
 
 
 def test_first_parameters() -> None:
-    module = GRU(300, 200, 2, bias=True, init_std=0.02)
+    module = GRU(300, 200, 2, variant="kanai", bias=True, init_std=0.02)
     for layer in (0, 1):
         w = module.recurrent_matrix(layer).detach()
         torch.testing.assert_close(w.mT @ w, torch.eye(200), rtol=0, atol=1e-5)
         rest = torch.cat([getattr(module, f"weight_ih_l{layer}").flatten(), module.weight_hh_l0[:400].flatten()])
         assert 0.0198 < float(rest.detach().std()) < 0.0202
         assert not getattr(module, f"bias_ih_l{layer}").any() and not getattr(module, f"bias_hh_l{layer}").any()
-    again = GRU(300, 200, 2, bias=True, init_std=0.02)
+    again = GRU(300, 200, 2, variant="kanai", bias=True, init_std=0.02)
     for m in (module, again):
         m.reset_parameters(torch.Generator().manual_seed(1))
     assert torch.equal(module.weight_hh_l1, again.weight_hh_l1)
-    assert repr(again) == "GRU(300, 200, num_layers=2, bias=True, init_std=0.02)"
-    assert repr(GRU(3, 4, variant="torch")) == "GRU(3, 4, variant='torch')"
+    assert repr(again) == "GRU(300, 200, num_layers=2, bias=True, variant='kanai', init_std=0.02)"
+    assert repr(GRU(3, 4)) == "GRU(3, 4)" and repr(GRU(3, 4, variant="kanai")) == "GRU(3, 4, variant='kanai')"
 
 
 @pytest.mark.parametrize("changed", ["pruned", "weight norm"])

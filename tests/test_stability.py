@@ -20,14 +20,14 @@ def test_the_radius_is_that_of_the_map(kind: str) -> None:
     if kind == "torch.nn":
         module: torch.nn.Module = torch.nn.GRU(3, 6, 2, bias=False, dtype=torch.float64)
     else:
-        module = GRU(3, 6, 2, variant=kind, init="kanai", init_std=0.7, dtype=torch.float64)
+        module = GRU(3, 6, 2, bias=False, variant=kind, init="kanai", init_std=0.7, dtype=torch.float64)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(3.0)
     result = diagnose_stability(module)
     for layer, suffix in enumerate(("", "_l1")):
         weight = module.get_parameter(f"weight_hh_l{layer}")
-        one = GRU(6, 6, variant="torch" if kind == "torch.nn" else kind, dtype=torch.float64)
+        one = GRU(6, 6, bias=False, variant="torch" if kind == "torch.nn" else kind, dtype=torch.float64)
         with torch.no_grad():
             one.weight_hh_l0.copy_(weight)
 

@@ -118,7 +118,7 @@ plt.show()
 
 # %%
 torch.manual_seed(0)
-gru = GRU(task.num_ids, hidden, variant="torch", bias=True)
+gru = GRU(task.num_ids, hidden)
 gru_readout = LinearCrossEntropy(hidden, task.num_classes)
 with torch.no_grad():
     gru.get_parameter("weight_ih_l0")[:, 0] = 0.0

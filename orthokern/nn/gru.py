@@ -32,7 +32,7 @@ class GRUOptions(LayerOptions, total=False):
 
 
 class GRU(Layers):
-    """A GRU with the interface of torch.nn.GRU. A bound on the norm of one matrix keeps its fixed point h = 0 stable.
+    """torch.nn.GRU on orthokern's scan, and the GRU of Kanai et al. 2017, with a bound on the norm of one matrix.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
         n_t = tanh(W_in x_t + b_in + W_hn (r_t * h_{t-1}) + b_hn)      variant "kanai" (Kanai et al. 2017, eq. 1 to 4)
@@ -45,14 +45,14 @@ class GRU(Layers):
     (the paper's lemma 2; ``jacobian_at_zero``). With a largest singular value of W_hn below 2 its spectral radius is
     below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` maintains this bound.
 
-    Constructor, parameter names, layouts and outputs are those of torch.nn.GRU, whose state_dict can be loaded; variant
-    "torch" then computes the same outputs and gradients. Two defaults differ: the variant, and no biases, as in the
-    paper, because with biases 0 is not a fixed point. The input may also be token ids.
+    Constructor, parameter names, layouts, outputs, gradients and, for the same seed, initial parameters are those of
+    torch.nn.GRU, whose state_dict can be loaded. ``variant="kanai"`` is another cell. It has no biases unless they are
+    asked for, as in the paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size, hidden_size, *args, **options: num_layers, bias (default False), batch_first, dropout,
+        input_size, hidden_size, *args, **options: num_layers, bias (default True for variant "torch"), batch_first, dropout,
             bidirectional, device, dtype, learned_h0 and backend, as in orthokern.nn.RNN; dtype is float32 or float64.
-        variant: "kanai" or "torch", see above.
+        variant: "torch" or "kanai", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
             that of the variant.
@@ -68,7 +68,7 @@ class GRU(Layers):
 
     Example::
 
-        >>> states, last = GRU(3, 8, variant="torch")(torch.randn(100, 4, 3))
+        >>> states, last = GRU(3, 8)(torch.randn(100, 4, 3))
         >>> states.shape, last.shape
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
@@ -78,17 +78,18 @@ class GRU(Layers):
         input_size: int,
         hidden_size: int,
         *args: Any,
-        variant: str = "kanai",
+        variant: str = "torch",
         init: str | None = None,
         init_std: float | None = None,
         **options: Unpack[GRUOptions],
     ) -> None:
         learned_h0, backend = options.pop("learned_h0", False), options.pop("backend", None)
+        variant = one_of("variant", variant, VARIANTS)
         if len(args) < 2:  # num_layers, bias
-            options.setdefault("bias", False)
+            options.setdefault("bias", variant == "torch")
         super().__init__(input_size, hidden_size, *args, **options)
         self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend("backend", backend)
-        self.variant = one_of("variant", variant, VARIANTS)
+        self.variant = variant
         self.init = variant if init is None else one_of("init", init, INITS)
         if init_std is not None and self.init != "kanai":
             raise InputError(f"init_std is {init_std!r}, but init is {self.init!r}: accepted with init 'kanai' only")
@@ -183,5 +184,10 @@ class GRU(Layers):
         )
 
     def extra_repr(self) -> str:
-        usual = {"bias": False, "variant": "kanai", "init": self.variant, "init_std": self.hidden_size**-0.5}
+        usual = {
+            "bias": self.variant == "torch",
+            "variant": "torch",
+            "init": self.variant,
+            "init_std": self.hidden_size**-0.5,
+        }
         return self._text(**usual, learned_h0=False, backend=None)

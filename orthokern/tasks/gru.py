@@ -105,7 +105,7 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
     if settings.model == "gru":
         options: dict[str, Any] = {"init": "kanai", "init_std": settings.init_std, "backend": settings.backend}
-        return GRU(inputs, settings.hidden, layers, dropout=dropout, variant=settings.variant, **options)
+        return GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout, variant=settings.variant, **options)
     rnn = nn.GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout)
     with torch.no_grad():
         for name, weight in rnn.named_parameters():
