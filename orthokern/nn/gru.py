@@ -50,8 +50,9 @@ class GRU(Layers):
     asked for, as in the paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
-        input_size, hidden_size, *args, **options: num_layers, bias (default True for variant "torch"), batch_first, dropout,
-            bidirectional, device, dtype, learned_h0 and backend, as in orthokern.nn.RNN; dtype is float32 or float64.
+        input_size, hidden_size, *args, **options: num_layers, bias (default True for variant "torch"), batch_first,
+            dropout, bidirectional, device, dtype, learned_h0 and backend, as in orthokern.nn.RNN; dtype is float32 or
+            float64.
         variant: "torch" or "kanai", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
