@@ -79,7 +79,7 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     ([GRU], {"variant": "cudnn"}, ["unknown variant 'cudnn': accepted: kanai, torch"]),
     ([GRU], {"init": "orthogonal"}, ["unknown init 'orthogonal'"]),
     ([GRU], {"init": "torch", "init_std": 0.1}, ["init_std is 0.1, but init is 'torch'"]),
-    ([GRU], {"init_std": 0}, ["init_std must be a finite number above 0, got 0"]),
+    ([GRU], {"variant": "kanai", "init_std": 0}, ["init_std must be a finite number above 0, got 0"]),
     ([PeepholeLSTM], {"forget_bias": NAN}, ["forget_bias must be a finite number, got nan"]),
 ]
 
