@@ -56,7 +56,7 @@ optimizer = optimizer_for(
     model, lr=2e-3, geodesic_lr=1e-3, spectrum_lr=1e-2, euclidean=torch.optim.Adam, geodesic=GeodesicRMSprop
 )
 losses = []
-for iteration in range(300):
+for _ in range(300):
     signal, strength = trials(batch)
     states, last = rnn(signal)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(readout(last[0])[:, 0], (strength > 0).float())
@@ -80,15 +80,15 @@ with torch.no_grad():
     ideal = (signal.sum((0, 2)) > 0) == (strength > 0)
 for value in strengths[3:].tolist():
     rows = (strength.abs() - value).abs() < 1e-6
-    print(f"strength {value:.1f}: right {right[rows].float().mean():.1%}, ideal observer {ideal[rows].float().mean():.1%}")
-accuracy = right.float().mean().item()
+    ours, best = (each[rows].float().mean() for each in (right, ideal))
+    print(f"strength {value:.1f}: right {ours:.1%}, ideal observer {best:.1%}")
 
 # %% [markdown]
 # ## The dynamics
 #
-# W reads a state h through the two numbers κ = Vᵀh, `rnn.latent(states)`. The eigenvalues of `latent_matrix()` are those
-# of W that are not zero. Near h = 0, the component of κ with the eigenvalue λ keeps the fraction 1 - leak (1 - λ) in a
-# step: with λ near 1 it integrates the signal. The means of the trials lie on one line in the plane of κ.
+# W reads a state h through the two numbers κ = Vᵀh, `rnn.latent(states)`. The eigenvalues of `latent_matrix()` are
+# those of W that are not zero. Near h = 0, the component of κ with the eigenvalue λ keeps the fraction 1 - leak (1 - λ)
+# in a step: with λ near 1 it integrates the signal. The means of the trials lie on one line in the plane of κ.
 
 # %%
 with torch.no_grad():
@@ -108,4 +108,4 @@ axes[0].legend(frameon=False)
 axes[1].axvspan(0, stimulus, color="0.93")
 axes[1].set(xlabel="step", ylabel="readout", title="grey: the signal is on")
 figure.tight_layout()
-figure
+plt.show()
