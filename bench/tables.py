@@ -64,7 +64,7 @@ ACCURACY = {
 SUMMARY = {
     "`RNN` and `torch.nn.RNN`": ("modules", "torch.nn.RNN over orthokern.nn.RNN"),
     "`FactorizedRNN` and `torch.nn.RNN`": ("modules", "torch.nn.RNN over orthokern.nn.FactorizedRNN"),
-    '`GRU(variant="torch")` and `torch.nn.GRU`': ("gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch"),
+    "`GRU` and `torch.nn.GRU`": ("gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch"),
 }
 SUMMARY_SIZES = ({"N": 128, "T": 1000, "B": 50}, {"N": 500, "T": 120, "B": 50}, {"N": 1000, "T": 120, "B": 50})
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern.errors import InputError
-from orthokern.nn import RNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -163,3 +163,12 @@ def test_kept_arguments_follow_the_buffers(kind: str) -> None:
         frozen.step(x.double(), h)
     with pytest.raises(InputError, match=r"shape \(1, 2, 4\)"):
         frozen.step(torch.randn(2, D + 1).double(), h.double())
+
+
+@pytest.mark.parametrize("kind", [RNN, FactorizedRNN, GRU])
+def test_a_frozen_module_is_not_initialised_again(kind: Any) -> None:
+    frozen = kind(3, 4).frozen()
+    before = {name: tensor.clone() for name, tensor in frozen.state_dict().items()}
+    with pytest.raises(InputError, match="a frozen module has no parameters"):
+        frozen.reset_parameters()
+    assert all(torch.equal(before[name], tensor) for name, tensor in frozen.state_dict().items())

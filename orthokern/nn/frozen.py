@@ -147,6 +147,10 @@ class _Frozen(Layers):
         x, h = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, self.hidden_size)
         return self._args(suffix, self._factors(suffix), None, x, h, None)  # type: ignore[operator]
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Not for a frozen module, which has no parameters: InputError."""
+        raise InputError("a frozen module has no parameters; accepted: reset_parameters of its source, then frozen()")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_calls": {}}
 

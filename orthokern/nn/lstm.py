@@ -124,8 +124,7 @@ class PeepholeLSTM(LSTM):
     strict=False. The input may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 
     Args:
-        input_size, hidden_size, *args, **options: num_layers, bias, batch_first, dropout, bidirectional, device and
-            dtype, as in orthokern.nn.RNN; dtype is float32 or float64.
+        input_size, hidden_size, *args, **options: as in LSTM.
         forget_bias: initial bias of the forget gate; no effect without bias.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],

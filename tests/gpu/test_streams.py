@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,16 +44,23 @@ def test_capture_in_a_graph(name: str, backend: str) -> None:
     assert same(call(), captured)
 
 
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Synchronising calls of torch are errors."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_waits_for_the_device(name: str, backend: str) -> None:
     """Under torch's own alarm for synchronising calls."""
     call = call_of(name, backend)
     call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -88,11 +96,8 @@ def test_a_readout_waits_for_nothing_with_any_backend() -> None:
             functional.linear_cross_entropy(hidden, weight, None, classes, backend=name).backward()
 
     losses()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         losses()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("op", OPS)
