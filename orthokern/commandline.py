@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from orthokern._files import LARGEST_INTEGER
+from orthokern._no_compiler import without_compiler
 from orthokern.errors import BackendUnavailable, InputError, nearest, unknown_name
 
 Settings = dict[str, Any]
@@ -88,7 +89,8 @@ def command(body: Callable[[], int]) -> int:
         if number and getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     try:
-        return body()
+        with without_compiler():
+            return body()
     except (InputError, BackendUnavailable) as error:
         text = str(error)
     except OSError as error:

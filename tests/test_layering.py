@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"_gru_parameters"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
-    {"_files"},
+    {"_files", "_no_compiler"},
     {"dispatch", "commandline", "_state"},
     {"ops"},
     {"functional", "_learned_orthogonal"},

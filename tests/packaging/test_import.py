@@ -133,3 +133,35 @@ def test_commands_of_the_package_wait_passively(
         monkeypatch.delenv("OMP_WAIT_POLICY")
     orthokern._wait_passively()
     assert os.environ.get("OMP_WAIT_POLICY") == after
+
+
+WITHOUT_COMPILER = """
+import sys
+import torch
+from orthokern._no_compiler import without_compiler
+from orthokern.tasks import copy
+
+tiny = ["--T", "20", "--hidden", "16", "--batch", "2", "--iterations", "2", "--device", "cpu", "--no-plots"]
+copy.main([*tiny, "--out", sys.argv[1]])
+assert "sympy" not in sys.modules, "training imported the compiler"
+with without_compiler():
+    assert torch._dynamo.config.verbose is False, "an attribute of the compiler itself"
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.Adam([parameter])
+
+@torch.compile(backend="eager")
+def step(x):
+    return 2 * x
+
+parameter.grad = step(torch.ones(3))
+optimizer.step()
+assert not hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, "__dynamo_disable")
+optimizer.zero_grad()
+"""
+
+
+def test_commands_train_without_the_compiler(tmp_path: Path) -> None:
+    """The import of torch._dynamo by torch's optimizers takes a second and 140 MB; afterwards torch.compile works."""
+    command = [sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path / "run")]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
