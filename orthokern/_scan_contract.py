@@ -207,6 +207,11 @@ class PeepholeInputs(NamedTuple):
     h0: Tensor  # [B, N]
     c0: Tensor  # [B, N]
 
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        return "peephole_scan"
+
 
 class PeepholeStates(NamedTuple):
     """Results of a forward."""

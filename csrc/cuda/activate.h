@@ -25,6 +25,16 @@ struct ScalarMath {
   }
 };
 
+// 1 / (1 + e^{-x}) with a small relative error; propagates NaN. The hardware reciprocal has no branch and no function
+// call. It gives 0 below 2^-126.
+__device__ __forceinline__ float sigmoid(float x) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(1.f, 1.f + expf(-x));
+#else
+  return 1.f / (1.f + expf(-x));
+#endif
+}
+
 // phi(a). `other` is the input of the other unit of the pair, read if A works on pairs; `second`: whether this is the
 // second unit.
 template <class A, class V>

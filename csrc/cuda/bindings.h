@@ -10,6 +10,7 @@
 #include "cuda/gru_scan.h"
 #include "cuda/modal.h"
 #include "cuda/ops.h"
+#include "cuda/peephole_scan.h"
 #include "cuda/scan.h"
 
 namespace orthokern::cuda {
@@ -90,8 +91,10 @@ inline void bind(pybind11::module_& m) {
   bind_scan(m, "gru_scan_plan", "gru_scan", plan_gru_scan, run_gru_scan);
   bind_store(m, "scan_store", store_scan);
   bind_store(m, "gru_store", store_gru);
+  bind_store(m, "peephole_store", store_peephole);
   bind(m, "scan_step", run_scan_step, &StepArgs::fields<Arguments>);
   bind(m, "gru_step", run_gru_step, &StepArgs::fields<Arguments>);
+  bind(m, "peephole_step", run_peephole_step, &StepArgs::fields<Arguments>);
   bind(m, "scan_carry", run_scan_carry, &ScanCarryArgs::fields<Arguments>);
   bind(m, "modal_scan", modal_scan, &ModalArgs::fields<Arguments>);
   bind(m, "cayley", cayley, &CayleyArgs::fields<Arguments>);

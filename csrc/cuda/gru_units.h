@@ -6,16 +6,6 @@
 
 namespace orthokern::cuda {
 
-// 1 / (1 + e^{-x}) with a small relative error; propagates NaN. The hardware reciprocal has no branch and no function
-// call. It gives 0 below 2^-126.
-__device__ __forceinline__ float sigmoid(float x) {
-#ifdef __CUDA_ARCH__
-  return __fdividef(1.f, 1.f + expf(-x));
-#else
-  return 1.f / (1.f + expf(-x));
-#endif
-}
-
 // The number of steps of sequence b.
 __device__ __forceinline__ int gru_steps_of(const GruScanArgs& a, int64_t b) {
   if (b >= a.B) return 0;

@@ -119,12 +119,12 @@ struct ScanOverrides {
 };
 
 // A kernel of one step whose product is a library's. It reads the arguments of the scan from device memory, where
-// store_scan or store_gru wrote them, so that one CUDA graph serves calls whose tensors lie elsewhere.
+// a function store_* wrote them, so that one CUDA graph serves calls whose tensors lie elsewhere.
 struct StepArgs {
   int device, part;
   int64_t rows, N;       // sequences, hidden
   int64_t step;          // counted from `first` of Stored
-  const void* stored;    // Stored<ScanArgs> or Stored<GruScanArgs>
+  const void* stored;    // Stored<Args> of the scan
   const float* product;  // a row for each sequence
   float* passed;         // what the next product reads
   void* stream;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orthokern._products import add_product, ieee_products
+from orthokern._products import ieee_products, product_with_states
 from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, PeepholeStates
 from orthokern.cpu._call import call, new
 
@@ -45,8 +45,5 @@ def peephole_scan_bwd(
             "grad_c0": grad_c0,
         },
     )
-    # MKL takes two thirds of the time that it takes for the gradient as it is
-    transposed = h0.mT @ grad_x[0]
-    if T > 1:
-        add_product(transposed, states.hs[:-1].flatten(0, 1), grad_x[1:].flatten(0, 1))
-    return PeepholeGradients(grad_x, transposed.mT.contiguous(), grad_peephole, grad_h0, grad_c0)
+    grad_w = product_with_states(grad_x, h0, states.hs)
+    return PeepholeGradients(grad_x, grad_w, grad_peephole, grad_h0, grad_c0)

@@ -74,9 +74,10 @@ def run(
 ) -> None:
     """Run all steps of a scan on the current stream.
 
-    op: "scan" or "gru", whose arguments are `sizes` and `args`. tensors: the maps, and what steps pass to each other,
-    with its first values; they may be overwritten. launch: launches steps with ``Steps.tensors`` and ``Steps.kernel``,
-    in the same way for every call with the same `variant` and layout of `tensors`. opening: launched before them.
+    op: "scan", "gru" or "peephole", whose arguments are `sizes` and `args`. tensors: the maps, and what steps pass to
+    each other, with its first values; they may be overwritten. launch: launches steps with ``Steps.tensors`` and
+    ``Steps.kernel``, in the same way for every call with the same `variant` and layout of `tensors`. opening: launched
+    before them.
     """
     own = Steps(op, tensors)
     device = own.device

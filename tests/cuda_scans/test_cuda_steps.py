@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from cuda_cases import GRU_PATHS, OPS, check, check_gru, run
 from helpers import GruProblem, assert_same_bits, scan_problem, some_lengths, with_resets
+from peephole_problem import PeepholeProblem, check_peephole
 from torch import Tensor
 
 from orthokern import dispatch
@@ -69,6 +71,13 @@ def test_gru_in_windows(variant: str, override: Any, replays: Any) -> None:
     for given, of_batch in ((problem, None), (problem, lengths), (problem.with_resets(state=True), lengths)):
         check_gru(given, of_batch)
     assert replays[0] == 3 * (2 + 3) + 1
+
+
+def test_peephole_in_windows(replays: Any) -> None:
+    for seed, without in enumerate(({}, {"grad_hs": None}, {"grad_cs": None})):
+        problem = PeepholeProblem.random(STEPS, 5, 33, seed=seed)
+        check_peephole(dataclasses.replace(problem, **without), torch.float32, "cuda")
+    assert replays[0] == 2 * (2 + 3 + 3)
 
 
 @pytest.mark.parametrize("op", OPS)

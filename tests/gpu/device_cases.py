@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_scan_parity, run_scan, scan_problem
+from peephole_problem import PeepholeProblem
 from torch import Tensor
 
 from orthokern import dispatch
@@ -104,7 +105,15 @@ class Call(NamedTuple):
         return self.function(*self.inputs)
 
 
-CALLS = ("sequential scans", "chunked scans", "scans of 300 units", "gru_scan", "cayley", "thin cayley")
+CALLS = (
+    "sequential scans",
+    "chunked scans",
+    "scans of 300 units",
+    "gru_scan",
+    "peephole_scan",
+    "cayley",
+    "thin cayley",
+)
 CALLS += ("activation_fwd", "activation_bwd", "few classes", "many classes")
 
 
@@ -127,6 +136,10 @@ def call_of(name: str, backend: str, device: str = "cuda") -> Call:
         need("gru_scan", backend, N=64)
         gru = GruProblem.random("torch", 9, 20, 64).map(lambda t: t.float().to(device))
         return Call([gru.x], 0, lambda x: tuple(dataclasses.replace(gru, x=x).run(backend).values()))
+    if name == "peephole_scan":
+        need("peephole_scan", backend)
+        lstm = PeepholeProblem.random(9, 20, 64).map(lambda t: t.float().to(device))
+        return Call([lstm.x], 0, lambda x: tuple(dataclasses.replace(lstm, x=x).run(backend).values()))
     if "classes" in parts:
         need("linear_cross_entropy", backend)
         C = 10 if name == "few classes" else 200

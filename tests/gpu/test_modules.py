@@ -32,7 +32,7 @@ def test_a_compiled_module() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> None:
     x, cotangent = torch.randn(6, 5, 7, device="cuda"), torch.randn(6, 5, 32, device="cuda")
-    for module in (nn.FactorizedRNN(7, 32), nn.RNN(7, 32), nn.GRU(7, 32), nn.ExpRNN(7, 32)):
+    for module in (nn.FactorizedRNN(7, 32), nn.RNN(7, 32), nn.GRU(7, 32), nn.LSTM(7, 32), nn.ExpRNN(7, 32)):
         module = module.cuda()
         parameters = [p for p in module.parameters() if p.requires_grad]
         results = []
@@ -49,7 +49,7 @@ def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> Non
                 assert (one - other).norm() <= 2e-2 * one.norm(), type(module)
 
 
-@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU, nn.LSTM])
 def test_graphed_module(kind: Any) -> None:
     """Outputs and gradients of ``make_graphed_callables`` are the eager ones, also after steps of an optimizer."""
     eager, graphed = kind(7, 128).cuda(), kind(7, 128).cuda()
@@ -63,7 +63,7 @@ def test_graphed_module(kind: Any) -> None:
             optimizer.zero_grad()
             inputs = x.clone().requires_grad_()
             output, last = module(inputs)
-            (output.square().sum() + last.sum()).backward()
+            (output.square().sum() + sum(part.sum() for part in last)).backward()
             grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
             results.append({"output": output.detach().clone(), "x": inputs.grad, **grads})
         assert set(results[0]) == set(results[1])

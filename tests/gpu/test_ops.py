@@ -1,13 +1,15 @@
-"""The GRU, the Cayley step, the activations and the readout on a device, against the float64 reference."""
+"""The GRU, the LSTM, the Cayley step, the activations and the readout on a device, against the float64 reference."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from device_cases import DTYPES, check_gru, need, replayed
 from helpers import SHORT, GruProblem, assert_matches_reference, assert_same_bits, some_lengths
+from peephole_problem import PeepholeProblem, check_lstm, check_peephole
 from test_scans import SIZES
 
 from orthokern import functional
@@ -50,6 +52,23 @@ def test_padded_gru_in_a_graph(variant: str, backend: str) -> None:
     wrong = torch.tensor([-(2**63), 2**40 + 1, 17, 2**63 - 1])
     captured = replayed(lambda: there.run(backend, lengths=lengths), lambda: lengths.copy_(wrong))
     assert_same_bits(there.run(backend, lengths=torch.tensor([0, 40, 17, 40], device="cuda")), captured)
+
+
+@pytest.mark.parametrize(
+    "size", [*SIZES, (20, 35, 200), (20, 5, 650), (3, 300, 64)], ids="B{0[0]}-T{0[1]}-N{0[2]}".format
+)
+def test_peephole_parity(size: tuple[int, int, int]) -> None:
+    need("peephole_scan", "cuda")
+    B, T, N = size
+    problem = PeepholeProblem.random(T, B, N)
+    for missing in ({}, {"grad_hs": None}, {"grad_cs": None}):
+        check_peephole(dataclasses.replace(problem, **missing), torch.float32, "cuda", "cuda")
+
+
+def test_lstm_module() -> None:
+    """By the backend that "auto" takes."""
+    need("peephole_scan", "cuda")
+    check_lstm("cuda", 66, (80, 60, 1))
 
 
 SHAPES = [(1, 1), (5, 3), (33, 33), (64, 64), (65, 64), (130, 7), (3, 9, 9), (2, 128, 128), (2, 300, 300), (2, 300, 10)]
