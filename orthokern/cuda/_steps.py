@@ -13,8 +13,9 @@ from torch import Tensor
 
 from orthokern.cuda import _call as native
 
-# Steps of a graph. Without one, the host takes about 10 us for each of the two or more launches of a step.
-_WINDOW = 64
+# Steps of a graph. Without one, the host takes about 10 us for each of the two or more launches of a step: of the last
+# T mod _WINDOW steps, and of all steps of shorter scans. Many common T are multiples of 25.
+_WINDOW = 25
 # Graphs kept, the least recently used one is dropped. Each has copies of the maps.
 _GRAPHS = 8
 # Elements of a map, 64 MiB, above which a product takes longer than its launch and there are no graphs.

@@ -19,7 +19,7 @@ if not torch.cuda.is_available() or _call.kernels is None:
 
 OPS = ("factored_scan", "dense_scan")
 KINDS = (*OPS, *VARIANTS, "peephole")
-B, T, N = 5, 200, 250  # a window that is recorded, two replays, and a remainder
+B, T, N = 5, 85, 250  # a window that is recorded, two replays, and a remainder
 
 
 def problem_of(kind: str, *, seed: int = 0, B: int = B, T: int = T) -> Any:
