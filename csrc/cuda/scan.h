@@ -156,7 +156,8 @@ ScanPlan plan_dense_scan(const ScanArgs& args, bool backward, const ScanOverride
 void run_factored_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 void run_dense_scan(const ScanArgs& args, bool backward, const ScanPlan& plan, void* stream);
 // ScanPath::kLibrary: `part` 0 is the end of a step forward, 1 backward, from the products [Q, N] of the map and the
-// states that enter it. Sets `passed` [Q, N] to what the next product multiplies.
+// states that enter it. Sets `passed` [Q, N] to what the next product multiplies: float32, or bfloat16 if that is the
+// precision of the products.
 void store_scan(const ScanArgs& args, void* stored, void* stream);
 void run_scan_step(const StepArgs& args);
 void run_scan_carry(const ScanCarryArgs& args);

@@ -305,7 +305,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   plan = {};
   if (!allowed(ScanPath::kLibrary)) throw Error("the path that was asked for does not serve this size on this device");
   plan.path = static_cast<int>(ScanPath::kLibrary);
-  plan.precision = a.precision == kIeee ? kIeee : kTf32;
+  plan.precision = a.precision;
   plan.blocks = plan.norm_columns = scan_step_blocks(a.sequences, a.N);
   plan.sums_rows = static_cast<int>(a.sequences);
   return plan;

@@ -87,7 +87,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
       }
       if (a.out) a.out[offset + row + m] = after;
     }
-    state[at + m] = live ? state_to_pass<kBackward>(a, q, row + m, i, after) : 0.f;
+    const float passed = live ? state_to_pass<kBackward>(a, q, row + m, i, after) : 0.f;
+    if (a.precision != kBfloat16) state[at + m] = passed;
+    else reinterpret_cast<uint16_t*>(state)[at + m] = static_cast<uint16_t>(to_bf16x2(passed, 0));
     if (a.end && i + 1 == a.chunk) a.end[at + m] = after;
   }
   if (!kBackward || !a.norms) return;

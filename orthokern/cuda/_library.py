@@ -12,36 +12,49 @@ from torch import Tensor
 
 from orthokern.cuda import _call as native
 
-Product = Callable[[Tensor, Tensor, Tensor], Any]
+Product = Callable[..., None]
 
-# cudaDataType_t, cublasComputeType_t, cublasOperation_t, cublasGemmAlgo_t
-_FLOAT32, _FAST_TF32, _PLAIN, _TRANSPOSED, _DEFAULT_ALGORITHM = 0, 77, 0, 1, -1
-
-
-def _ieee_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.mm(left, right, out=out)
+# cudaDataType_t, cublasComputeType_t (FAST_TF32, and float32 for other factors), cublasOperation_t, cublasGemmAlgo_t
+_TYPES = {torch.float32: 0, torch.bfloat16: 14}
+_COMPUTE = {torch.float32: 77, torch.bfloat16: 68}
+_PLAIN, _TRANSPOSED, _DEFAULT_ALGORITHM = 0, 1, -1
 
 
-def product(device: torch.device, *, tf32: bool) -> Product:
-    """A function that sets ``out`` [R, C] to left [R, K] @ right [K, C] on the current stream of the current device.
+def product(device: torch.device, *, ieee: bool) -> Product:
+    """A function of (left [R, K], right [K, C], out [R, C], add=False) that sets out to left @ right, or adds it, on
+    the current stream of the current device. Factors are float32 or bfloat16, sums float32.
 
-    In IEEE float32, to be called in `ieee_products`, or, where the library can be called, in TF32. torch has one
-    precision for the process, and to lower it would lower that of other threads.
+    float32 factors are rounded to TF32 unless `ieee`, where the library can be called; else the product is IEEE, to be
+    called in `ieee_products`. torch has one precision for the process, and to lower it would lower that of other
+    threads.
     """
-    function = _gemm() if tf32 and device.type == "cuda" else None
-    return _ieee_product if function is None else functools.partial(_tf32_product, function)
+    function = None if ieee or device.type != "cuda" else _gemm()
+    return _product_of_torch if function is None else functools.partial(_product_of_library, function)
 
 
-def _tf32_product(function: Any, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The library has columns side by side where these have rows: out^T = right^T left^T."""
+def _product_of_torch(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+    if add:
+        out.addmm_(left, right)
+    else:
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def _factor(matrix: Tensor) -> tuple[int, int, int, int]:
+    """Whether the library, for which columns lie side by side, transposes it; its address, type and stride."""
+    rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    operation, stride = (_PLAIN, matrix.stride(0)) if rows else (_TRANSPOSED, matrix.stride(1))
+    return operation, native.address(matrix), _TYPES[matrix.dtype], stride
+
+
+def _product_of_library(function: Any, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+    """out^T = right^T left^T, see `_factor`."""
     (R, K), C = left.shape, right.shape[1]
-    contiguous = right.stride(1) == 1 and right.stride(0) >= C
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    of_right = native.address(right), _FLOAT32, right.stride(0 if contiguous else 1)
-    of_left, of_out = ((native.address(rows), _FLOAT32, rows.stride(0)) for rows in (left, out))
-    asked = _PLAIN if contiguous else _TRANSPOSED, _PLAIN, C, R, K, ctypes.byref(one), *of_right, *of_left
-    asked_of_out = ctypes.byref(zero), *of_out, _FAST_TF32, _DEFAULT_ALGORITHM
-    status = function(torch.cuda.current_blas_handle(), *asked, *asked_of_out)
+    (of_left, *left_matrix), (of_right, *right_matrix) = _factor(left), _factor(right)
+    one, old = ctypes.c_float(1), ctypes.c_float(int(add))
+    asked = of_right, of_left, C, R, K, ctypes.byref(one), *right_matrix, *left_matrix, ctypes.byref(old)
+    of_out = native.address(out), _TYPES[out.dtype], out.stride(0)
+    handle = torch.cuda.current_blas_handle()
+    status = function(handle, *asked, *of_out, _COMPUTE[right.dtype], _DEFAULT_ALGORITHM)
     if status:
         raise RuntimeError(f"cublasGemmEx returned {status}")
 

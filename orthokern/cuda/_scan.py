@@ -106,18 +106,19 @@ class Scan(_gpu_scans.Scan):
 
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
         """A library product and one kernel per step."""
-        start, backward, tf32 = args["start"], self.sizes["backward"], self.plan["precision"] > 0
-        shape = self.sizes["sequences"], self.sizes["N"]
-        state = self.args.second.new_zeros(shape) if start is None else start.view(shape).clone()
-        factors = self._factors()
-        tensors = {"state": state, "product": torch.empty_like(state), "last": factors[-1]}
+        start, backward, precision = args["start"], self.sizes["backward"], self.plan["precision"]
+        shape, new = (self.sizes["sequences"], self.sizes["N"]), self.args.second.new_empty
+        dtype = torch.bfloat16 if precision == _PRECISIONS["bf16"] else torch.float32  # of the products' factors
+        state = new(shape, dtype=dtype).zero_() if start is None else start.view(shape).to(dtype, copy=True)
+        factors = [factor.to(dtype) for factor in self._factors()]
+        tensors = {"state": state, "product": new(shape), "last": factors[-1]}
         if len(factors) > 1:
             tensors |= {"first": factors[0], "inner": state.new_empty(len(state), factors[0].shape[1])}
 
         def launch(steps: Steps, count: int) -> None:
             own = steps.tensors
             end_step = steps.kernel(backward, own["product"], own["state"])
-            multiply, rows = product(steps.device, tf32=tf32), own["inner" if "first" in own else "state"]
+            multiply, rows = product(steps.device, ieee=not precision), own["inner" if "first" in own else "state"]
             for step in range(count):
                 if "first" in own:
                     multiply(own["state"], own["first"], rows)
@@ -126,7 +127,7 @@ class Scan(_gpu_scans.Scan):
 
         of_scan = {name: value for name, value in sizes.items() if name != "backward"}
         with ieee_products():
-            run_steps("scan", (backward, tf32), of_scan, args, tensors, launch, min(sizes["chunk"], sizes["T"]))
+            run_steps("scan", (backward, precision), of_scan, args, tensors, launch, min(sizes["chunk"], sizes["T"]))
 
     def _factors(self) -> list[Tensor]:
         """Matrices whose product maps the rows of a state: W^T, backward W, as two factors if that is less work."""
@@ -143,8 +144,7 @@ class Scan(_gpu_scans.Scan):
 def scan_fwd(args: ScanArgs) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``.
 
-    ``precision`` has an effect above N = 160 (factored) or 192: on the kernels of clusters, and on library products,
-    which are TF32 for "tf32" and "bf16".
+    ``precision`` has an effect above N = 160 (factored) or 192: on the kernels of clusters, and on library products.
     """
     assert args.x is not None
     args, _ = native.ready_args(args, len(args.x))

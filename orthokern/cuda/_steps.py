@@ -23,8 +23,8 @@ _LARGEST_MAP = 1 << 24
 _STORED_BYTES = 512  # kStoredBytes of csrc/cuda/scan.h
 
 Tensors = Mapping[str, Tensor]
-# (shape, strides) of tensors by their names
-_Layout = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+# (dtype, shape, strides) of tensors by their names
+_Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Steps:
@@ -60,7 +60,8 @@ class _Kept(Steps):
 @functools.lru_cache(maxsize=_GRAPHS)
 def _kept(op: str, variant: object, device: torch.device, stream: int, layout: _Layout) -> _Kept:
     with torch.inference_mode(False):  # a tensor of inference mode could not be changed outside of it
-        return _Kept(op, {name: torch.empty_strided(shape, stride, device=device) for name, shape, stride in layout})
+        own = {n: torch.empty_strided(shape, stride, dtype=d, device=device) for n, d, shape, stride in layout}
+        return _Kept(op, own)
 
 
 def run(
@@ -85,7 +86,7 @@ def run(
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kept = None
         if steps >= 2 * _WINDOW and max(t.numel() for t in tensors.values()) <= _LARGEST_MAP and _may_record(device):
-            layout = tuple((name, tuple(t.shape), t.stride()) for name, t in tensors.items())
+            layout = tuple((name, t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items())
             kept = _kept(op, variant, device, _stream_address(device), layout)
             if not kept.lock.acquire(blocking=False):  # another thread has them
                 kept = None

@@ -14,7 +14,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from orthokern.cuda import _call
+from orthokern.cuda import _call, _scan
 
 
 def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,12 @@ def test_many_waves_of_clusters_give_way_to_library_products() -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_library_products_of_tf32_serve_smaller_batches(precision: str) -> None:
+def test_library_products_below_ieee_serve_smaller_batches(precision: str) -> None:
     for N, cluster, library in ((512, 128, 1024), (1024, 64, 512)):
         for backward in (False, True):
             assert plan("dense_scan", N, cluster, backward=backward, precision=precision)["path"] == CLUSTER, N
             of_library = plan("dense_scan", N, library, backward=backward, precision=precision)
-            assert (of_library["path"], of_library["precision"]) == (LIBRARY, 1), N
+            assert (of_library["path"], of_library["precision"]) == (LIBRARY, _scan._PRECISIONS[precision]), N
     assert plan("dense_scan", 1100, 8, precision="ieee")["precision"] == 0
 
 

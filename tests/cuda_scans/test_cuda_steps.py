@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import GRU_PATHS, OPS, check, check_gru, run
-from helpers import GruProblem, assert_same_bits, scan_problem, some_lengths, with_resets
+from helpers import GruProblem, assert_same_bits, run_scan, scan_problem, some_lengths, with_resets
 from peephole_problem import PeepholeProblem, check_peephole
 from torch import Tensor
 
@@ -73,6 +73,22 @@ def test_gru_in_windows(variant: str, override: Any, replays: Any) -> None:
     assert replays[0] == 3 * (2 + 3) + 1
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_bf16_in_windows(op: str, override: Any, replays: Any) -> None:
+    """As precise as asked, and no more; buffers of float32 in between."""
+    override("library")
+    rank = {"K": 9} if op == "factored_scan" else {}
+    problem = scan_problem(op, B=5, T=STEPS, N=34, gap=-1.0, **rank)
+    exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
+    results = [run(inexact, precision=precision) for precision in ("bf16", "ieee", "bf16")]
+    assert_same_bits(results[0], results[2])
+    for name, expected in exact.items():
+        if name == "hs" or (name.startswith("grad_") and expected.numel()):
+            bf16, ieee = ((result[name] - expected).abs().max() / expected.abs().max() for result in results[:2])
+            assert 20 * ieee < bf16 < 3e-2, name
+    assert replays[0] == 2 * (2 + 2 + 3)
+
+
 def test_peephole_in_windows(replays: Any) -> None:
     for seed, without in enumerate(({}, {"grad_hs": None}, {"grad_cs": None})):
         problem = PeepholeProblem.random(STEPS, 5, 33, seed=seed)
@@ -125,29 +141,38 @@ def test_windows_in_and_outside_of_inference_mode(override: Any, replays: Any) -
     assert torch.equal(first, forward(args).hs) and replays[0] == 2 + 3
 
 
-def test_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_arguments_of_the_library(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for cublasGemmEx reads matrices with columns side by side from their addresses."""
+    codes = {0: torch.float32, 14: torch.bfloat16}
 
-    def at(address: int, rows: int, columns: int, stride: int) -> Tensor:
-        values = (ctypes.c_float * (stride * (columns - 1) + rows)).from_address(address)
-        return torch.frombuffer(values, dtype=torch.float32).as_strided((rows, columns), (1, stride))
+    def at(address: int, code: int, stride: int, rows: int, columns: int) -> Tensor:
+        count = stride * (columns - 1) + rows
+        values = (ctypes.c_char * (count * codes[code].itemsize)).from_address(address)
+        return torch.frombuffer(values, dtype=codes[code]).as_strided((rows, columns), (1, stride))
 
     def gemm(handle: int, trans_a: int, trans_b: int, m: int, n: int, k: int, *rest: Any) -> int:
-        _, a, _, lda, b, _, ldb, _, c, _, ldc, compute, _ = rest
-        of_a = at(a, k, m, lda).mT if trans_a else at(a, m, k, lda)
-        assert (handle, trans_b, compute) == (7, 0, 77)
-        at(c, m, n, ldc).copy_(of_a @ at(b, k, n, ldb))
+        one, *a, b, b_code, ldb, old, c, c_code, ldc, compute, _ = rest
+        of_a = at(*a, k, m).mT if trans_a else at(*a, m, k)
+        of_b = at(b, b_code, ldb, n, k).mT if trans_b else at(b, b_code, ldb, k, n)
+        assert (handle, compute, one._obj.value) == (7, {torch.float32: 77, torch.bfloat16: 68}[dtype], 1)
+        out = at(c, c_code, ldc, m, n)
+        out.copy_(of_a.float() @ of_b.float() + (out if old._obj.value else 0))
         return int(m == 1)
 
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 7)
-    multiply = functools.partial(_library._tf32_product, gemm)
-    left, out = torch.randn(3, 5), torch.full((3, 4), torch.nan)
-    for right in (torch.randn(5, 4), torch.randn(4, 5).mT, torch.randn(4, 1).mT):
-        rows = left[:, : len(right)].contiguous()
-        multiply(rows, right, out)
-        torch.testing.assert_close(out, rows @ right)
+    multiply = functools.partial(_library._product_of_library, gemm)
+    for left in (torch.randn(3, 5), torch.randn(5, 3).mT, torch.randn(1, 3).mT):
+        for right in (torch.randn(5, 4), torch.randn(4, 5).mT, torch.randn(4, 1).mT):
+            K, out = min(left.shape[1], len(right)), torch.full((3, 4), torch.nan)
+            factors = left[:, :K].to(dtype), right[:K].to(dtype)
+            expected = factors[0].float() @ factors[1].float()
+            multiply(*factors, out)
+            torch.testing.assert_close(out, expected)
+            multiply(*factors, out, add=True)
+            torch.testing.assert_close(out, 2 * expected)
     with pytest.raises(RuntimeError, match="returned 1"):
-        multiply(left, torch.randn(5, 1), torch.empty(3, 1))
+        multiply(left.to(dtype), torch.randn(1, 1).to(dtype), torch.empty(3, 1))
 
 
 def test_an_error_leaves_the_buffers_usable(override: Any, replays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
