@@ -105,6 +105,10 @@ class Scan:
         """A context manager for products that run concurrently with the scan of the next ``window`` steps, or None."""
         return None
 
+    def add_to_map(self, total: Tensor | None, rows: Tensor, states: Tensor) -> Tensor:
+        """A sum for the gradient of the map, in place: total [N, N] + rows [R, N]^T states [R, N]; None: zeros."""
+        return add_product(total, rows, states)
+
     def carry(self, power: Tensor, ends: Tensor, starts: Tensor) -> None:
         """starts[c + 1] = starts[c] power + ends[c], from starts[0]: power [N, N] float64, ends [count, B, N], starts
         [count + 1, B, N]. In float64: a power that is rounded to float32 would cost eps |W^chunk| at every chunk, more
@@ -257,9 +261,10 @@ class _Sums:
     """The gradients that are products with delta_t or sums of them, computed window by window, the last one first. The
     other factor of a product is set to 0 on padding, since 0 times an infinity or a NaN is NaN."""
 
-    def __init__(self, args: ScanArgs, steps: int, needs: Any) -> None:
+    def __init__(self, scan: Scan, steps: int, needs: Any) -> None:
+        args = scan.args
         x, lengths = args.x, args.lengths
-        self.args, self.needs = args, needs
+        self.scan, self.args, self.needs = scan, args, needs
         # bool [T, B, 1], False on padding
         self.alive = None
         if lengths is not None:
@@ -293,7 +298,7 @@ class _Sums:
                 before = started(before, args.resets[here], args.reset_state)
             if alive is not None:
                 before = torch.where(alive, before, 0.0)
-            self.m = add_product(self.m, rows, before.flatten(0, 1))
+            self.m = self.scan.add_to_map(self.m, rows, before.flatten(0, 1))
         if needs.bias and args.bias is not None:
             of_steps = rows.sum(0, dtype=torch.float64)
             self.bias = of_steps if self.bias is None else self.bias.add_(of_steps)
@@ -399,7 +404,8 @@ def scan_bwd(
         args = args._replace(checkpoint_every=0)
         saved = scan_fwd(kind, args).hs
     states, window = _States(kind, args, saved, pre), window_steps(B, N)
-    adjoints, sums = _Adjoints(kind, args, grad_hs, states, needs), _Sums(args, steps, needs)
+    adjoints = _Adjoints(kind, args, grad_hs, states, needs)
+    sums = _Sums(adjoints.scan, steps, needs)
     side = None
     if not args.checkpoint_every and not adjoints.chunked and sums.required and window < steps:
         side = adjoints.scan.side_stream(window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,16 @@ class Scan(_gpu_scans.Scan):
         if path == _LIBRARY or window < _OVERLAPPED_STEPS:
             return None
         return SideStream(self.device, _PRODUCT_DELAY if path == _CLUSTER else 0)
+
+    def add_to_map(self, total: Tensor | None, rows: Tensor, states: Tensor) -> Tensor:
+        """In TF32 where the products of the scan are below IEEE; bfloat16 would need copies."""
+        if not self.plan["precision"]:
+            return super().add_to_map(total, rows, states)
+        N = self.sizes["N"]
+        total = rows.new_zeros(N, N) if total is None else total
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            product(self.device, ieee=False)(rows.mT, states, total, add=True)
+        return total
 
     def carry(self, power: Tensor, ends: Tensor, starts: Tensor) -> None:
         count, B, N = ends.shape

@@ -58,7 +58,8 @@ def factored_scan(
             products) is the default. States and sums stay float32. The cpu backend has exact products and, on a CPU
             with AVX512_BF16 and in calls of more than 16 rows (steps times sequences), "bf16": both factors of the
             products with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of
-            W and, for features, of weight and bias. The reference backend computes exact products.
+            W and, for features, of weight and bias. The cuda backend has "tf32" and "bf16" in products with W and W^T,
+            for some sizes; the gradient of W has TF32 factors there. The reference backend computes exact products.
         algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
             message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
             calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".

@@ -17,7 +17,7 @@ from helpers import (
 
 from orthokern import dispatch
 from orthokern._scan_contract import ScanArgs
-from orthokern.cuda import _scan
+from orthokern.cuda import _library, _scan
 
 # The largest relative error of a state or gradient: the unit roundoff of the factors, with room for a few steps.
 PRECISION_ERRORS = {"tf32": 3e-3, "bf16": 3e-2}
@@ -69,6 +69,30 @@ def test_precisions_of_clusters_with_lengths_and_pairs(override: Any) -> None:
     pairs = scan_problem("dense_scan", B=9, T=4, N=38, activation="oplu", gap=-1.0)
     exact, actual = run_scan(pairs, "reference"), run(pairs.to(torch.float32), precision="tf32")
     assert (actual["hs"] - exact["hs"]).abs().max() < 3e-3 * exact["hs"].abs().max()
+
+
+@pytest.mark.parametrize("path", [{"path": CLUSTER, "tensor": 1}, {"path": LIBRARY}, {"path": RESIDENT}], ids=str)
+def test_products_of_the_gradient(path: dict[str, int], override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In TF32 where those of the scan are below IEEE."""
+    override(path)
+    asked: list[tuple[bool, bool]] = []
+
+    def product(device: torch.device, *, ieee: bool) -> Any:
+        multiply = _library.product(device, ieee=ieee)
+
+        def recorded(*tensors: torch.Tensor, add: bool = False) -> None:
+            asked.append((ieee, add))
+            multiply(*tensors, add=add)
+
+        return recorded
+
+    monkeypatch.setattr(_scan, "product", product)
+    problem = scan_problem("dense_scan", B=9, T=3, N=34).to(torch.float32)
+    for precision in ("ieee", "tf32", "bf16"):
+        asked.clear()
+        run(problem, precision=precision)
+        below = precision != "ieee" and path["path"] != RESIDENT
+        assert asked.count((False, True)) == below and (True, True) not in asked
 
 
 @pytest.mark.parametrize("precision", PRECISION_ERRORS)
