@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orthokern import functional, init, parametrize
+from orthokern import init, parametrize
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN, PeepholeLSTM
 
@@ -34,11 +34,6 @@ def test_replaced_parameters(kind: Callable[..., nn.Module], name: str, value: T
 def test_sizes_beyond_the_memory(kind: Callable[..., nn.Module], sizes: tuple[int, int]) -> None:
     with pytest.raises(InputError, match="cannot hold .* of shape .*; accepted: .* sizes that fit"):
         kind(*sizes)
-
-
-def test_inputs_beyond_the_memory() -> None:
-    with pytest.raises(InputError, match=r"dense_scan_fwd: there is no memory for .*x \[1000000, 1000000, 4\]"):
-        functional.dense_scan(torch.zeros(1, 1, 1).expand(10**6, 10**6, 4), torch.eye(4))
 
 
 def test_zero_dimensional_and_foreign_tensors_given_to_ops() -> None:

@@ -21,7 +21,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 
 from orthokern._autocast import keeps_dtype, without_autocast
 from orthokern.errors import InputError
-from orthokern.ops import _vmap
 from orthokern.ops._common import filled
 from orthokern.ops._dispatcher import can_bypass_dispatcher, vmapped
 from orthokern.ops._engine import note_dtypes, one_cotangent_at_a_time, saved_tensors
@@ -66,32 +65,33 @@ class CustomOp:
         self.derivative: Any = None  # the autograd.Function, where there is one
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
-        self._vmap_rule = _vmap.one_by_one(self)
-
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
         """Call the op, without torch's dispatcher where ``orthokern/ops/_dispatcher.py`` permits that."""
         if not can_bypass_dispatcher(given):
-            level = _vmap.only_level()
-            return self.packet(*given) if level is None else _vmap.apply(level, self, self._batched, given)
-        try:
-            if torch.is_grad_enabled() and self.derivative is not None:
-                return self.derivative.apply(*given, *self.defaults[len(given) :], None)
-            return self.kernel(*given)
-        except RuntimeError as error:
-            self._report_memory(error, given)
-            raise
+            return self.packet(*given)
+        if torch.is_grad_enabled() and self.derivative is not None:
+            return self.derivative.apply(*given, *self.defaults[len(given) :], None)
+        return self.kernel(*given)
 
     def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
-        """The call under vmap, with the arguments that the dispatcher or the caller left out."""
-        defaults = self.defaults[len(given) :]
-        return self._vmap_rule(info, (*in_dims, *(None,) * len(defaults)), *given, *defaults)
+        """The rule of torch.func.vmap: one call per model, and the results stacked. in_dims: the position of the
+        models' dimension in every argument, None for an argument without it."""
+        # The derivative of unbind writes the gradient of all models once; that of R selects would write it R times.
+        arguments = [
+            (a,) * info.batch_size if place is None else a.unbind(place)
+            for a, place in zip(given, in_dims, strict=True)
+        ]
+        results = [self(*of_one) for of_one in zip(*arguments, strict=True)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        stacked = tuple(torch.stack(of_all) for of_all in zip(*map(filled, results), strict=True))
+        return stacked, (0,) * len(stacked)
 
     def _guarded(self, function: Function) -> Function:
-        """A kernel or fake that raises InputError for tensors that are 0-dimensional or not strided, and for results
-        that do not fit into memory. ``torch.ops.orthokern`` can be called without the checks of
-        ``orthokern.functional``."""
+        """A kernel or fake that raises InputError for tensors that are 0-dimensional or not strided:
+        ``torch.ops.orthokern`` can be called without the checks of ``orthokern.functional``."""
         arguments = self.overload._schema.arguments
         tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type) and a.name not in _NUMBERS]
 
@@ -105,28 +105,10 @@ class CustomOp:
                     raise InputError(
                         f"{self.name}: {name} is a {kind} tensor: accepted is a strided one of at least one dimension"
                     )
-            try:
-                results = function(*given)
-            except RuntimeError as error:
-                self._report_memory(error, given)
-                raise
+            results = function(*given)
             return filled(results, given) if isinstance(results, tuple) else results
 
         return call
-
-    def _report_memory(self, error: RuntimeError, given: tuple[Any, ...]) -> None:
-        """Raise InputError for an error of an allocation on the CPU."""
-        if "can't allocate memory" not in str(error):
-            return
-        names = [argument.name for argument in self.overload._schema.arguments]
-        shapes = [f"{name} {list(v.shape)}" for name, v in zip(names, given, strict=False) if isinstance(v, Tensor)]
-        raise InputError(
-            f"{self.name}: there is no memory for the results of {', '.join(shapes)}: accepted are smaller sizes"
-        ) from None
-
-    def register_vmap(self, rule: Function) -> None:
-        """Set the rule for torch.func.vmap, by default one call per model: see ``orthokern.ops._vmap``."""
-        self._vmap_rule = rule
 
     def register_fake(self, fake: Function) -> Function:
         """Register the function that returns empty results of the right shapes, dtypes and strides. A decorator."""

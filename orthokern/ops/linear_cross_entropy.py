@@ -12,7 +12,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
-from orthokern.ops import _route, _vmap
+from orthokern.ops import _route
 from orthokern.ops._common import check_range, contiguous, filled, needed, needs_grad
 from orthokern.ops._register import custom_op
 
@@ -180,4 +180,3 @@ def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
-_fwd.register_vmap(_vmap.one_by_one(_fwd, wanted=1))
