@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from orthokern._version import __version__
@@ -96,19 +98,27 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LAZY})
 
 
-class _SavedPrograms:
-    """Enters the ops into torch when torch first reads (or writes) an exported program, which names them: they need
-    torch, which `import orthokern` alone does not load. One of sys.meta_path; it finds no module itself."""
-
-    module = "torch._export.serde"
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == self.module:
-            sys.meta_path.remove(self)
-            importlib.import_module("orthokern.ops")
+_NEEDED_BY = {"torch._export.serde": "orthokern.ops", "torch.utils.flop_counter": "orthokern.ops._flops"}
 
 
-if _SavedPrograms.module in sys.modules:
-    importlib.import_module("orthokern.ops")
-else:
-    sys.meta_path.insert(0, _SavedPrograms())
+class _OpsFinder:
+    """Imports the ops with a module of torch that needs them: programs of torch.export name them, and the flop counter
+    has a formula for each. `import orthokern` alone loads neither them nor torch. One of sys.meta_path."""
+
+    def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in _NEEDED_BY else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            importlib.import_module(_NEEDED_BY[name])
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _OpsFinder())
+for _name in _NEEDED_BY.keys() & sys.modules.keys():
+    importlib.import_module(_NEEDED_BY[_name])

@@ -6,7 +6,6 @@ and check their arguments; the functions of the other modules take inputs that `
 """
 
 from orthokern.ops import (
-    _flops,
     activations,
     cayley,
     dense_scan,
@@ -42,5 +41,3 @@ __all__ = [
     "peephole_scan",
     "skew_exp",
 ]
-
-_flops.register()

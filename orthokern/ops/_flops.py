@@ -1,4 +1,5 @@
-"""The operations of the ops, for ``torch.utils.flop_counter.FlopCounterMode``.
+"""The operations of the ops, for ``torch.utils.flop_counter.FlopCounterMode``. Imported with torch's counter, which
+imports Triton.
 
 As in torch, a multiply-add counts as two operations, and elementwise operations are not counted. The formulas are those
 of "Cost" in the docstrings of the ops. Padding counts, since shapes do not tell it from other steps.
@@ -6,17 +7,15 @@ of "Cost" in the docstrings of the ops. Padding counts, since shapes do not tell
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, split_needs
 
-COUNTER = "torch.utils.flop_counter"
 Shape = tuple[int, ...]
 
 
@@ -89,51 +88,26 @@ def _skew_exp_bwd(grad_p: Shape, *_: Any, **__: Any) -> int:
     return 8 * 2 * prod(grad_p) * grad_p[-1]
 
 
-class _Finder:
-    """Registers the formulas once torch's counter is imported, which imports Triton. One of sys.meta_path."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name != COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _register(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def register() -> None:
-    """Register the formulas of all ops, once they and torch's counter exist."""
-    if COUNTER in sys.modules:
-        _register(sys.modules[COUNTER])
-    else:
-        sys.meta_path.insert(0, _Finder())
+_OPS = torch.ops.orthokern
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _OPS.factored_scan_fwd: _scan_fwd,
+    _OPS.factored_scan_bwd: _scan_bwd,
+    _OPS.dense_scan_fwd: _scan_fwd,
+    _OPS.dense_scan_bwd: _scan_bwd,
+    _OPS.gru_scan_fwd: _gru_fwd,
+    _OPS.gru_scan_bwd: _gru_bwd,
+    _OPS.peephole_scan_fwd: _gru_fwd,
+    _OPS.peephole_scan_bwd: _peephole_bwd,
+    _OPS.linear_cross_entropy_fwd: _linear_cross_entropy,
+    _OPS.cayley: _cayley,
+    _OPS.skew_exp_fwd: _skew_exp_fwd,
+    _OPS.skew_exp_bwd: _skew_exp_bwd,
+}
 
 
-def _register(counter: Any) -> None:
-    ops = torch.ops.orthokern
-    formulas: dict[Any, Callable[..., int]] = {
-        ops.factored_scan_fwd: _scan_fwd,
-        ops.factored_scan_bwd: _scan_bwd,
-        ops.dense_scan_fwd: _scan_fwd,
-        ops.dense_scan_bwd: _scan_bwd,
-        ops.gru_scan_fwd: _gru_fwd,
-        ops.gru_scan_bwd: _gru_bwd,
-        ops.peephole_scan_fwd: _gru_fwd,
-        ops.peephole_scan_bwd: _peephole_bwd,
-        ops.linear_cross_entropy_fwd: _linear_cross_entropy,
-        ops.cayley: _cayley,
-        ops.skew_exp_fwd: _skew_exp_fwd,
-        ops.skew_exp_bwd: _skew_exp_bwd,
-    }
+def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+    return lambda *args, out_shape=None, **options: formula(*args, **options)
 
-    def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-        return lambda *args, out_shape=None, **options: formula(*args, **options)
 
-    for op, formula in formulas.items():
-        counter.register_flop_formula(op)(of_shapes(formula))
+for _op, _formula in _FORMULAS.items():
+    register_flop_formula(_op)(_of_shapes(_formula))
