@@ -74,8 +74,8 @@ class GeodesicSGD(Optimizer):
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
         on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
         this step checks that gradients are finite; before it, such a gradient makes a basis NaN, as with torch's
-        optimizers. A captured step does not measure. Call `count_replay()` for each replay, and take an ordinary step
-        instead of a replay where `measures_next()` is true.
+        optimizers. A captured step does not measure, and a replay is not counted in `steps`: take an ordinary step now
+        and then instead of a replay.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
@@ -151,16 +151,6 @@ class GeodesicSGD(Optimizer):
     def last_grad_norm(self) -> float:
         """Joint gradient norm over all groups at the last step, before clipping. On a GPU, reading it waits."""
         return math.hypot(*(float(group["last_grad_norm"]) for group in self.param_groups))
-
-    def measures_next(self) -> bool:
-        """Whether `correct_every` makes the next step measure the drift of a group (Note [Drift]), which a CUDA graph
-        cannot do."""
-        return any(g["correct_every"] > 0 and (g["steps"] + 1) % g["correct_every"] == 0 for g in self.param_groups)
-
-    def count_replay(self) -> None:
-        """Count a replay of a CUDA graph as a step, in all groups."""
-        for group in self.param_groups:
-            group["steps"] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with every number of a group on the host."""
