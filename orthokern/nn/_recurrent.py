@@ -24,15 +24,13 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
-from orthokern._scan_contract import Readout, ScanArgs
+from orthokern._scan_contract import ScanArgs
 from orthokern.errors import InputError
 from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
-from orthokern.ops.modal import choice
-from orthokern.ops.modal.op import modal_last_step_norms
 
 NONLINEARITIES = tuple(ACTIVATIONS)
 BASIS = "modal_basis_"
@@ -330,27 +328,6 @@ class Recurrent(Layers):
         options = self._scan_options(suffix, lengths, cuts)
         del options["checkpoint_every"]
         return matrix, {"bias": bias, "basis": getattr(self, BASIS + suffix, None), **options}
-
-    @torch.no_grad()
-    def _last_step_norms(self, data: Tensor, readout: nn.Module, target: Tensor, algorithm: str) -> Tensor | None:
-        """||dL/dh_t|| [T] at the steps ``profile_steps(T)``, NaN at others, for data [T, B] or [T, B, D] and target
-        [T, B]; L is the mean cross-entropy of the last step alone. None for several layers, and if `loss` with the same
-        arguments does not use the modal form."""
-        if self.num_layers > 1:
-            return None
-        (matrix, arguments), layer = self._loss_arguments(), _weights_of(readout, self.hidden_size)
-        options = {name: arguments[name] for name in ("activation", "message_clip", "backend")}
-        options["leak"] = arguments["leak"] is not None
-        (T, B), ids, start = data.shape[:2], not data.is_floating_point(), arguments["basis"]
-        modes, _ = choice.choose(
-            choice.Call(matrix, T, B, len(layer[0]), ids, start=start, algorithm=algorithm, **options)
-        )
-        if modes is None:
-            return None
-        args = self._args(self._suffix(-1, False), (matrix, arguments["bias"]), None, data, None, None)
-        h0 = self._initial_state(self._suffix(-1, False), None, 0, Dense(B))
-        args = args._replace(h0=args.h0 if h0 is None else h0)
-        return modal_last_step_norms(args, Readout(*layer, target), modes)
 
     def explain_loss(
         self,

@@ -229,14 +229,6 @@ class CopyExperiment(DrawnTask):
         assert isinstance(self.model, CopyModel)
         return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
 
-    def last_step_norms(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
-        tokens, targets = batch
-        if self.way[0] != "modal":
-            return None
-        assert isinstance(self.model, CopyModel) and isinstance(self.rnn, RECURRENCES)
-        inputs = self.model.inputs(tokens)
-        return self.rnn._last_step_norms(inputs, self.model.readout, targets, self.settings.algorithm)
-
     def clip_gradients(self) -> None:
         if silent_blank(self.settings):
             blank = self.rnn.get_parameter("weight_ih_l0").grad

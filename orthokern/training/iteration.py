@@ -112,9 +112,6 @@ def _last_step_gradient(task: Task, batch: Any) -> Tensor | None:
     rng = rng_state()
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     try:
-        norms = task.last_step_norms(batch)
-        if norms is not None:
-            return norms
         with tap() as tapped:
             loss = task.last_step_loss(batch)
             if loss is None:

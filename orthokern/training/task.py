@@ -88,12 +88,6 @@ class Task(ABC):
         """
         return None
 
-    def last_step_norms(self, batch: Any) -> Tensor | None:
-        """‖dL/dh_t‖ [T] for L = `last_step_loss(batch)`, if a task can compute it without the states of all steps. Only
-        the elements at `orthokern.diagnostics.profile_steps(T)` are read. Default: None; then `last_step_loss` is
-        differentiated."""
-        return None
-
     @property
     def has_last_step_loss(self) -> bool:
         """Whether the task defines `last_step_loss`."""

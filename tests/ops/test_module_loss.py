@@ -196,23 +196,6 @@ def test_norms_of_a_scan_in_chunks(
     assert torch.equal(looked.state_norms[0], recorded["chunks"].state_norms[0]) and not looked.grad_norms
 
 
-@pytest.mark.parametrize("inputs", ["ids", "features"])
-def test_norms_of_the_last_step(inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the states of all steps as with them."""
-    torch.manual_seed(0)
-    rnn = FactorizedRNN(5, 12, nonlinearity="identity", dtype=torch.float64, learned_h0=True)
-    readout = nn.Linear(12, 4, dtype=torch.float64)
-    x = torch.randint(5, (150, 3)) if inputs == "ids" else torch.randn(150, 3, 5, dtype=torch.float64)
-    target = torch.randint(4, (150, 3))
-    with tap() as recorded:
-        nn.functional.cross_entropy(readout(rnn(x)[0][-1]), target[-1]).backward()
-    result = rnn._last_step_norms(x, readout, target, "modal")
-    assert result is not None
-    kept = profile_steps(150)
-    assert torch.allclose(result[kept], recorded.grad_norms[0][kept], rtol=1e-9)
-    assert rnn._last_step_norms(x, readout, target, "sequential") is None
-
-
 def test_features_that_would_fill_the_memory_stay_out_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functional.explain_scan_cross_entropy(**big(), ids=False)[0] == "modal"
     monkeypatch.setattr(choice, "kept_states", lambda device: 4000 * 20 * 64 * 4 - 1)

@@ -18,7 +18,7 @@ from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
-from orthokern.ops.modal.norms import last_step_norms, norms_through_time
+from orthokern.ops.modal.norms import norms_through_time
 from orthokern.ops.modal.reference import Inputs, entering, turn, without_padding
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
@@ -197,10 +197,3 @@ def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, 
         modes, readout, lengths, modes.w, modal.x, modal.z0, modal.table, readout.weight, readout.bias
     )
     return loss, hits
-
-
-@torch.no_grad()
-def modal_last_step_norms(args: ScanArgs, readout: Readout, modes: Modes) -> Tensor:
-    """||dL/dh_t|| [T], NaN except at ``profile_steps(T)``, for L the mean cross-entropy of the last step alone;
-    arguments as those of ``modal_loss``, without lengths."""
-    return last_step_norms(modes.backend, *_into_modes(args, readout, modes.basis), modes.basis)
