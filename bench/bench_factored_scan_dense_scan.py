@@ -1,5 +1,4 @@
-"""The scans: their rate as a share of the rate of torch's matrix product, and the same loop in eager and compiled
-torch.
+"""The scans: their rate as a share of the rate of torch's matrix product, and the same loop in eager torch.
 
 tanh, K = N but for the rows of lower rank, inputs and cotangents at every step (so that adjoints do not become denormal
 numbers, which would slow down the other implementation). W is near an orthogonal matrix, with s within 5 % of 1.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ QUICK = [{"N": 33, "T": 20}]
 LOW_RANKS = (2, 8, 32, 128)
 OPS = ("factored_scan", "dense_scan")
 
-# Relative RMS of float32 results against float64; measured: at most 3e-6. See bench_accuracy.py for the errors by T.
+# Relative RMS of float32 results against float64; measured: at most 3e-6.
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 3e-2  # of gradients with bfloat16 factors against exact ones; measured: at most 1.5e-2
 EAGER = {128: 4.5, 500: 2.0, 1000: 1.6}  # time of the eager loop over ours, by N, for the factored loop
@@ -71,15 +70,6 @@ def eager_factored(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h: Tensor) -> Ten
     states = []
     for e in x.unbind(0):
         h = torch.tanh(((h @ v) * s) @ u.mT + e)
-        states.append(h)
-    return torch.stack(states)
-
-
-def eager_factored_folded(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h: Tensor) -> Tensor:
-    """The same with s folded into U before the loop, and the addition into the product: the fewest calls."""
-    states, us = [], (u * s).mT
-    for e in x.unbind(0):
-        h = torch.tanh(torch.addmm(e, h @ v, us))
         states.append(h)
     return torch.stack(states)
 
@@ -137,13 +127,12 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     benchmark.group = f"{op}, backward"
     calls: dict[str, Callable[[], Any]] = {"product 1": product, "product 2": product, "forward": forward}
     calls |= {"product 3": product, "product 4": product, "backward": backward}
-    after = {"product 5": product, "product 6": product}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9), after=after)
-    for direction, around in (("forward", (1, 2, 3, 4)), ("backward", (3, 4, 5, 6))):
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9))
+    # the median of the products: the scan runs once per round, with whatever load other processes cause
+    products = list(map(statistics.median, zip(*(seconds[f"product {i}"] for i in (1, 2, 3, 4)), strict=True)))
+    sgemm = [2e-9 * product_size**3 / t for t in products]
+    for direction in ("forward", "backward"):
         work, times = gflop(op, direction, N, T * BATCH), seconds[direction]
-        # the median of the products: the scan runs once per round, with whatever load other processes cause
-        products = map(statistics.median, zip(*(seconds[f"product {i}"] for i in around), strict=True))
-        sgemm = [2e-9 * product_size**3 / t for t in products]
         bench.record(
             "scan",
             f"{op} {direction}",
@@ -177,18 +166,11 @@ def compare_loop(
     )
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "loop"),
-    [
-        ("factored_scan", "eager loop", eager_factored),
-        ("factored_scan", "eager loop, s folded into U", eager_factored_folded),
-        ("dense_scan", "eager loop", eager_dense),
-    ],
-)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str, name: str, loop: Callable[..., Tensor]) -> None:
-    target = EAGER.get(size["N"]) if loop is eager_factored else None
-    compare_loop(benchmark, bench, problem(op, **size), f"{name} over {op}", loop, target=target)
+def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+    loop, target = (eager_factored, EAGER.get(size["N"])) if op == "factored_scan" else (eager_dense, None)
+    compare_loop(benchmark, bench, problem(op, **size), f"eager loop over {op}", loop, target=target)
 
 
 @pytest.mark.parametrize("rank", LOW_RANKS)
@@ -196,31 +178,6 @@ def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str, name: str
 def test_low_rank(benchmark: Any, bench: Bench, size: Size, rank: int) -> None:
     p = Problem("factored_scan", **size, rank=min(rank, size["N"]))
     compare_loop(benchmark, bench, p, f"rank {rank}", eager_factored, "low rank", target=3.0 if rank <= 8 else None)
-
-
-@pytest.mark.sizes([{"N": N, "T": 120} for N in (128, 500, 1000)], quick=[])
-def test_compiled_step(benchmark: Any, bench: Bench, size: Size) -> None:
-    """torch.compile of one step, called in a Python loop: a compiled loop of a hundred steps takes minutes to compile.
-    A quick run omits it, because it needs a C++ compiler and half a minute."""
-    p = problem("factored_scan", **size)
-    torch._dynamo.reset()
-
-    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    def step(h: Tensor, e: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-        return torch.tanh(((h @ v) * s) @ u.mT + e)
-
-    def loop(x: Tensor, u: Tensor, s: Tensor, v: Tensor, h: Tensor) -> Tensor:
-        states = []
-        for e in x.unbind(0):
-            h = step(h, e, u, s, v)
-            states.append(h)
-        return torch.stack(states)
-
-    try:
-        p.step(loop)
-    except Exception as failure:  # any error of the compiler
-        pytest.skip(f"torch.compile does not work here: {type(failure).__name__}")
-    compare_loop(benchmark, bench, p, "torch.compile of a step over factored_scan", loop)
 
 
 @pytest.mark.skipif(not has_bf16(), reason="no products of bfloat16 on this CPU")
@@ -233,34 +190,3 @@ def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> 
     exact, rounded = (functools.partial(p.step, loop) for loop in loops)
     error = check(f"{op} with bfloat16 factors", rounded(), exact(), BF16_TOLERANCE)
     bench.compare(benchmark, "precision", op, p.size, exact, rounded, rounds=15, target=1.4, error=error)
-
-
-@pytest.mark.parametrize("trained", [False, True], ids=["constant", "trained"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.sizes([SIZES[0], *SIZES[2:]], quick=QUICK)
-def test_leak(benchmark: Any, bench: Bench, size: Size, op: str, trained: bool) -> None:
-    """Forward and backward with a leak over those without: one constant for all units, or a trained one for each."""
-    p = problem(op, **size)
-    leak = torch.linspace(0.1, 1, size["N"] if trained else 1).requires_grad_(trained)
-
-    def step(leak: Tensor | None, inputs: Sequence[Tensor] = p.inputs, **options: Any) -> tuple[Tensor, ...]:
-        hs = p.forward(*inputs, p.h0.to(inputs[0].dtype), leak=leak, **options)
-        variables = [*inputs, leak] if leak is not None and trained else inputs
-        return hs.detach(), *torch.autograd.grad(hs, variables, p.cotangent.to(hs.dtype))
-
-    double = [t.detach().double().requires_grad_() for t in p.inputs]
-    exact = step(leak.detach().double().requires_grad_(trained), double, backend="reference")
-    error = check(f"{op} with a leak", step(leak), exact, TOLERANCE)
-    case = f"{op}, leak [N] with its gradient" if trained else f"{op}, leak [1]"
-    bench.compare(
-        benchmark,
-        "leak",
-        case,
-        p.size,
-        functools.partial(step, None),
-        functools.partial(step, leak),
-        rounds=15,
-        target=1.1,
-        better="lower",
-        error=error,
-    )

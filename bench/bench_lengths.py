@@ -1,7 +1,5 @@
-"""Packed batches of sequences of different lengths: orthokern.nn.RNN beside the same batch padded to a rectangle, and
-beside torch.nn.RNN with the same packed batch; forward and backward to all parameters, 10 features.
-
-The packed batch may not take longer than the rectangle, whatever the lengths.
+"""Packed batches of sequences of different lengths: orthokern.nn.RNN beside torch.nn.RNN; forward and backward to all
+parameters, 10 features.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, interleave, module_step
+from harness import BATCH, Bench, Size, check, module_step
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -48,31 +46,18 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, distribution: str, ord
     theirs, ours, double = nn.RNN(FEATURES, N), RNN(FEATURES, N), nn.RNN(FEATURES, N, dtype=torch.float64)
     for module in (ours, double):
         module.load_state_dict(theirs.state_dict())
-    x = torch.randn(T, BATCH, FEATURES)
-    packed = pack_padded_sequence(x, lengths, enforce_sorted=ordered)
-    exact = pack_padded_sequence(x.double(), lengths, enforce_sorted=ordered)
-    cotangent, for_packed = torch.randn(T, BATCH, N), torch.randn(int(lengths.sum()), N)
-
-    expected = module_step(double, exact, for_packed.double())
-    error = check(f"packed, {distribution}", module_step(ours, packed, for_packed), expected, TOLERANCE)
-    benchmark.group = "packed batches, forward and backward"
-    calls = {
-        "torch": lambda: module_step(theirs, packed, for_packed),
-        "rectangle": lambda: module_step(ours, x, cotangent),
-        "packed": lambda: module_step(ours, packed, for_packed),
-    }
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(11))
-    case = f"RNN, lengths {distribution}" + ("" if ordered else ", enforce_sorted=False")
-    sizes, share = {**size, "B": BATCH, "D": FEATURES}, float(lengths.sum()) / (T * BATCH)
-    for table, peer, target, better in (("lengths", "rectangle", 1.05, "lower"), ("packed", "torch", 1.0, "higher")):
-        bench.record_ratio(
-            table,
-            case,
-            sizes,
-            seconds[peer],
-            seconds["packed"],
-            target=target,
-            better=better,
-            error=error,
-            share_of_steps=share,
-        )
+    x, cotangent = torch.randn(T, BATCH, FEATURES), torch.randn(int(lengths.sum()), N)
+    packed, exact = (pack_padded_sequence(each, lengths, enforce_sorted=ordered) for each in (x, x.double()))
+    expected = module_step(double, exact, cotangent.double())
+    bench.compare(
+        benchmark,
+        "packed",
+        f"RNN, lengths {distribution}" + ("" if ordered else ", enforce_sorted=False"),
+        {**size, "B": BATCH, "D": FEATURES},
+        lambda: module_step(theirs, packed, cotangent),
+        lambda: module_step(ours, packed, cotangent),
+        rounds=11,
+        target=1.0,
+        error=check(f"packed, {distribution}", module_step(ours, packed, cotangent), expected, TOLERANCE),
+        share_of_steps=float(lengths.sum()) / (T * BATCH),
+    )

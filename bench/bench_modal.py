@@ -1,4 +1,4 @@
-"""Linear recurrences: the modal form over the sequential scan, and one long sequence beside torch.nn.RNN."""
+"""Linear recurrences: the modal form over the sequential scan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orthokern import functional
 
 SIZES = [{"N": 128, "T": T, "B": B} for T, B in ((1000, 50), (10020, 50), (10020, 1))]
 QUICK = [{"N": 33, "T": 40, "B": 3}]
-# Relative RMS of the modal results against the sequential scan, which is the less exact of the two: bench_accuracy.py.
+# Relative RMS of the modal results against the sequential scan, the less exact of the two.
 TOLERANCE = 2e-4
 
 
@@ -53,39 +53,4 @@ def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
         rounds=9 if T < 5000 else 5,
         target=1.6 if what == "states" and T > 5000 and B > 1 else None,
         error=check(f"modal {what}", step("modal"), step("sequential"), TOLERANCE),
-    )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("what", ("loss", "states"))
-@pytest.mark.sizes([{"N": 128, "T": 10_000, "B": 1}], quick=[{"N": 33, "T": 40, "B": 1}])
-def test_forward_of_one_sequence(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
-    """torch.nn.RNN (tanh, ten features) over a linear recurrence of the same sizes. The loss includes its readout and
-    its cross-entropy, which torch's side has not, and the eigenbasis of an earlier call, as in training; the states
-    have neither."""
-    N, T, B = size["N"], size["T"], size["B"]
-    generator = torch.Generator().manual_seed(T)
-    u, s, v = factors(N, generator)
-    w = (u * (1 + (s - 1) / 50)) @ v.mT
-    weight, readout = torch.randn(N, 10, generator=generator), 0.01 * torch.randn(9, N, generator=generator)
-    x, target = torch.randn(T, B, 10, generator=generator), torch.randint(0, 9, (T, B), generator=generator)
-    theirs = torch.nn.RNN(10, N)
-    options: dict[str, Any] = {"weight": weight, "activation": "identity"}
-    basis = functional.scan_cross_entropy(x, w, readout, target, algorithm="modal", **options).basis
-
-    def ours(algorithm: str, basis: Tensor | None = None) -> Tensor:
-        if what == "states":
-            return functional.dense_scan(x, w, algorithm=algorithm, **options)
-        return functional.scan_cross_entropy(x, w, readout, target, algorithm=algorithm, basis=basis, **options).loss
-
-    bench.compare(
-        benchmark,
-        "modal_forward",
-        "loss, with the basis of an earlier call" if what == "loss" else "states",
-        size,
-        lambda: theirs(x),
-        lambda: ours("modal", basis),
-        rounds=9,
-        target=8.0 if what == "loss" else None,
-        error=check(f"modal {what}", [ours("modal", basis)], [ours("sequential")], TOLERANCE),
     )

@@ -3,6 +3,7 @@ iteration."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,6 @@ from torch import Tensor
 
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
-
-LANGUAGE_MODEL = [{"N": 650, "T": 35, "B": 20, "C": 10_000}]
-LANGUAGE_MODEL_QUICK = [{"N": 24, "T": 5, "B": 3, "C": 50}]
 
 # Singular values of the change that an iteration of `word_lm` makes to W_hn after two epochs (Penn Treebank words,
 # delta 0.2, seed 0; medians of 29 iterations, Frobenius norm 3.1), and those of W_hn itself, which fall on to 0.
@@ -42,23 +40,19 @@ def _training_steps(N: int, count: int, generator: torch.Generator) -> tuple[Ten
     return (u * values) @ v.mT, [(near(u) * step) @ near(v).mT for _ in range(count)]
 
 
-@pytest.mark.sizes(LANGUAGE_MODEL, quick=LANGUAGE_MODEL_QUICK)
-@pytest.mark.parametrize("steps", ["small", "training"])
-def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> None:
-    """The projection's share of a language model's training iteration, and a full SVD's, in a training whose W_hn
-    stays at the bound: every step has to find and remove the singular values above it.
+@pytest.mark.sizes([{"N": 650, "T": 35, "B": 20, "C": 10_000}], quick=[{"N": 24, "T": 5, "B": 3, "C": 50}])
+def test_projection(benchmark: Any, bench: Bench, size: Size) -> None:
+    """The projection's share of a language model's training iteration, and a full SVD's.
 
-    small: steps of norm 0.02 and a spectrum that is dense below the bound, so that few directions change in a step.
-    training: steps larger than the bound, as in `word_lm`, so that all directions change. The cost is a mean over
-    steps, because steps differ.
+    Every call starts from the same spectrum and removes what a step as in `word_lm`, larger than the bound, adds above
+    it. The cost is a mean over steps, because steps differ.
     """
     N, T, B, C = size["N"], size["T"], size["B"], size["C"]
     embedding, rnn, readout = torch.nn.Embedding(C, N), GRU(N, N, variant="kanai"), torch.nn.Linear(N, C)
     model = torch.nn.ModuleList([embedding, rnn, readout])
     tokens = torch.randint(0, C, (T + 1, B))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    rounds = bench.rounds(17)
+    start, changes = _training_steps(N, 8, torch.Generator().manual_seed(0))
 
     def iteration() -> None:
         optimizer.zero_grad()
@@ -66,51 +60,38 @@ def test_projection(benchmark: Any, bench: Bench, size: Size, steps: str) -> Non
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:].flatten()).backward()
         optimizer.step()
 
-    if steps == "small":
-        with torch.no_grad():
-            rnn.recurrent_matrix().mul_(torch.linspace(1.8, 0.2, N))  # orthogonal columns: its singular values
-        start = rnn.recurrent_matrix().detach().clone()
-        noise = torch.randn(N, N, generator=generator)
-        top = torch.outer(torch.linalg.svd(start)[0][:, 0], torch.linalg.svd(start)[2][0])
-        changes = [0.02 * noise / noise.norm() + 0.01 * top]
-    else:
-        start, changes = _training_steps(N, 8, generator)
-        with torch.no_grad():
-            rnn.recurrent_matrix().copy_(start)
     projection = SpectralNormProjection(rnn, delta=0.2)
+    with torch.no_grad():
+        rnn.recurrent_matrix().copy_(start)
     projection.step()
-    other = start.clone()  # the matrix of the SVD, after the same changes
-    walks = {"ours": rnn.recurrent_matrix().detach(), "svd": other}
-    count = dict.fromkeys(walks, 0)
+    ours, svds = rnn.recurrent_matrix().detach(), start.clone()  # the matrix of the SVD goes through the same changes
+    steps = {name: itertools.cycle(changes) for name in ("ours", "svd")}
 
-    def disturbed(name: str) -> Tensor:
-        count[name] += 1
-        if steps == "training":  # from the same spectrum in every step: the loss, which would keep it so, has no part
-            walks[name].copy_(start)
-        return walks[name].add_(changes[count[name] % len(changes)])
+    def disturb(name: str, w: Tensor) -> None:  # the optimizer's part
+        w.copy_(start).add_(next(steps[name]))
 
-    def by_svd() -> None:
-        u, s, vh = torch.linalg.svd(walks["svd"])
-        walks["svd"].copy_((u * s.clamp_max(1.8)) @ vh)
+    def clipped(w: Tensor) -> Tensor:
+        u, s, vh = torch.linalg.svd(w)
+        return (u * s.clamp_max(1.8)) @ vh
 
-    disturbed("ours")
-    u, s, vh = torch.linalg.svd(walks["ours"].double())
+    disturb("ours", ours)
+    exact = clipped(ours.double())
     projection.step()
-    error = check("projection", [walks["ours"]], [(u * s.clamp_max(1.8)) @ vh], 1e-6)
+    error = check("projection", [ours], [exact], 1e-6)
     benchmark.group = "spectral projection"
     calls: dict[str, Callable[[], Any]] = {
         "iteration": iteration,
-        "svd's change": lambda: disturbed("svd"),  # the optimizer's part
-        "svd": by_svd,
-        "change": lambda: disturbed("ours"),
+        "svd's change": lambda: disturb("svd", svds),
+        "svd": lambda: svds.copy_(clipped(svds)),
+        "change": lambda: disturb("ours", ours),
         "ours": projection.step,
     }
-    seconds = interleave(benchmark, calls, rounds=rounds)
+    seconds = interleave(benchmark, calls, rounds=bench.rounds(17))
     iteration_seconds = statistics.median(seconds["iteration"])
     for case, times, target in (("projection", seconds["ours"], 12.0), ("full SVD", seconds["svd"], None)):
         bench.record(
             "projection",
-            f"{case}, {steps} steps",
+            f"{case}, training steps",
             size,
             100 * statistics.fmean(times) / iteration_seconds,
             unit="%",

@@ -106,7 +106,6 @@ def interleave(
     *,
     rounds: int,
     warmup: int = 1,
-    after: Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
     """Time several calls in turns, one of each per round, so that a drift of the clock rate affects all of them
     equally.
@@ -117,14 +116,12 @@ def interleave(
         calls: by name, in the order of a round.
         rounds: number of rounds.
         warmup: number of earlier rounds, which are not counted: they map memory, fill caches and run compilers.
-        after: further calls of a round, after the one that `benchmark` times.
 
     Returns:
         For every name the seconds of each round. A call's result is freed before the next call, outside its time.
     """
     names, last = list(calls), list(calls)[-1]
-    after = after or {}
-    seconds: dict[str, list[float]] = {name: [] for name in (*names, *after)}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     results: list[Any] = []
 
     def timed(name: str, call: Callable[[], Any]) -> None:
@@ -137,12 +134,6 @@ def interleave(
             timed(name, calls[name])
             results.clear()
 
-    def after_last() -> None:
-        results.clear()
-        for name, call in after.items():
-            timed(name, call)
-            results.clear()
-
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
@@ -150,14 +141,12 @@ def interleave(
         for _ in range(warmup):
             before_last()
             timed(last, calls[last])
-            after_last()
+            results.clear()
         for times in seconds.values():
             times.clear()
         benchmark.pedantic(
-            lambda: timed(last, calls[last]), setup=before_last, teardown=after_last, rounds=rounds, warmup_rounds=0
+            lambda: timed(last, calls[last]), setup=before_last, teardown=results.clear, rounds=rounds, warmup_rounds=0
         )
-        if benchmark.disabled:  # it ran the set-up and the call once, and no teardown
-            after_last()
     finally:
         if collecting:
             gc.enable()
@@ -191,9 +180,8 @@ class WrongResult(AssertionError):
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """RMS of the difference over RMS of the expected, in float64."""
-    difference = torch.linalg.vector_norm(actual.detach().double() - expected.detach().double())
-    scale = torch.linalg.vector_norm(expected.detach().double())
-    return float(difference / scale.clamp_min(1e-300))
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float(torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected).clamp_min(1e-300))
 
 
 def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], tolerance: float) -> float:
@@ -213,15 +201,6 @@ def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], toler
     return worst
 
 
-def run(command: Sequence[str]) -> str:
-    """Run a command that imports this source tree, and return what it prints; WrongResult if it fails."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    if process.returncode:
-        raise WrongResult(f"{' '.join(command)} failed: {process.stderr.strip()[-800:]}")
-    return process.stdout
-
-
 # Linux counts the largest resident size of the process that starts a command as that of the command. This one is small.
 PEAK = """
 import resource, subprocess, sys
@@ -231,9 +210,14 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def peak_of(command: Sequence[str]) -> int:
-    """Run a command; returns its largest resident size in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * int(run([sys.executable, "-c", PEAK, *command]))
+    """Run a command that imports this source tree; returns its largest resident size in bytes, or raises WrongResult if
+    it fails."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    process = subprocess.run([sys.executable, "-c", PEAK, *command], env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise WrongResult(f"{' '.join(command)} failed: {process.stderr.strip()[-800:]}")
+    return int(process.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 
 def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
@@ -276,21 +260,15 @@ def factors(N: int, generator: torch.Generator, rank: int | None = None) -> tupl
 
 
 def cpu_model() -> str:
-    """The name of the processor without trademark signs; the architecture if the name is unknown."""
-    name, details = "", ""
+    """The name of the processor without trademark signs, with its family; the architecture if the name is unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text()
-        fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
-        name = fields.get("model name", "")
-        if "cpu family" in fields and "model" in fields:  # a virtual machine's "model name" may be no more than a brand
-            details = f" (family {fields['cpu family']}, model {fields['model']})"
     except OSError:
-        if sys.platform == "darwin":
-            run = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            name = subprocess.run(run, capture_output=True, text=True, check=False).stdout
-    name = re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*$", "", name)
-    name = " ".join(name.split()) or platform.processor() or platform.machine()
-    return name + details
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    name = " ".join(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*$", "", fields.get("model name", platform.machine())).split())
+    # the name alone may be no more than a brand, on a virtual machine
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
 
 
 def _git(*arguments: str) -> str | None:

@@ -28,7 +28,6 @@ LETTERS = "NKTBDC"  # in the order of a label
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
 
-RELATIVE_ERROR = "Relative error: RMS of the difference from the float64 result, divided by the RMS of that result."
 # Heading and quantity of the tables of the section "speed", in their order.
 TITLES = {
     "scan": "Scans: rate as a share of torch's SGEMM rate in the same round",
@@ -40,25 +39,15 @@ TITLES = {
     "overhead": "One step of one sequence: time of torch's module divided by ours, forward and backward",
     "frozen": "One step of a frozen module: time of its `step`, one sequence, divided by that of torch's module",
     "one sequence": "One sequence: our time divided by that of torch's module",
-    "lengths": "Packed batches beside padded ones: time divided by that of the padded batch",
     "packed": "Packed batches beside torch: time of torch.nn.RNN divided by ours",
     "resets": "Sequences that reset: time with `resets` divided by the time without, forward and backward",
-    "leak": "Scans with a leak: time with `leak` divided by the time without, forward and backward",
     "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
-    "modal_forward": "A linear recurrence of one sequence: time of torch.nn.RNN (tanh) divided by ours, forward",
     "copy": "The copy task by its command line: one iteration, and the peak memory of the process",
-    "memory": "Memory: peak of forward and backward, divided by the size of states plus adjoints",
     "cayley": "Cayley step: time of the other implementation divided by ours, two N x N bases",
     "skew_exp": "Exponential of a skew matrix: time of torch.matrix_exp divided by ours, with the gradient",
     "projection": "Spectral projection: its time as a share of a training iteration",
-    "activations": "Activations: time of eager torch divided by ours, forward and backward",
     "readout": "Readout with cross-entropy: time of torch divided by ours, forward and backward",
-    "gpu": "GPU: times, and times of torch divided by ours",
-}
-ACCURACY = {
-    "accuracy": "Factored scan: error in float32, ours / eager torch",
-    "modal accuracy": "Modal loss: error of a linear recurrence's loss and gradients in float32, modal / sequential",
 }
 # Rows of the README: its name, and table and case in the results.
 SUMMARY = {
@@ -123,8 +112,6 @@ def cell(row: Row | None) -> str:
     details, value = row["details"], row["value"]
     if "gflops" in details:
         text = f"{100 * value:.0f} % ({number(details['gflops'])}, {number(details['us_per_step'])} µs)"
-    elif "peer_error" in details:
-        text = f"{value:.1e} / {details['peer_error']:.1e}"
     elif "peer_ms" in details:
         text = f"{number(value)}x ({times_of(row)})"
     else:
@@ -138,7 +125,7 @@ def note_of(rows: Sequence[Row]) -> str:
     if any("peer_ms" in row["details"] for row in rows):
         unit = "µs per time step" if all("T" in row["size"] for row in rows) else "ms"
         return f"In parentheses: {unit}, theirs / ours."
-    return RELATIVE_ERROR if any("peer_error" in row["details"] for row in rows) else ""
+    return ""
 
 
 def of(results: Results, table: str) -> list[Row]:
@@ -172,8 +159,8 @@ def by_size(rows: Sequence[Row], title: str) -> Table:
     return Table(title, f"{better.capitalize()} is better.", header, lines, note_of(rows))
 
 
-def tables_of(results: Results, titles: Mapping[str, str]) -> list[Table]:
-    return [by_size(rows, title) for name, title in titles.items() if (rows := of(results, name))]
+def speed(results: Results) -> list[Table]:
+    return [by_size(rows, title) for name, title in TITLES.items() if (rows := of(results, name))]
 
 
 def table5(results: Results) -> list[Table]:
@@ -226,7 +213,7 @@ def speed_summary(results: Results) -> list[Table]:
 
 
 def all_tables(results: Results) -> list[Table]:
-    return [*tables_of(results, TITLES), *tables_of(results, ACCURACY), *table5(results)]
+    return [*speed(results), *table5(results)]
 
 
 def conditions_line(results: Results, link: str) -> str:
@@ -270,9 +257,8 @@ def sections(results: Results, link: str) -> dict[str, str]:
     """The text of every section. `link` is the path of the results file relative to the page."""
     contents = {
         "speed-summary": speed_summary(results),
-        "speed": tables_of(results, TITLES),
+        "speed": speed(results),
         "table5": table5(results),
-        "accuracy": tables_of(results, ACCURACY),
     }
     texts = {"support": support()}
     for name, tables in contents.items():
