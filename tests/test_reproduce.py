@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from runs import settings_of
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import runner
-from orthokern.reproduce.report import figure_name, is_same_run, labels, markdown
+from orthokern.reproduce.report import figure_name, labels, markdown
 from orthokern.reproduce.spec import Experiment, over_seeds
 from orthokern.training import read_metrics
 
@@ -110,31 +109,13 @@ def test_seeds_share_a_row(reproduce: Command) -> None:
     assert "| 0 | 1.000 | 1.0e+12 | +1.0e+12 | " in markdown(experiment, summary)
 
 
-def test_rows_without_run_folders(reproduce: Command) -> None:
-    """A run whose folder is on another machine keeps its row and its curve."""
-    reproduce("toy", "--only", "toy-0.1")
-    before = reproduce.rows()
-    shutil.rmtree(reproduce.full / "toy-0.1")
-    (reproduce.full / "toy.png").unlink()
-    reproduce("toy", "--report")
-    assert reproduce.rows() == before and (reproduce.full / "toy.png").exists()
-    for damage in ('{"experiment": "toy", "quick": false, "rows": [1]}', "{", "[]"):
-        (reproduce.full / "toy.json").write_text(damage)
-        reproduce.refused("move it away, or repair it", "toy", "--report")
-
-
 def test_a_row_shows_the_command_of_its_numbers(reproduce: Command) -> None:
     """Not numbers of a run that was trained before the options of the experiment were changed."""
     reproduce("toy")
     first, second = TOY.runs
     reproduce.add(replace(TOY, runs=(first, replace(second, options=(*second.options, "--lr", "0.5")))))
-    before = (reproduce.full / "toy.json").read_text()
     reproduce("toy", "--report")
     assert reproduce.states() == ["done", "other settings"] and "--lr 0.5" in reproduce.rows()[1]["command"]
-    shutil.rmtree(reproduce.full / "toy-0.1")
-    (reproduce.full / "toy.json").write_text(before)
-    reproduce("toy", "--report")
-    assert reproduce.states() == ["done", "not run"]
 
 
 @pytest.mark.parametrize(
@@ -145,18 +126,11 @@ def test_a_row_shows_the_command_of_its_numbers(reproduce: Command) -> None:
         ("dynamics", ("--model", "rnn", "--diagnose-every", "2")),
     ],
 )
-def test_a_figure_without_run_folders(figure: str, options: tuple[str, ...], reproduce: Command) -> None:
-    """The JSON file holds what each kind of figure shows."""
+def test_figures(figure: str, options: tuple[str, ...], reproduce: Command) -> None:
     run = replace(TOY.runs[0], options=(*"--T 4 --hidden 8 --iterations 6".split(), *options))
     reproduce.add(replace(TOY, figure=figure, runs=(run,)))
     reproduce("toy")
-    before = imread(reproduce.full / "toy.png")
-    shutil.rmtree(reproduce.full / run.name)
-    (reproduce.full / "toy.png").unlink()
-    pages = [(reproduce.full / name).read_text() for name in ("toy.md", "toy.json")]
-    reproduce("toy", "--report")
-    assert abs(imread(reproduce.full / "toy.png") - before).max() == 0 < before.std()
-    assert [(reproduce.full / name).read_text() for name in ("toy.md", "toy.json")] == pages
+    assert imread(reproduce.full / "toy.png").std() > 0
 
 
 def test_no_arguments_list_the_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,8 +166,13 @@ def test_a_page_follows_from_its_numbers(experiment: Experiment) -> None:
     summary = json.loads((PAGES / f"{experiment.name}.json").read_text())
     assert markdown(experiment, summary) == (PAGES / f"{experiment.name}.md").read_text()
     runs = {run.name: run for run in experiment.runs}
+
+    def without_length(words: Sequence[str]) -> list[str]:
+        return re.sub(r"--(epochs|iterations) \S+", "", " ".join(words)).split()
+
     for row in summary["rows"]:
-        assert is_same_run(row, runs[row["name"]], runner.Plan(PAGES)), row["name"]
+        options = runner.Plan(PAGES).options(runs[row["name"]], ())
+        assert without_length(row["command"].split()[3:]) == without_length(options), row["name"]
         assert all(len(points) <= 300 for points in row.get("curves", {}).values())
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -60,17 +59,6 @@ def test_a_search(reproduce: Command) -> None:
     page = (reproduce.full / f"{NAME}.md").read_text()
     assert re.findall(r"--iterations (\d+)", page) == ["10", "15"]
     assert "2 of 2 searches are done already" in reproduce(NAME, "--iterations", 15)[0]
-
-
-@pytest.mark.usefixtures("searches")
-def test_a_search_without_run_folders(reproduce: Command) -> None:
-    """It keeps its row of the JSON file."""
-    reproduce(NAME)
-    for run in ("easy-T10", "easy-T20", "hard-T10"):
-        shutil.rmtree(reproduce.full / run)
-    before = reproduce.rows(NAME)
-    reproduce(NAME, "--report")
-    assert reproduce.rows(NAME) == before
 
 
 def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:

@@ -11,7 +11,7 @@ from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
-from orthokern.reproduce.report import earlier_rows, report
+from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Interrupted, Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
 
@@ -59,9 +59,8 @@ examples:
   timeout 2h python -m orthokern.reproduce table1 --data data      train for two hours; repeat the command for more
   python -m orthokern.reproduce oinit-table1 --jobs 2 --only temporal-order    a search for the longest T
 
-Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. Runs whose folders are
-missing keep their rows of an earlier EXPERIMENT.json in a report; to continue an experiment on another
-machine, copy the run folders.
+Files in --out: one folder per run, EXPERIMENT.md, EXPERIMENT.json and EXPERIMENT.png. A report has the runs
+whose folders are there; to continue an experiment on another machine, copy the run folders.
 Exit code: 0 all runs done, 2 bad arguments or data, 3 a run diverged or failed, 130, 143 or 129 ended by SIGINT,
 SIGTERM or SIGHUP: the runs are then saved; repeat the command to continue.
 """
@@ -128,7 +127,6 @@ def _run(args: Mapping[str, Any]) -> Outcome:
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, args)
     runs = _chosen(experiment, args.get("only", ""))
-    earlier_rows(name, plan)  # a damaged file is reported before hours of training
     failed: dict[str, str] = {}
     try:
         if not args.get("report"):

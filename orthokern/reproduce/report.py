@@ -150,32 +150,6 @@ def _draw(experiment: Experiment, title: str, records: Sequence[RunRecord], plot
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def earlier_rows(name: str, plan: Plan) -> dict[str, Row]:
-    """The rows of trained runs in the JSON file of an earlier report, by name: a run folder may be on another machine.
-
-    {} if there is no such file of the experiment `name` at this scale.
-    """
-    path = plan.folder / f"{name}.json"
-    summary = page.read_json(path)
-    if summary.get("experiment") != name or summary.get("quick") != plan.quick:
-        return {}
-    try:
-        without_numbers = ("not run", "damaged", "other settings")
-        return {row["name"]: row for row in summary["rows"] if row["state"] not in without_numbers}
-    except (KeyError, TypeError):
-        raise InputError(f"{path} is not a report of this program: move it away, or repair it") from None
-
-
-def is_same_run(row: Row, run: Run, plan: Plan) -> bool:
-    """Whether a row of an earlier report has the command of a run, but for its length. The options of an experiment may
-    have changed since, and a row must not show a command beside the numbers of another."""
-
-    def named(words: Sequence[str]) -> list[str]:
-        return re.sub(r"--(epochs|iterations) \S+", "", " ".join(words)).split()
-
-    return named(row["command"].split()[3:]) == named(plan.options(run, ()))
-
-
 def trained_for(settings: Mapping[str, Any], done: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The option for the length of a run, or () if the run has the length of its command line."""
     if settings.get("epochs"):
@@ -195,7 +169,7 @@ def machine_of(config: Mapping[str, Any]) -> str:
     return f"{processor}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _row(experiment: Experiment, run: Run, plan: Plan, known: Row | None) -> Row:
+def _row(experiment: Experiment, run: Run, plan: Plan) -> Row:
     """One row: labels, published and measured numbers, progress of the run, its command, and what the figure shows."""
     settings = planned(run, plan.quick)
     row: Row = {"name": run.name, "group": run.group, "published": dict(run.published), "labels": labels(run, settings)}
@@ -206,10 +180,6 @@ def _row(experiment: Experiment, run: Run, plan: Plan, known: Row | None) -> Row
     try:
         record = load_run(plan.run_folder(run))
     except InputError:
-        known = None if plan.begun(run) else known
-        if known is not None and is_same_run(known, run, plan):
-            length = trained_for(known.get("settings", {}), known.get("iterations") or 0, settings)
-            return {**known, **row, "command": command(length)}
         state = "damaged" if plan.begun(run) else "not run"
         return row | {"ours": {}, "command": command(plan.longer), "state": state}
     if not is_planned(record.settings, run, plan.quick):
@@ -323,12 +293,8 @@ def markdown(experiment: Experiment, summary: Row) -> str:
 
 
 def report(experiment: Experiment, plan: Plan) -> list[Path]:
-    """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders.
-
-    Rows of runs whose folders are missing are copied from the JSON file of an earlier report, with their curves.
-    """
-    earlier = earlier_rows(experiment.name, plan)
-    rows = [_row(experiment, run, plan, earlier.get(run.name)) for run in experiment.runs]
+    """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders."""
+    rows = [_row(experiment, run, plan) for run in experiment.runs]
     plan.folder.mkdir(parents=True, exist_ok=True)
     title = experiment.title.format_map(planned(experiment.runs[0], plan.quick))
     figure = None

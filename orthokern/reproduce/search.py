@@ -23,7 +23,7 @@ from orthokern.reproduce.page import (
     rounded,
     table,
 )
-from orthokern.reproduce.report import Row, earlier_rows, machine_of, trained_for
+from orthokern.reproduce.report import Row, machine_of, trained_for
 from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
 
@@ -156,14 +156,11 @@ def _cells(search: Search, state: Row) -> list[str]:
 def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: Plan) -> list[Path]:
     """Writes the table (Markdown and JSON) and the figure (PNG) of the existing runs; returns the files."""
     name, title = spec["name"], spec["title"]
-    earlier = earlier_rows(name, plan)
     rows: list[Row] = []
-    kept = {"iterations", "failed", "outcome", "complete", "seconds_by_length", "machine", "length"}
     panels: dict[str, dict[str, dict[int, int]]] = {}
     trained = []
     for search in searches:
-        known_row = earlier.get(search.name) if not plan.begun(search.runs(plan.quick)[STEP]) else None
-        state = look(search, plan) if known_row is None else {key: known_row[key] for key in kept}
+        state = look(search, plan)
         known = bool(state["iterations"]) or state["failed"] is not None
         state["longest"] = max(map(int, state["iterations"]), default=0) if known else None
         state["seconds"] = sum(state["seconds_by_length"].values())
