@@ -1,4 +1,4 @@
-"""Features of the loop for all tasks: accumulation, the profile, epochs, norms through time, rejected checkpoints."""
+"""Features of the loop for all tasks: accumulation, epochs, norms through time, rejected checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import toy_task
-from runs import build, records, same
+from runs import build, records
 from runs import run as run_task
 from torch import Tensor
 from toy_task import Toy, ToyOptions
@@ -171,22 +171,6 @@ def test_epochs(tmp_path: Path) -> None:
         shown = go(tmp_path / str(per_epoch), toy)
         assert records(tmp_path / str(per_epoch))[2].get("epoch") == epoch
         assert ("iteration 12/20: epoch 1.50, loss" in shown) == (per_epoch == 8)
-
-
-def test_a_profile_tells_where_the_time_goes_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, options in {"a": [], "b": ["--profile", 5]}.items():
-        assert run(*OPTIONS, "--dropout", 0.2, "--out", tmp_path / name, *options) == 0
-    assert records(tmp_path / "a") == records(tmp_path / "b")
-    a, b = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in "ab")
-    assert same({**a, "settings": None}, {**b, "settings": None})
-    shown = capsys.readouterr().out
-    assert "profile of 5 iterations" in shown and "orthokern::factored_scan_bwd" in shown
-    assert all(f"stage: {name}" in shown for name in ("data", "forward", "backward", "clip and step"))
-    assert json.loads((tmp_path / "b" / "profile.json").read_text())["traceEvents"]
-    assert run("--resume", tmp_path / "b", "--iterations", 40) == 0
-    assert "profile of" not in capsys.readouterr().out  # asked for once
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["done", "diverged"])

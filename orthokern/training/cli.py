@@ -84,12 +84,6 @@ class RunOptions(Options):
         "average the gradients of K batches per iteration: like a batch K times as large, with less memory",
         metavar="K",
     )
-    profile: int | None = option(
-        None,
-        "after 3 iterations, record N iterations (10) with torch.profiler; writes profile.json",
-        shown="",
-        optional=10,
-    )
     plots: bool = option(True, "do not draw plots at the end")
 
 
@@ -253,7 +247,7 @@ class TaskCommand(Generic[Chosen]):
     def _settings(self, given: Settings, run: RunFolder | None, shard: Shard) -> Chosen:
         """The complete settings, checked."""
         stored = None
-        if run is not None:  # --profile applies to one call
+        if run is not None:  # earlier versions had --profile
             stored = {name: value for name, value in run.config["settings"].items() if name != "profile"}
         try:
             settings = self.complete(resolve(given, self.defaults, self.presets, stored))

@@ -14,7 +14,6 @@ from orthokern.diagnostics import tap, thin_profile
 from orthokern.training import distributed
 from orthokern.training.checkpoint import rng_state, set_rng_state
 from orthokern.training.distributed import current_shard
-from orthokern.training.profiling import stage
 from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
@@ -31,7 +30,6 @@ class LoopSettings:
         plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
-        profile: number of iterations to profile; None for no profile.
         minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
             An evaluation or test takes at most a quarter of it.
     """
@@ -42,7 +40,6 @@ class LoopSettings:
     plots: bool = True
     accumulate: int = 1
     last_step_gradient: bool = False
-    profile: int | None = None
     minutes: float | None = None
 
 
@@ -64,32 +61,27 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
     diagnosis: dict[str, Any] = {}
     batches = task.next_batches(settings.accumulate)
     for _ in range(settings.accumulate):
-        with stage("data"):
-            batch = next(batches)
+        batch = next(batches)
         with tap(sparse=True) if diagnose else nullcontext() as norms:
-            with stage("forward"):
-                loss, extra = task.loss(batch)
-            with stage("backward"):
-                (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
+            loss, extra = task.loss(batch)
+            (loss if settings.accumulate == 1 else loss / settings.accumulate).backward()
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
         if isinstance(norms, tap):
-            with stage("diagnose"):
-                diagnosis = _diagnose(task, norms, batch, settings) if current_shard().first else {}
+            diagnosis = _diagnose(task, norms, batch, settings) if current_shard().first else {}
             diagnose = False  # the first batch of the iteration alone
-    with stage("clip and step"):
-        distributed.average_gradients(task.model)
-        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
-        # One transfer for all numbers: on a GPU each .item() would synchronize.
-        numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
-        (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)
-        finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
-        if finite:
-            task.clip_gradients()
-            task.optimizer.step()
-            if task.scheduler is not None:
-                task.scheduler.step()
+    distributed.average_gradients(task.model)
+    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
+    # One transfer for all numbers: on a GPU each .item() would synchronize.
+    numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
+    (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)
+    finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
+    if finite:
+        task.clip_gradients()
+        task.optimizer.step()
+        if task.scheduler is not None:
+            task.scheduler.step()
     metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
     return Step(metrics, finite, signal, diagnosis)
 

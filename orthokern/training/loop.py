@@ -21,7 +21,6 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import write_atomically
 from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
-from orthokern.training.profiling import Profiler, stage
 from orthokern.training.progress import Progress
 from orthokern.training.rundir import RunFolder
 from orthokern.training.signals import StopRequest
@@ -136,7 +135,6 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     """Trains until the end of the run. Returns the signal that stopped it, or None."""
     task, run = state.task, state.run
     several = state.shard.world > 1
-    profiler = Profiler(settings.profile if state.shard.first else None, task.device, progress.line, run.profile)
     first, smoothed_ms = state.iteration, 0.0
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
@@ -147,7 +145,6 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
-        profiler.begin()
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
         result = step(task, settings, diagnose, stop)
         record: dict[str, Any] = {"iteration": state.iteration}
@@ -158,13 +155,11 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
             if task.average is not None:
                 task.average.update()
             if diagnose:
-                with stage("diagnose"):
-                    record |= (task.diagnose() if state.shard.first else {}) | result.profiles
+                record |= (task.diagnose() if state.shard.first else {}) | result.profiles
             scheduled = task.wants_evaluation(state.iteration, result.metrics)
             over = state.is_over(settings)
             if scheduled or over:
-                with stage("evaluate"):
-                    record |= _evaluate(state, scheduled)
+                record |= _evaluate(state, scheduled)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         # The first iteration of a process is a warm-up. The time shown is a running mean over about ten iterations.
         smoothed_ms += (milliseconds - smoothed_ms) * (1.0 if state.iteration - first <= 2 else 0.1)
@@ -172,20 +167,18 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         record["seconds"] = state.seconds()
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
-        with stage("record and checkpoint"):
-            if run.log is not None:
-                run.log.append(record)
-            _check_finite(result.metrics)
-            epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
-            times = f"{smoothed_ms:.0f} ms per iteration, {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
-            text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
-            progress.update(state.iteration, text, force=over or state.reached)
-            stopped = result.stop if several else stop.signal
-            due = state.iteration % settings.checkpoint_every == 0 or state.new_best is not None
-            if due or over or state.reached or stopped is not None:
-                _check_parameters(task, result.metrics["loss"])
-                state.save()
-        profiler.end(last=over or state.reached or stopped is not None)
+        if run.log is not None:
+            run.log.append(record)
+        _check_finite(result.metrics)
+        epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
+        times = f"{smoothed_ms:.0f} ms per iteration, {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
+        text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
+        progress.update(state.iteration, text, force=over or state.reached)
+        stopped = result.stop if several else stop.signal
+        due = state.iteration % settings.checkpoint_every == 0 or state.new_best is not None
+        if due or over or state.reached or stopped is not None:
+            _check_parameters(task, result.metrics["loss"])
+            state.save()
     return None if over or state.reached else stopped
 
 

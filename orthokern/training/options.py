@@ -35,7 +35,6 @@ class Option:
         above, below: excluded bounds.
         metavar: name of the value in the help.
         shown: text of the default in the help; None: its value; "": none.
-        optional: the value if the option is given without one; None: a value is required.
         basic: whether --help shows the option; --help-all shows all.
     """
 
@@ -48,7 +47,6 @@ class Option:
     below: float | None = None
     metavar: str | None = None
     shown: str | None = None
-    optional: Any = None
     basic: bool = False
 
     def argument(self, name: str, annotation: str) -> tuple[Callable[[str], Any], str]:
@@ -146,8 +144,7 @@ def add_options(
         else:
             convert, metavar = declared.argument(name, annotation)
             text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
-            more = {} if declared.optional is None else {"nargs": "?", "const": declared.optional}
-            groups[title].add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text, **more)
+            groups[title].add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)

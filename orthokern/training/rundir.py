@@ -29,7 +29,7 @@ class RunFolder:
         path: the folder.
         config: the content of config.json: task, settings, versions, device, seed, threads.
         log: metrics.jsonl, locked for this process; None on other ranks than 0.
-        metrics, checkpoint, best, result, profile: the files. checkpoint.pt is the last state, from which a resumed run
+        metrics, checkpoint, best, result: the files. checkpoint.pt is the last state, from which a resumed run
             continues, best.pt the state with the best evaluation so far.
     """
 
@@ -38,7 +38,7 @@ class RunFolder:
         self.config = config
         self.log: MetricsLog | None = None
         self.metrics, self.checkpoint = path / "metrics.jsonl", path / "checkpoint.pt"
-        self.best, self.result, self.profile = path / "best.pt", path / "result.json", path / "profile.json"
+        self.best, self.result = path / "best.pt", path / "result.json"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for the other ranks, without the log, which belongs to this process."""
