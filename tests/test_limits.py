@@ -20,12 +20,7 @@ REASONS = {
     "csrc/cpu/linear_cross_entropy.cpp: readout_task": "one pass over rows, whose logits stay in the cache",
     "csrc/cuda/gru_resident.h: gru_resident_fwd_kernel": "one loop over time, whose weights stay in registers",
     "csrc/cuda/gru_resident.h: gru_resident_bwd_kernel": "one loop over time, whose weights stay in registers",
-    "tests/cuda_scans/test_cuda_scans.py": "one subject, whose tests share problems and comparisons",
-    "tests/gpu/test_device.py": "one subject, whose tests share problems and comparisons",
-    "tests/helpers.py": "the problems and comparisons that tests share",
     "tests/modal_problem.py: __init__": "the arguments of a sequence loss",
-    "triton_kernels/_gradients.py: scan_bwd": "one launch and its arguments",
-    "triton_kernels/gru_scan.py: gru_scan_bwd_kernel": "one loop over time, whose weights stay in registers",
 }
 
 # a function of C++ or CUDA, formatted by clang-format: from column 0 to a brace in column 0
