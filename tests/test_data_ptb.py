@@ -49,11 +49,9 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_length", [None, 12, 75])
-@pytest.mark.parametrize("released", [False, True])
-def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None, released: bool) -> None:
+def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None) -> None:
     lines = LINES + random_lines(50)
-    options = {"max_length": max_length, "released_targets": released}
-    words = read_sentences(written(tmp_path, word_file(lines)), **options)  # type: ignore[arg-type]
+    words = read_sentences(written(tmp_path, word_file(lines)), max_length=max_length)
     variants = [
         char_file(lines),
         char_file(lines)[:-1],  # editors take a space off the end
@@ -63,7 +61,7 @@ def test_both_forms_give_the_same_tokens(tmp_path: Path, max_length: int | None,
         "\n\n".join(lines).encode() + b"\n",  # blank lines, and no spaces at the ends
     ]
     for content in variants:
-        other = read_sentences(written(tmp_path, content), **options)  # type: ignore[arg-type]
+        other = read_sentences(written(tmp_path, content), max_length=max_length)
         assert torch.equal(words.tokens, other.tokens) and torch.equal(words.offsets, other.offsets)
 
 
@@ -72,16 +70,6 @@ def test_max_length_counts_the_line_as_written(tmp_path: Path) -> None:
     assert [len(read_sentences(path, max_length=n)) for n in (11, 12)] == [1, 2]
     with pytest.raises(InputError, match="no sentence of at most max_length = 10 characters; its shortest has 11"):
         read_sentences(path, max_length=10)
-
-
-def test_released_targets(tmp_path: Path) -> None:
-    path = written(tmp_path, word_file(["ab", "abcde"]))
-    honest = read_sentences(path, max_length=8)
-    released = read_sentences(path, max_length=8, released_targets=True)
-    assert [released.text(i) for i in range(2)] == [" ab \n<unk><unk>", " abcde \n<unk>"]  # the row of 8 places is full
-    assert (honest.lengths.tolist(), released.lengths.tolist()) == ([4, 7], [6, 8])
-    unbounded = read_sentences(path, max_length=None, released_targets=True)
-    assert unbounded.lengths.tolist() == [6, 9]
 
 
 def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:

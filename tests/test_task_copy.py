@@ -62,7 +62,7 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--input", "scalar", "--layout", "exprnn"],
+        ["--input", "scalar"],
         ["--input", "scalar", "--marker", "9"],
         ["--nonlinearity", "tanh", "--margin", "0"],
         ["--nonlinearity", "oplu", "--margin", "none", "--init", "henaff"],

@@ -49,7 +49,6 @@ adding | --slope=-1e300 --nonlinearity prelu | --slope: '-1e300' is beyond 1e+30
 adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at most 1024
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
-adding | --T 10 --model nnrnn --schur-mask legacy --hidden 7 | --hidden 7: --schur-mask legacy works on
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
 adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
 adding | --T 10 --model nnrnn --no-triangle --triangle-decay 1 | --triangle-decay 1 with --no-triangle

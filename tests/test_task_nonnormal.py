@@ -39,9 +39,9 @@ def test_the_copy_task_is_learned(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "--model exprnn --rebase-every 2 --project-every 2 --optimizer adam",
-        "--model nnrnn --rebase-every 3 --rebase-state reset --modulus-penalty 0.1 --modulus-norm l1",
-        "--model nnrnn --schur-mask legacy --init torus --triangle-decay 1e-2 --last-step-gradient --accumulate 2",
+        "--model exprnn --rebase-every 2 --optimizer adam",
+        "--model nnrnn --rebase-every 3 --modulus-penalty 0.1 --modulus-norm l1",
+        "--model nnrnn --init torus --triangle-decay 1e-2 --last-step-gradient --accumulate 2",
         "--model exprnn --rebase-every 1 --last-step-gradient --init cayley --optimizer sgd",
     ],
 )

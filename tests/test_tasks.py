@@ -83,25 +83,6 @@ def test_pixels_standardised(small: dict[str, list[str]]) -> None:
     torch.testing.assert_close(pixels.std(1, correction=0), torch.ones(49, 1), rtol=1e-4, atol=0)
 
 
-def test_input_dropout(small: dict[str, list[str]]) -> None:
-    """A mask of training pixels, determined by the seed and the position in the data; evaluations see whole images."""
-    task, plain = (build("pixel_mnist", [*small["pixel_mnist"], "--input-dropout", share]) for share in ("0.25", "0"))
-    batches, whole = [task.next_batch() for _ in range(2)], [plain.next_batch() for _ in range(2)]
-    masks = []
-    for (pixels, labels), (full, same) in zip(batches, whole, strict=True):
-        kept, seen = pixels != 0, full != 0
-        assert torch.equal(labels, same)
-        torch.testing.assert_close(pixels, torch.where(kept, full / 0.75, 0.0))
-        assert float((kept & seen).sum() / seen.sum()) == pytest.approx(0.75, abs=0.06)
-        masks.append(kept | ~seen)
-    assert not torch.equal(*masks)
-    task.load_state_dict({"position": 1})
-    task.rows = slice(5, 15)  # of one of several processes
-    assert torch.equal(task.next_batch()[0], batches[1][0][:, 5:15])
-    plain.model.load_state_dict(task.model.state_dict())
-    assert task.evaluate(0) == plain.evaluate(0)
-
-
 def test_pixel_mnist_learns(tmp_path: Path, mnist: Path) -> None:
     options = (
         f"--data {mnist} --pool 4 --validation 60 --batch 20 --epochs 25 --hidden 32 --threads 1 --lr 5e-3".split()
@@ -208,7 +189,7 @@ def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[s
         "--gain 1.05 --margin 0",
         "--margin none --init glorot --soft-orthogonality 0.01",
         "--model rnn --init identity --soft-orthogonality 0.01",
-        "--margin 1 --spectrum-prior 0.1 --spectrum-map tanh",
+        "--margin 1 --spectrum-prior 0.1",
         "--optimizer sgd --momentum 0 --message-clip 100",
         "--optimizer adam --schedule cosine --lr-decay 0.1 --warmup 2",
         "--nonlinearity oplu --margin 10 --learned-h0",

@@ -221,12 +221,12 @@ class Ptb:
     test: Sentences
 
 
-def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Ptb:
+def load_ptb(folder: str | Path, *, max_length: int | None = 300) -> Ptb:
     """Reads and checks the train, valid and test files in either format.
 
     Args:
         folder: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, or ptb.char.train.txt, ...
-        max_length, released_targets: as in `read_sentences`.
+        max_length: as in `read_sentences`.
 
     Example::
 
@@ -236,10 +236,10 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300, released_targe
     """
     path = data_folder(folder)
     files = [read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]) for part in ("train", "valid", "test")]
-    return Ptb(*(_sentences(*file, max_length, released_targets) for file in files))
+    return Ptb(*(_sentences(*file, max_length) for file in files))
 
 
-def read_sentences(path: str | Path, *, max_length: int | None = 300, released_targets: bool = False) -> Sentences:
+def read_sentences(path: str | Path, *, max_length: int | None = 300) -> Sentences:
     """Reads and checks one file. The format is detected from its content.
 
     Args:
@@ -247,10 +247,6 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         max_length: leave out longer sentences; None: keep all. The length is that of the line in a word file, including
             the line end and the leading and trailing spaces, where <unk> counts as five characters. With this
             definition, 75 keeps 23 % of the training sentences and 300 keeps 99 %, as in Vorontsov et al. 2017.
-        released_targets: add the trivial targets of the code released by Vorontsov et al. Its masks are one step too
-            long and include padding: <unk> must be predicted from the line end, and again from that <unk>. These two
-            targets per sentence (one if the sentence has max_length tokens) are always the same. They decrease the mean
-            loss by about their fraction of all targets, so that such losses can only be compared with each other.
 
     Returns:
         Sentences, on the CPU, in the order of the file.
@@ -265,7 +261,7 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300, released_t
         (2, ' and so on \\n')
     """
     path = as_path("path", path)
-    return _sentences(*read_first(path.parent, [path.name]), max_length, released_targets)
+    return _sentences(*read_first(path.parent, [path.name]), max_length)
 
 
 def decode(tokens: Tensor) -> str:
@@ -273,7 +269,7 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[i] for i in tokens.tolist())
 
 
-def _sentences(path: Path, content: bytes, max_length: int | None, released_targets: bool) -> Sentences:
+def _sentences(path: Path, content: bytes, max_length: int | None) -> Sentences:
     """The lines of a file of at most max_length characters, as tokens."""
     lines = _lines(path, content)
     limit = math.inf if max_length is None else integer("max_length", max_length)
@@ -287,14 +283,6 @@ def _sentences(path: Path, content: bytes, max_length: int | None, released_targ
     tokens = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
-    if released_targets:
-        # zeros mean <unk>; a row in the released code has max_length elements
-        places = lengths + 2 if max_length is None else (lengths + 2).clamp(max=max_length + 1)
-        starts = places.cumsum(0) - places
-        padded = torch.zeros(int(places.sum()), dtype=torch.uint8)
-        shift = torch.repeat_interleave(starts - (ends - lengths), lengths)
-        padded[torch.arange(len(tokens)) + shift] = tokens
-        tokens, lengths = padded, places
     return Sentences(tokens, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
 

@@ -51,9 +51,6 @@ class CharOptions(StartOptions, DataOptions):
     bucket: int = option(
         16, "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches"
     )
-    released_targets: bool = option(
-        False, "without --bptt: also count two trivial targets per sentence, as in the paper's released code"
-    )
     bptt: int | None = option(
         None,
         "one stream of characters instead of sentences, in segments of N, carrying the state",
@@ -200,7 +197,7 @@ class CharLm(CharTask):
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings)
-        data = load_ptb(settings.data, max_length=settings.length, released_targets=settings.released_targets)
+        data = load_ptb(settings.data, max_length=settings.length)
         if settings.batch > len(data.train):
             raise InputError(f"--batch {settings.batch}: there are {len(data.train)} training sentences")
         self.parts = {"validation": data.validation, "test": data.test}

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor, nn
 
 from orthokern.data import CopyTask
-from orthokern.data.copy import LAYOUTS
 from orthokern.errors import InputError
 from orthokern.init import glorot_
 from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
@@ -62,9 +61,6 @@ class CopyOptions(DrawnOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"forget_bias"})  # the recurrence has no bias
     T: int = option(1000, "steps between symbols and recall", basic=True)
-    layout: str = option(
-        "arjovsky", "arjovsky: the recall starts after the marker; exprnn: at the marker", choices=tuple(LAYOUTS)
-    )
     input: str = option(
         "onehot",
         "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
@@ -202,7 +198,7 @@ class CopyExperiment(DrawnTask):
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
     def __init__(self, settings: CopyOptions) -> None:
-        self.data = CopyTask(settings.T, layout=settings.layout, dtype=torch.uint8)
+        self.data = CopyTask(settings.T, dtype=torch.uint8)
         classes = self.data.num_classes
         super().__init__(self.data, settings)
         self.goal = settings.goal / 100.0

@@ -20,7 +20,7 @@ from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
-from orthokern.tasks.optimization import NORMS, DescentOptions, build_schedules, euclidean
+from orthokern.tasks.optimization import DescentOptions, build_schedules, euclidean
 from orthokern.training.averaging import Average
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
@@ -49,7 +49,6 @@ class DeepOptions(DigitsOptions, DescentOptions):
         True, "use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images"
     )
     penalty: float = option(0.0, "add X ||W W^T - I||^2 of every weight matrix to the loss", low=0.0, basic=True)
-    penalty_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     batch: int = changed(DescentOptions, "batch", default=20, help="images per batch")
     optimizer: str = changed(
         DescentOptions, "optimizer", default="sgd", help="rmsprop, adam, sgd (with Nesterov momentum)"
@@ -131,7 +130,7 @@ class DeepMnist(DigitsTask):
         self.begin_epochs()
         self.model = DeepNetwork(settings)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
-        self.penalty = OrthogonalPenalty(settings.penalty, squared=settings.penalty_norm == "squared")
+        self.penalty = OrthogonalPenalty(settings.penalty)
         kind, options = euclidean(settings)
         self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from orthokern import init
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
-from orthokern.functional import PRECISIONS, SPECTRUM_MAPS
+from orthokern.functional import PRECISIONS
 from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
-from orthokern.nn.exprnn import INITS, OPTIMIZER_STATES
+from orthokern.nn.exprnn import INITS
 from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
-from orthokern.nn.nonnormal import MASKS
 from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import option
@@ -91,11 +90,6 @@ class NetworkOptions(RunOptions):
     margin: float | None = option(
         0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, basic=True
     )
-    spectrum_map: str = option(
-        "sigmoid",
-        f"factorized: map of the singular values within the margin: {' or '.join(SPECTRUM_MAPS)}",
-        choices=SPECTRUM_MAPS,
-    )
     init: str = option(
         "orthogonal",
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
@@ -132,18 +126,6 @@ class NetworkOptions(RunOptions):
         metavar="K",
         shown="never",
     )
-    project_every: int = option(100, "with --rebase-every: orthogonalise the base every M times", metavar="M")
-    rebase_state: str = option(
-        "transport",
-        f"with --rebase-every: effect on the state of the optimizer: {', '.join(OPTIMIZER_STATES)}",
-        choices=OPTIMIZER_STATES,
-    )
-    schur_mask: str = option(
-        "block",
-        "nnrnn: block: T is zero inside the rotations, the moduli are gamma; legacy: T also acts inside them, as in "
-        "the released code",
-        choices=MASKS,
-    )
     triangle: bool = option(True, "nnrnn: omit T, for a normal matrix")
 
     def complete(self) -> None:
@@ -161,8 +143,6 @@ class NetworkOptions(RunOptions):
         accepted = MODELS[self.model].inits
         if self.init not in accepted:
             raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
-        if self.schur_mask == "legacy" and self.hidden % 2:
-            raise InputError(f"--hidden {self.hidden}: --schur-mask legacy works on pairs, give an even number")
         for name, models in _FOR_SOME_MODELS.items():
             value = getattr(self, name, None)
             if value and self.model not in models:
@@ -188,15 +168,13 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         options: dict[str, Any] = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         if settings.model in EXPONENTIALS:
-            options |= {"rebase_every": settings.rebase_every, "project_every": settings.project_every}
-            options["optimizer_state"] = settings.rebase_state
+            options["rebase_every"] = settings.rebase_every
         if settings.init in init.SKEW_ANGLES and settings.model != "nnrnn":
             options["max_angle"] = settings.max_angle
         if settings.model == "nnrnn":
-            options |= {"mask": settings.schur_mask, "triangular": settings.triangle}
+            options["triangular"] = settings.triangle
         if settings.model == "factorized":
-            options |= {"margin": settings.margin, "spectrum_map": settings.spectrum_map, "rank": settings.rank}
-            options["apply"] = settings.apply
+            options |= {"margin": settings.margin, "rank": settings.rank, "apply": settings.apply}
         rnn = module(inputs, hidden, **options)
     learned = ACTIVATIONS[settings.nonlinearity].learned
     if settings.nonlinearity in SLOPED and learned is not None and settings.model not in GATED:

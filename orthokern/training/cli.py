@@ -38,6 +38,10 @@ from orthokern.training.task import Task
 __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 LARGEST_SEED = 2**63 - 1
+# settings that only earlier versions had, and the values that runs have now
+REMOVED: Settings = {"profile": None, "spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport"}
+REMOVED |= {"schur_mask": "block", "released_targets": False, "layout": "arjovsky", "penalty_norm": "squared"}
+REMOVED |= {"input_dropout": 0.0}
 
 
 @dataclass(kw_only=True)
@@ -117,13 +121,17 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
     return settings
 
 
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _change(key: str, given: Any, stored: Any) -> str:
     """The message for an option that differs from the run to resume, with option and values as they are typed."""
-    dashed = key.replace("_", "-")
+    dashed = _dashed(key)
     if isinstance(given, bool):  # a switch, which is only given to change its default
-        return f"{'--' if given else '--no-'}{dashed}: the run to resume was started without it"
+        return f"{dashed if given else _dashed('no_' + key)}: the run to resume was started without it"
     new, old = ("none" if value is None else value for value in (given, stored))
-    return f"--{dashed} {new}: the run to resume has --{dashed} {old}"
+    return f"{dashed} {new}: the run to resume has {dashed} {old}"
 
 
 # messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows
@@ -247,8 +255,11 @@ class TaskCommand(Generic[Chosen]):
     def _settings(self, given: Settings, run: RunFolder | None, shard: Shard) -> Chosen:
         """The complete settings, checked."""
         stored = None
-        if run is not None:  # earlier versions had --profile
-            stored = {name: value for name, value in run.config["settings"].items() if name != "profile"}
+        if run is not None:
+            stored = dict(run.config["settings"])
+            for name in REMOVED.keys() & stored.keys():
+                if stored.pop(name) != REMOVED[name] and name != "profile":
+                    raise CheckpointError(f"{run.path} was started by an earlier version with {_dashed(name)}")
         try:
             settings = self.complete(resolve(given, self.defaults, self.presets, stored))
         except (TypeError, KeyError, AttributeError) as error:
