@@ -12,7 +12,6 @@ import torch
 from scipy.io import savemat
 
 from orthokern.data import Rolls, load_music
-from orthokern.data import music as module
 from orthokern.data.music import NOTES
 from orthokern.errors import InputError
 
@@ -217,13 +216,3 @@ def test_whole_pieces_for_evaluation() -> None:
     assert len(parts) == 5
     for place, index in enumerate(expected):
         assert torch.equal(torch.cat(parts[place]), rolls.piece(index).float())
-
-
-def test_a_collection_in_the_place_of_another(
-    tmp_path: Path, parts: dict[str, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(module._STEPS, "jsb", tuple(sum(map(len, pieces)) for pieces in parts.values()))
-    np.savez_compressed(tmp_path / "jsb_chorales.npz", **npz_arrays(parts))
-    check(tmp_path, parts, "jsb")
-    np.savez_compressed(tmp_path / "nottingham.npz", **npz_arrays(parts))
-    assert refused(tmp_path) == f"{tmp_path / 'nottingham.npz'} holds the collection jsb; expected: nottingham"

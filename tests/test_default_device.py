@@ -15,11 +15,7 @@ from module_kinds import EVERY, KINDS, D, N
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from orthokern import cpu
-from orthokern.nn import LinearCrossEntropy
 from orthokern.optim import optimizer_for
-
-BACKENDS = ["reference", *(["cpu"] if cpu.AVAILABLE else [])]
 
 
 @contextlib.contextmanager
@@ -75,29 +71,3 @@ def test_training_steps(kind: str, options: dict[str, Any]) -> None:
     with elsewhere():
         found = results(kind, options, data)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def losses(kind: str, backend: str, activation: str, algorithm: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = EVERY[kind](D, N, device="cpu", nonlinearity=activation, backend=backend)
-    readout = LinearCrossEntropy(N, 5, device="cpu", backend=backend)
-    x, target = torch.randn(300, 4, D, device="cpu"), torch.randint(5, (300, 4), device="cpu")
-    lengths = torch.tensor([300, 300, 200, 100], device="cpu")
-    found = []
-    for input, steps in ((x, None), (x, lengths), (target % D, lengths)):
-        loss, hits = module.loss(input, readout, target, lengths=steps, algorithm=algorithm)
-        loss.backward()
-        found += [loss.detach(), hits]
-    return [*found, *(p.grad for p in (*module.parameters(), *readout.parameters()) if p.grad is not None)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("kind", "activation", "algorithm"),
-    [("rnn", "tanh", "auto"), ("factorized", "identity", "modal"), ("exponential", "identity", "sequential")],
-)
-def test_losses(kind: str, activation: str, algorithm: str, backend: str) -> None:
-    expected = losses(kind, backend, activation, algorithm)
-    with elsewhere():
-        found = losses(kind, backend, activation, algorithm)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

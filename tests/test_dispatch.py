@@ -166,15 +166,6 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
         call()
 
 
-def test_importing_is_light() -> None:
-    code = (
-        "import sys, orthokern; print(orthokern.__version__, 'torch' in sys.modules, 'matplotlib' in sys.modules);"
-        "import orthokern.functional; print('triton' in sys.modules)"
-    )
-    run = python(code)
-    assert run.stdout.split() == [orthokern.__version__, "False", "False", "False"], run.stderr
-
-
 @pytest.mark.parametrize("available", [True, False])
 def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     cpu_leaf(monkeypatch, available)

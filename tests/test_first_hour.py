@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -72,43 +71,6 @@ def test_cases_that_fail_hang_or_abort_leave_the_others(
     assert (errors["fails"], errors["hangs"], errors["aborts"]) == ("no", "ran past its time", "exit status -6")
 
 
-def test_what_the_end_of_the_time_cuts_off(script: Any, tmp_path: Path) -> None:
-    """A command with all that it has started, and cases."""
-    sleep = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
-    runner = script.Runner(tmp_path, time.monotonic() + 1)
-    runner.case_command = [sys.executable, "-c", CHILD]
-    command = script.Stage("sleep", 0, 60, (sys.executable, "-c", sleep))
-    runner.run([command, script.Stage("cases", 0, 60, cases=("a", "hangs", "b"))])
-    assert time.monotonic() < runner.deadline + 10
-    assert {r["name"]: r["status"] for r in runner.records} == {
-        "a": "ok",
-        **dict.fromkeys(("sleep", "hangs", "b"), "cut off"),
-    }
-
-
-def test_commands(script: Any, tmp_path: Path) -> None:
-    row = {"name": "grid barrier", "size": "", "value": 1.0, "unit": "clocks"}
-    runner = script.Runner(tmp_path, time.monotonic() + 60)
-    runner.run(
-        [
-            script.Stage("probe", 0, 60, (sys.executable, "-c", f"print('''{json.dumps(row)}''')")),
-            script.Stage("exits", 0, 60, (sys.executable, "-c", "print('why'); exit(3)")),
-            script.Stage("tool", 0, 60, missing="not there"),
-        ]
-    )
-    records = {r["name"]: r for r in runner.records}
-    assert records["exits"]["error"] == "exit status 3: why" and records["tool"]["status"] == "not available"
-    text = script.report(runner.records, "X1", dry=False)
-    assert "| grid barrier |  | 1 clocks |" in text and "- exits: failed: exit status 3: why" in text
-
-
-def test_after_a_build_that_fails_nothing_else_runs(script: Any, tmp_path: Path) -> None:
-    runner = script.Runner(tmp_path, time.monotonic() + 60)
-    build = script.Stage("build", 0, 60, (sys.executable, "-c", "exit(1)"))
-    runner.run([build, script.Stage("next", 1, 60, (sys.executable, "-c", ""))])
-    assert [r["name"] for r in runner.records] == ["build"]
-
-
 def test_verdicts(script: Any) -> None:
     def of(name: str, value: float, unit: str) -> str:
         return str(script.verdict(name, {"value": value, "unit": unit})[1])
@@ -134,58 +96,3 @@ def test_without_a_gpu_it_says_so(script: Any, monkeypatch: pytest.MonkeyPatch, 
     assert "finds no GPU" in capsys.readouterr().err
     plan = script.stages(False, False, tmp_path, "90")
     assert plan[0].name == "build" and "ORTHOKERN_CUDA_ARCHS=90" in plan[0].command
-
-
-TORCH = """
-class cuda:
-    is_available = is_initialized = lambda: True
-    broken = False
-    def synchronize():
-        if cuda.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-"""
-TESTS = """
-import time, torch
-def test_first(): pass
-def test_breaks():
-    torch.cuda.broken = True
-    assert False
-def test_next(): assert not torch.cuda.broken
-def test_fails(): assert False
-def test_hangs(): time.sleep(60)
-def test_last(): pass
-"""
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_test_that_breaks_its_context_or_hangs_leaves_the_others(workers: int, tmp_path: Path) -> None:
-    """tests/gpu/conftest.py, on a torch that only pretends to have a device."""
-    pytest.importorskip("xdist")
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    conftest = (ROOT / "tests" / "gpu" / "conftest.py").read_text()
-    assert "LIMIT = 300 " in conftest
-    (folder / "conftest.py").write_text(conftest.replace("LIMIT = 300 ", "LIMIT = 2 "))
-    (folder / "test_some.py").write_text(TESTS)
-    (tmp_path / "torch.py").write_text(TORCH)
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    options = ("-v", "-p", "no:cacheprovider", "-n", str(workers), "--max-worker-restart", "50", "tests/gpu")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if not workers:
-        assert done.returncode == 1 and "test_breaks has broken the CUDA context (CUDA error: an illegal" in done.stdout
-        return
-    said = [line for line in done.stdout.splitlines() if "[gw" in line or " crashed while running " in line]
-    for name in ("first", "next", "last"):
-        assert any("PASSED" in line and f"test_{name}" in line for line in said), done.stdout
-    assert any("FAILED" in line and "test_fails" in line for line in said), done.stdout
-    for name in ("breaks", "hangs"):
-        assert any("crashed while running" in line and f"test_{name}" in line for line in said), done.stdout
-    assert "Timeout (0:00:02)!" in done.stderr and "in test_hangs" in done.stderr

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from float_products import FloatProducts
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from orthokern import _products
 from orthokern._products import add_product, ieee_products, product
-from orthokern.nn import GRU, FactorizedRNN, PeepholeLSTM
+from orthokern.nn import PeepholeLSTM
 from orthokern.ops._linear import linear
 
 pytestmark = pytest.mark.skipif(
@@ -68,45 +66,6 @@ def test_gradients_of_linear(with_bias: bool) -> None:
         close(found.detach(), want.detach())
 
 
-def test_transforms_of_linear() -> None:
-    x, w = torch.randn(5, 4, 7), torch.randn(3, 7)
-    close(torch.func.vmap(linear, (0, None))(x, w), x.double() @ w.double().mT)
-    close(torch.func.grad(lambda w: linear(x, w).sum())(w), x.sum((0, 1)).expand(3, 7))
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x), w)).tangent
-    assert tangent is not None
-    close(tangent, x.double() @ w.double().mT)
-    compiled = torch.compile(linear, backend="eager", fullgraph=True)
-    close(compiled(x, w), x.double() @ w.double().mT)
-
-
-MODULES: dict[str, Callable[[], torch.nn.Module]] = {
-    "gru": lambda: GRU(5, 7),
-    "gru-torch": lambda: GRU(5, 7, variant="torch", bias=True),
-    "lstm": lambda: PeepholeLSTM(5, 7),
-    "composed": lambda: FactorizedRNN(5, 7, apply="composed"),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States and gradients with both libraries."""
-    module, x = MODULES[name](), torch.randn(6, 3, 5, requires_grad=True)
-
-    def run() -> list[Tensor]:
-        states, _ = module(x)
-        return [states, *torch.autograd.grad(states.square().sum(), [x, *module.parameters()])]
-
-    seen: list[int] = []
-    monkeypatch.setattr(_products, "product", lambda *args: (seen.append(1), product(*args))[1])
-    monkeypatch.setattr("orthokern.ops._linear.product", lambda *args: (seen.append(1), product(*args))[1])
-    found = run()
-    assert seen
-    monkeypatch.setattr(_products, "_onednn_is_faster", lambda: False)
-    for one, other in zip(found, run(), strict=True):
-        close(one.detach(), other.detach())
-
-
 def test_products_are_ieee() -> None:
     """oneDNN rounds factors to bfloat16 on some CPUs if the process allows it."""
     x, w = torch.randn(40, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)
@@ -127,26 +86,6 @@ def settings() -> list[Any]:
     if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
         return [torch.get_float32_matmul_precision()]
     return [kind.fp32_precision for kind in (backends, backends.mkldnn, backends.cuda.matmul, backends.mkldnn.matmul)]
-
-
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="settings of torch 2.9 and later")
-def test_an_inherited_precision_stays_inherited() -> None:
-    backends: Any = torch.backends
-    kinds = (backends, backends.cuda.matmul, backends.mkldnn.matmul)
-    before = [kind.fp32_precision for kind in kinds]
-    try:
-        for kind, value in zip(kinds, ("tf32", "none", "none"), strict=True):
-            kind.fp32_precision = value
-        inherited = settings()
-        for _ in range(2):
-            with ieee_products():
-                assert settings()[2:] == ["ieee", "ieee"]
-            assert settings() == inherited
-        backends.fp32_precision = "ieee"
-        assert "tf32" not in settings()
-    finally:
-        for kind, value in zip(kinds, before, strict=True):
-            kind.fp32_precision = value
 
 
 def test_threads_share_one_setting() -> None:

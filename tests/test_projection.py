@@ -295,28 +295,3 @@ def test_wrong_choices_and_values() -> None:
 
 
 # ---- stacked models --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [(5, 7), (120, 100)])  # of the smaller ones a full decomposition
-def test_stacked_models_are_projected_one_by_one(size: tuple[int, int]) -> None:
-    """R matrices in one parameter, of which only some rows are constrained; several steps, with a resume."""
-    stacked = torch.randn(3, size[0] + 2, size[1], dtype=torch.float64) / 4
-    stacked[1] /= 20  # nothing to do
-    each, rows = [w.clone() for w in stacked], slice(2, None)
-    together = SpectralNormProjection([(stacked, rows)], 0.2)
-    alone = [SpectralNormProjection([(w, rows)], 0.2) for w in each]
-    for step in range(4):
-        for r, w in enumerate(each):
-            change = torch.randn(w.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) / 50
-            stacked[r] += change
-            w += change
-            alone[r].step()
-        if step == 2:
-            resumed = SpectralNormProjection([(stacked, rows)], 0.2)
-            resumed.load_state_dict(together.state_dict())
-            together = resumed
-        together.step()
-        torch.testing.assert_close(stacked, torch.stack(each))
-        assert max(norm(w[rows]) for w in stacked) <= 1.8 * (1 + 1e-12)
-    assert together.counts["checks"] == sum(projection.counts["checks"] for projection in alone)
-    assert together.counts["projections"] == sum(projection.counts["projections"] for projection in alone)

@@ -198,12 +198,3 @@ def test_episodes_need_a_module_that_takes_resets() -> None:
     for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):
         assert EpisodeRNN(right)  # type: ignore[arg-type]
     assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)
-
-
-def test_explain_loss_knows_resets() -> None:
-    rnn = FactorizedRNN(4, 64, nonlinearity="identity")
-    assert rnn.explain_loss(1000, 50, 3)[0] == "modal"
-    name, why = rnn.explain_loss(1000, 50, 3, resets=True)
-    assert name == "sequential" and "resets replace states between steps" in why
-    with pytest.raises(InputError, match="algorithm is 'modal': resets replace states"):
-        rnn.explain_loss(1000, 50, 3, resets=True, algorithm="modal")
