@@ -127,22 +127,6 @@ def test_sparse_gradient_of_a_basis(kind: Callable[..., Optimizer]) -> None:
     assert torch.equal(one, before)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
-def test_sparse_gradient_of_another_parameter(kind: Callable[..., Optimizer]) -> None:
-    """It is refused before the first part steps, where torch's optimizer would refuse it after that."""
-    model = nn.ModuleDict({"table": nn.Embedding(5, 3, sparse=True), "rnn": FactorizedRNN(3, 4)})
-    optimizer = optimizer_for(model, lr=0.1, geodesic_lr=0.1, euclidean=kind)
-    model["rnn"](model["table"](torch.tensor([[1], [2]])))[0].sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    if kind in (torch.optim.SGD, torch.optim.Adagrad):
-        optimizer.step()
-        assert not torch.equal(before[0], model["table"].weight)
-        return
-    with pytest.raises(InputError, match=r"gradient of parameter 0 \(table.weight\) is sparse_coo; .*SGD or Adagrad"):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_basis_that_became_nan_is_an_error_where_the_drift_is_measured(
     reads: bool, monkeypatch: pytest.MonkeyPatch

@@ -59,13 +59,13 @@ def parameter_label(group: dict[str, Any], index: int) -> str:
     return f"parameter {index}" + (f" ({names[index]})" if names else "")
 
 
-def check_dense(name: str, parameter: Tensor, accepted: str = "") -> None:
-    """InputError if the gradient of a parameter is sparse. accepted: optimizers that take such a gradient."""
+def check_dense(name: str, parameter: Tensor) -> None:
+    """InputError if the gradient of a parameter is sparse."""
     grad = parameter.grad
     if grad is not None and grad.layout is not torch.strided:
         kind = str(grad.layout).removeprefix("torch.")
         raise InputError(
-            f"gradient of {name} is {kind}; accepted: a dense one, as of torch.nn.Embedding(sparse=False){accepted}; "
+            f"gradient of {name} is {kind}; accepted: a dense one, as of torch.nn.Embedding(sparse=False); "
             "no parameter was changed"
         )
 
@@ -77,16 +77,14 @@ def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
         raise misfit(name, value, f"a finite floating tensor {list(shape)}")
 
 
-def check_constrained(index: int, item: Any) -> list[tuple[Tensor, Any]]:
-    """(parameter, index of the matrix in it) of each matrix in one element of `constrained`."""
+def check_constrained(index: int, item: Any) -> tuple[Tensor, slice]:
+    """(parameter, rows of the matrix in it) of one element of `constrained`."""
     pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], slice)
     parameter, rows = item if pair else (item, slice(None))
     label = f"constrained[{index}]"
     require(isinstance(parameter, Tensor), label, "a matrix", type(parameter).__name__)
     whole(label, parameter)
-    fits = parameter.ndim in (2, 3) and 0 not in parameter.detach()[..., rows, :].shape
-    require(fits, label, "a matrix with elements or [R, M, K]", f"shape {list(parameter.shape)}")
+    fits = parameter.ndim == 2 and 0 not in parameter.detach()[rows].shape
+    require(fits, label, "a matrix with elements", f"shape {list(parameter.shape)}")
     require(parameter.dtype in (torch.float32, torch.float64), label, "float32 or float64", parameter.dtype)
-    if parameter.ndim == 2:
-        return [(parameter, rows)]
-    return [(parameter, (r, rows)) for r in range(len(parameter))]  # of stacked models
+    return parameter, rows

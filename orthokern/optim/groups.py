@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from orthokern._state import shown
 from orthokern.errors import InputError, require, unknown_name
-from orthokern.optim._checks import check_dense, check_new, check_range, check_rate, parameter_label
+from orthokern.optim._checks import check_new, check_range, check_rate
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 # geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
@@ -165,23 +165,9 @@ class CombinedOptimizer(Optimizer):
                 group.setdefault(name, _MOMENTA[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the part "geodesic" if its "role" is "geodesic", else to "euclidean".
-
-        Its "lr" is not scaled (for a spectrum within a margin m, divide it by 2m).
-        """
-        if not self._complete:  # called by Optimizer.__init__ for groups that the parts already hold
-            return
-        role = param_group.get("role", "other")
-        name = "geodesic" if role == "geodesic" else "euclidean"
-        require(name in self.parts, "role of the new group", f"one of the parts {', '.join(self.parts)}", repr(role))
-        params = check_new(self.param_groups, param_group)["params"]
-        require(params, "params of the new group", "at least one parameter", "none")
-        groups = self.parts[name].param_groups
-        named = "param_names" in param_group or any(isinstance(p, tuple) for p in params)
-        if "param_names" in groups[0] and not named:  # torch requires names for all groups or for none
-            params = [(f"group {len(groups)}.{index}", p) for index, p in enumerate(params)]
-        self.parts[name].add_param_group({**param_group, "params": params})
-        self._add_momenta()
+        """Refused: add a group to a part, `optimizer.parts["euclidean"].add_param_group(...)`."""
+        if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
+            raise InputError(f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -192,8 +178,7 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
 
-        Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and for a sparse
-        gradient in a part that takes dense ones.
+        Raises InputError, before any part steps, for a learning rate that is not finite or below 0.
         """
         loss = None
         if closure is not None:
@@ -201,8 +186,6 @@ class CombinedOptimizer(Optimizer):
                 loss = closure()
         for index, group in enumerate(self.param_groups):  # before the first part changes anything
             check_rate(index, group)
-        for part in self.parts.values():
-            _check_gradients(part)
         for part in self.parts.values():
             part.step()
         return loss
@@ -233,22 +216,6 @@ class CombinedOptimizer(Optimizer):
             part_state: defaultdict[Tensor, Any] = defaultdict(dict)
             part_state.update({p: value for p, value in loaded.items() if p in held})
             part.__setstate__({"state": part_state, "param_groups": own})
-
-
-# those of torch.optim that take sparse gradients
-_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-
-
-def _check_gradients(part: Optimizer) -> None:
-    """InputError for a sparse gradient in an optimizer that is known to need dense ones. It would raise only after the
-    parts before it have stepped."""
-    dense = isinstance(part, GeodesicSGD) or type(part).__module__.startswith("torch.optim.")
-    if not dense or isinstance(part, _SPARSE):
-        return
-    way_out = "" if isinstance(part, GeodesicSGD) else ", or an optimizer as torch.optim.SGD or Adagrad"
-    for group in part.param_groups:
-        for index, p in enumerate(group["params"]):
-            check_dense(parameter_label(group, index), p, way_out)
 
 
 def optimizer_for(

@@ -66,7 +66,7 @@ class SpectralNormProjection:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
             the candidate's input matrices W_in that ``inputs`` selects (also any module with a method
             ``spectral_constraints(inputs)``). Or an iterable of matrices, or of pairs (matrix, slice of its rows).
-            float32 or float64. A tensor [R, M, K] has the matrices of R stacked models: each is constrained.
+            float32 or float64.
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
@@ -114,7 +114,7 @@ class SpectralNormProjection:
         items = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
         if not items:
             raise InputError("constrained must be a module with a GRU or several matrices, got no matrix")
-        self._matrices = [one for index, item in enumerate(items) for one in check_constrained(index, item)]
+        self._matrices = [check_constrained(index, item) for index, item in enumerate(items)]
         self._blocks: list[Tensor | None] = [None] * len(self._matrices)  # V of Note [Work], float64
         self.counts = {"steps": 0, "checks": 0, "projections": 0, "decompositions": 0}
 
