@@ -13,7 +13,6 @@ copy | --T 1000000000000000 | out of memory on cpu
 copy | --schedule plateau --patience 0 | patience: '0' is not an integer of at least 1
 copy | --schedule plateau --eval-every 0 | --schedule plateau with --eval-every 0: without evaluations
 copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the final factor of the rates; accepted
-copy | --model lstm --forget-bias 2 | unknown option --forget-bias
 copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 0 | --T: '0' is not an integer of at least 1
 copy | --T 5 --batch | --batch: expected one argument

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from orthokern._files import read_object
 from orthokern._version import __version__
 from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
@@ -93,14 +94,9 @@ def rounded(value: Any, digits: int = 6) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} without the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is damaged: move it away, or repair it")
-    return content
 
 
 def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure: Path | None = None) -> list[Path]:

@@ -59,7 +59,6 @@ class CopyOptions(DrawnOptions):
     """The settings of the copy task."""
 
     GROUP = "the task"
-    HIDDEN = frozenset({"forget_bias"})  # the recurrence has no bias
     T: int = option(1000, "steps between symbols and recall", basic=True)
     input: str = option(
         "onehot",

@@ -119,7 +119,6 @@ class NetworkOptions(RunOptions):
         "AVX512_BF16, bf16 (without gates)",
         choices=PRECISIONS,
     )
-    forget_bias: float = option(1.0, "both lstms: initial bias of the forget gate")
     rebase_every: int | None = option(
         None,
         "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
@@ -197,12 +196,11 @@ def _initialize_gates(rnn: nn.LSTM | PeepholeLSTM | GRU, settings: NetworkOption
 
 @torch.no_grad()
 def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> None:
-    """`_initialize_gates`, and the bias of the forget gate is `forget_bias` (Vorontsov et al. 2017, section 3.1.2:
-    orthogonal, and 1)."""
+    """`_initialize_gates`, and the bias of the forget gate is 1 (Vorontsov et al. 2017, section 3.1.2)."""
     _initialize_gates(lstm, settings)
     if lstm.bias:
         n = lstm.hidden_size
-        lstm.get_parameter("bias_ih_l0")[n : 2 * n] = settings.forget_bias
+        lstm.get_parameter("bias_ih_l0")[n : 2 * n] = 1.0
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 LARGEST_SEED = 2**63 - 1
 # settings that only earlier versions had, and the values that runs have now
-REMOVED: Settings = {"profile": None, "spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport"}
-REMOVED |= {"schur_mask": "block", "released_targets": False, "layout": "arjovsky", "penalty_norm": "squared"}
-REMOVED |= {"input_dropout": 0.0}
+REMOVED: Settings = {"spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport", "layout": "arjovsky"}
+REMOVED |= {"schur_mask": "block", "released_targets": False, "penalty_norm": "squared", "input_dropout": 0.0}
+REMOVED |= {"forget_bias": 1.0}
 
 
 @dataclass(kw_only=True)
@@ -256,9 +256,9 @@ class TaskCommand(Generic[Chosen]):
         """The complete settings, checked."""
         stored = None
         if run is not None:
-            stored = dict(run.config["settings"])
-            for name in REMOVED.keys() & stored.keys():
-                if stored.pop(name) != REMOVED[name] and name != "profile":
+            stored = run.config["settings"]
+            for name, value in REMOVED.items():
+                if stored.get(name, value) != value:
                     raise CheckpointError(f"{run.path} was started by an earlier version with {_dashed(name)}")
         try:
             settings = self.complete(resolve(given, self.defaults, self.presets, stored))
