@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import cpu
-from orthokern.nn import _layouts
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
 
@@ -106,9 +105,3 @@ def test_packed_sequences_are_each_on_its_own(lengths: list[int], kind: str, bid
     found = torch.autograd.grad(output.data.square().sum() + sum(h.sum() for h in states), parameters)
     loss = sum(y.square().sum() for y in outputs) + sum(h.sum() for parts in single for h in parts)
     torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))
-
-
-def test_rows_have_both_derivatives() -> None:
-    rows, place = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 3])
-    assert torch.autograd.gradcheck(lambda rows: _layouts._rows(rows, place), rows)
-    assert torch.autograd.gradgradcheck(lambda rows: _layouts._rows(rows, place).square(), rows)

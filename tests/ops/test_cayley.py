@@ -72,16 +72,6 @@ def test_cayley_parity(op: str, backend: str, dtype: torch.dtype, shape: tuple[i
 
 
 @each("cayley")
-def test_cayley_of_a_large_gradient(op: str, backend: str) -> None:
-    """LU without pivoting is safe because the matrix has symmetric part I, however large the skew part."""
-    m = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64))[0]
-    for scale in (1e2, 1e4, 1e6):
-        g = scale * torch.randn(3, 40, 40, dtype=torch.float64)
-        new = torch.ops.orthokern.cayley(m, g, torch.tensor(1.0), backend)
-        assert (new.mT @ new - torch.eye(40, dtype=torch.float64)).abs().max() < 1e-9 * scale**0.5
-
-
-@each("cayley")
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("shape", [(8, 3), (64, 16), (20, 19)], ids=str)
 def test_thin_steps_of_any_size_stay_orthonormal(
