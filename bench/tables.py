@@ -45,7 +45,6 @@ TITLES = {
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
     "copy": "The copy task by its command line: one iteration, and the peak memory of the process",
     "cayley": "Cayley step: time of the other implementation divided by ours, two N x N bases",
-    "skew_exp": "Exponential of a skew matrix: time of torch.matrix_exp divided by ours, with the gradient",
     "projection": "Spectral projection: its time as a share of a training iteration",
     "readout": "Readout with cross-entropy: time of torch divided by ours, forward and backward",
 }
