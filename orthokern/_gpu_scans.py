@@ -52,6 +52,11 @@ def _transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
     return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
 
 
+def of_steps(tensor: Tensor, low: int, high: int) -> Tensor:
+    """The steps [low, high) of a tensor [T, ...]; the tensor itself, which takes less time, if these are all."""
+    return tensor if high - low == tensor.shape[0] else tensor[low:high]
+
+
 def new_results(args: ScanArgs | GruArgs) -> Callable[..., Tensor]:
     """A function from a shape to a result of a kernel, which writes no padding: zeros if there may be some."""
     return args.h0.new_empty if args.lengths is None else args.h0.new_zeros
@@ -69,7 +74,7 @@ class Scan:
         self, args: ScanArgs, *, backward: bool, chunk: int | None = None, sequences: int | None = None
     ) -> None:
         self.args, self.backward, self.chunk = args, backward, chunk
-        self.sequences = len(args.h0) if sequences is None else sequences
+        self.sequences = args.h0.shape[0] if sequences is None else sequences
         self.clip = args.message_clip if backward and args.message_clip > 0 else math.inf
         self.restart = None if backward else args.reset_state
         # bool [T, B]: the steps after which the state, or backward the adjoint, becomes ``restart``, or zeros for None.
@@ -128,9 +133,7 @@ def _input_of(args: ScanArgs, x: Tensor) -> dict[str, Any]:
         table = weight.mT if bias is None else weight.mT + bias
         return {"tokens": x, "table": table.contiguous()}
     with ieee_products():
-        rows = x.flatten(0, 1)
-        e = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
-    return {"x": e.view(*x.shape[:2], weight.shape[0])}
+        return {"x": torch.nn.functional.linear(x, weight, bias)}
 
 
 def chunk_length(args: ScanArgs, steps: int) -> int:
@@ -238,8 +241,10 @@ class _States:
             return None
         first = self._from(low, high)
         if self.pre is not None:
-            return self.pre[low - first : high - first]
-        return self.saved[low:high] if self.entered is None else self.entered[low - first + 1 : high - first + 1]
+            return of_steps(self.pre, low - first, high - first)
+        if self.entered is None:
+            return of_steps(self.saved, low, high)
+        return self.entered[low - first + 1 : high - first + 1]
 
     def before(self, low: int, high: int) -> Tensor:
         """h_{t-1} of the steps [low, high)."""
@@ -254,7 +259,7 @@ class _States:
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total [N, D] + left [R, N]^T right [R, D], in place; None: zeros."""
-    return left.mT @ right if total is None else total.addmm_(left.mT, right)
+    return torch.mm(left.mT, right) if total is None else total.addmm_(left.mT, right)
 
 
 class _Sums:
@@ -264,14 +269,13 @@ class _Sums:
     def __init__(self, scan: Scan, steps: int, needs: Any) -> None:
         args = scan.args
         x, lengths = args.x, args.lengths
-        self.scan, self.args, self.needs = scan, args, needs
-        # bool [T, B, 1], False on padding
-        self.alive = None
+        self.scan, self.args, self.steps, self.needs = scan, args, steps, needs
+        self.alive = None  # bool [T, B, 1], False on padding
         if lengths is not None:
             self.alive = (torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths).unsqueeze(-1)
         self.m: Tensor | None = None
         self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.bias: Tensor | None = None  # in float64 if it is the sum of several windows
         features = args.weight is not None and x is not None and x.is_floating_point()
         self.x = torch.empty_like(x) if features and needs.x and x is not None else None
         # [B, N], the sum of delta_t over the resets
@@ -281,16 +285,16 @@ class _Sums:
 
     def add(self, low: int, delta: Tensor, states: _States) -> None:
         """Add the steps from ``low`` on, delta [steps, B, N]."""
-        args, needs, high = self.args, self.needs, low + len(delta)
+        args, needs, high, N = self.args, self.needs, low + delta.shape[0], delta.shape[2]
         here = slice(low, high)
         alive = None if self.alive is None else self.alive[here]
         if self.at_resets is not None and args.resets is not None:
             self.at_resets += started(delta, ~args.resets[here], None).sum(0)
         if self.x is not None and args.weight is not None:
-            torch.mm(delta.flatten(0, 1), args.weight, out=self.x[here].flatten(0, 1))
+            torch.mm(delta.view(-1, N), args.weight, out=self.x[here].view(-1, args.weight.shape[1]))
         # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
-        shifted = bool(low and delta[0].numel() % 4)
-        rows = (delta.clone() if shifted else delta).flatten(0, 1)
+        shifted = low > 0 and delta.shape[1] * N % 4 > 0
+        rows = (delta.clone() if shifted else delta).view(-1, N)
         if needs.m:
             before = states.before(low, high)
             before = before.clone() if shifted else before
@@ -298,15 +302,16 @@ class _Sums:
                 before = started(before, args.resets[here], args.reset_state)
             if alive is not None:
                 before = torch.where(alive, before, 0.0)
-            self.m = self.scan.add_to_map(self.m, rows, before.flatten(0, 1))
+            self.m = self.scan.add_to_map(self.m, rows, before.view(-1, N))
         if needs.bias and args.bias is not None:
-            of_steps = rows.sum(0, dtype=torch.float64)
-            self.bias = of_steps if self.bias is None else self.bias.add_(of_steps)
+            windows = high < self.steps or low > 0
+            of_rows = rows.sum(0, dtype=torch.float64 if windows else None)
+            self.bias = of_rows if self.bias is None else self.bias.add_(of_rows)
         if needs.weight and args.weight is not None and args.x is not None:
-            x = args.x[here]
+            x = of_steps(args.x, low, high)
             if x.is_floating_point():
                 x = torch.where(alive, x, 0.0) if alive is not None else x.clone() if shifted else x
-                self.weight = add_product(self.weight, rows, x.flatten(0, 1))
+                self.weight = add_product(self.weight, rows, x.view(-1, x.shape[2]))
             else:
                 self._add_tokens(rows, x if alive is None else torch.where(alive.squeeze(-1), x, -1))
 
@@ -323,16 +328,6 @@ class _Sums:
         of_ids = table[:D].mT
         self.weight = of_ids.contiguous() if self.weight is None else self.weight.add_(of_ids)
 
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(M, grad_weight, grad_bias), zeros if no step was added; None for what does not apply or is not needed."""
-        args, needs, new = self.args, self.needs, self.args.h0.new_zeros
-        N = args.h0.shape[1]
-        m = new(N, N) if needs.m and self.m is None else self.m
-        weight = torch.zeros_like(args.weight) if needs.weight and args.weight is not None else None
-        bias = new(N) if needs.bias and args.bias is not None else None
-        of_bias = None if self.bias is None else self.bias.to(args.h0.dtype)
-        return m, weight if self.weight is None else self.weight, bias if of_bias is None else of_bias
-
 
 def window_steps(B: int, N: int) -> int:
     """Steps of a window of the gradients' products, which depend on sizes only."""
@@ -346,7 +341,7 @@ class _Adjoints:
     def __init__(self, kind: type[Scan], args: ScanArgs, grad_hs: Tensor, states: _States, needs: Any) -> None:
         self.kind, self.args, self.grad_hs, self.states = kind, args, grad_hs, states
         self.scan = kind(args, backward=True)
-        self.steps, B, N = grad_hs.shape
+        (self.steps, B, N), self.needs_h0 = grad_hs.shape, needs.h0
         # all of delta is kept where it is grad_x (x is the input term), or if there are no checkpoints; else a window
         self.keep = not args.checkpoint_every or (needs.x and args.weight is None)
         self.delta = new_results(args)(self.steps if self.keep else min(window_steps(B, N), self.steps), *args.h0.shape)
@@ -358,21 +353,23 @@ class _Adjoints:
 
     def part(self, low: int, high: int) -> Tensor:
         """delta of the steps [low, high)."""
-        return self.delta[low:high] if self.keep else self.delta[: high - low]
+        return of_steps(self.delta, low, high) if self.keep else of_steps(self.delta, 0, high - low)
 
     def run(self, low: int, high: int) -> None:
         """The steps [low, high), which end where the steps before them in the backward began."""
-        out, g, args = self.part(low, high), self.grad_hs[low:high], self.args
+        out, g, args = self.part(low, high), of_steps(self.grad_hs, low, high), self.args
         if args.lengths is not None and not self.keep:
             out.zero_()
         if self.chunked:
             _chunked(self.kind, args, {"x": g}, None, out, backward=True)
         else:
-            norms = None if self.norms is None else self.norms[low:high]
+            norms = None if self.norms is None else of_steps(self.norms, low, high)
             gate = self.states.gate(low, high)
             self.scan.run(
                 high - low, time=low, x=g, gate=gate, start=self.carry, out=out, norms=norms, sums=self.running
             )
+        if low == 0 and not self.needs_h0:
+            return
         # without all of delta, the kernel of the next window overwrites this row
         self.carry = out[0] if self.keep else out[0].clone()
         if args.resets is not None:
@@ -423,17 +420,12 @@ def scan_bwd(
     finally:
         if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
             side.join()
-    grad_h0 = None
-    if needs.h0:
-        carry = adjoints.carry
-        grad_h0 = torch.zeros_like(args.h0) if carry is None else _transposed_product(args, carry)
-    m, grad_weight, grad_bias = sums.results()
     return ScanGradients(
         x=adjoints.delta if needs.x and args.weight is None else sums.x,
-        m=m,
-        h0=grad_h0,
-        weight=grad_weight,
-        bias=grad_bias,
+        m=sums.m,
+        h0=None if adjoints.carry is None or not needs.h0 else _transposed_product(args, adjoints.carry),
+        weight=sums.weight,
+        bias=None if sums.bias is None else sums.bias.to(args.h0.dtype),
         act_param=adjoints.grad_act_param(),
         reset_state=None if sums.at_resets is None else _transposed_product(args, sums.at_resets),
         leak=None,
