@@ -21,6 +21,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _KINDS = ("cpu", "cuda")
+# one call in place of one for each type of device; a private function of torch, which a version may lack
+is_on_anywhere: Callable[[], bool] = getattr(
+    torch._C, "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, _KINDS))
+)
 # torch frees a chain of nodes that Python code has looked at recursively; 40 000 of them overflow a stack of 8 MB.
 _MAX_HOOKED_NODES = 8000
 
@@ -97,7 +101,7 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if any(map(torch.is_autocast_enabled, _KINDS)):
+        if is_on_anywhere():
             with off():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)

@@ -124,7 +124,8 @@ class _Elements(dict[str, int]):
         kind, _, base = name.partition("_")
         if kind not in ("grad", "saved"):
             raise KeyError(name)
-        return self[base]
+        self[name] = self[base]
+        return self[name]
 
 
 @functools.lru_cache(maxsize=64)

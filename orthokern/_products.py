@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ ROWS = 4096  # rows of a product over steps, between two additions in float64
 PRODUCTS = 64  # such products in one call
 
 
-@contextlib.contextmanager
-def ieee_products() -> Iterator[None]:
+class ieee_products(contextlib.ContextDecorator):
     """Context manager and decorator in which float32 products are IEEE float32: on a GPU, where TF32 may be allowed,
     and on a CPU, where oneDNN rounds factors to bfloat16 at "medium" on some machines.
 
@@ -27,15 +25,22 @@ def ieee_products() -> Iterator[None]:
     products of other threads are IEEE too. The last thread that leaves restores it as it was: a setting that was
     inherited from another one still is.
     """
-    own = object()
-    try:
+
+    def _recreate_cm(self) -> ieee_products:
+        return ieee_products()
+
+    def __enter__(self) -> None:
+        try:
+            with _lock:
+                _open.add(self)
+                _changed.extend(_set_ieee())  # also inside another context: the setting may have been changed since
+        except BaseException:  # a KeyboardInterrupt
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
         with _lock:
-            _open.add(own)
-            _changed.extend(_set_ieee())  # also inside another context: the setting may have been changed since
-        yield
-    finally:
-        with _lock:
-            _open.discard(own)  # it may be missing, after a KeyboardInterrupt
+            _open.discard(self)
             if not _open:
                 _restore()
 
@@ -43,16 +48,17 @@ def ieee_products() -> Iterator[None]:
 # Only the last thread that leaves restores the setting: one that restored what it found would lower the precision of
 # another one's products, or keep the setting of another one for good.
 _lock = threading.RLock()  # a signal handler may have products too
-_open: set[object] = set()  # contexts of all threads
+_open: set[ieee_products] = set()  # contexts of all threads
 _changed: list[tuple[Any, str]] = []  # the settings that were others, and their values
+# the reader below the attribute fp32_precision, which takes several times as long; since torch 2.9
+_precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_KINDS: Any = [(name, getattr(getattr(torch.backends, name), "matmul", None)) for name in ("cuda", "mkldnn")]
 
 
 def _set_ieee() -> list[tuple[Any, str]]:
     """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
-    backends: Any = torch.backends
-    if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9
-        before = [(kind, kind.fp32_precision) for kind in (backends.cuda.matmul, backends.mkldnn.matmul)]
-        others = [(kind, value) for kind, value in before if value not in _EXACT]
+    if _precision_of is not None:
+        others = [(kind, value) for name, kind in _KINDS if (value := _precision_of(name, "matmul")) not in _EXACT]
         for kind, _ in others:
             kind.fp32_precision = "ieee"
         return others

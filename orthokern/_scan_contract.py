@@ -15,7 +15,7 @@ Those of the other ops have the functions:
 
 ``needs`` has the type of the result, with a bool for each field: whether it is needed. A function may return more.
 
-All tensors are contiguous; those of the reference may have any strides. B batch, T time, N hidden, K rank, D features
+Tensors have any strides: a backend copies those that its kernels need contiguous. B batch, T time, N hidden, K rank, D features
 or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same
 names.
 """
@@ -44,6 +44,11 @@ def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:
     return args._make([next(saved) if value is _SAVED else value for value in args])
 
 
+def contiguous(args: Any) -> Any:
+    """The arguments of an op with contiguous tensors."""
+    return args._make([value.contiguous() if isinstance(value, Tensor) else value for value in args])
+
+
 def schema_of_needs(gradients: Any) -> str:
     """The arguments of a backward op for ``needs``."""
     return ", ".join(f"bool need_{name}" for name in gradients._fields)
@@ -58,15 +63,6 @@ def split_needs(gradients: Any, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any
 def only_needed(grads: Any, needs: Any) -> tuple[Any, ...]:
     """The results of a backward, None for those that are not needed."""
     return tuple([grad if need else None for grad, need in zip(grads, needs, strict=True)])
-
-
-def _contiguous(args: Any) -> dict[str, Any]:
-    """Contiguous copies of the tensors that are not contiguous, by name."""
-    copies = {}
-    for name, value in zip(args._fields, args, strict=True):
-        if isinstance(value, Tensor) and not value.is_contiguous():
-            copies[name] = value.contiguous()
-    return copies
 
 
 class ScanArgs(NamedTuple):
@@ -115,10 +111,6 @@ class ScanArgs(NamedTuple):
     def keeps_pre(self) -> bool:
         """Whether the forward saves the pre-activations for the backward."""
         return (self.leak is not None or ACTIVATIONS[self.activation].needs_input) and not self.checkpoint_every
-
-    def contiguous(self) -> ScanArgs:
-        """The arguments with contiguous tensors."""
-        return self._replace(**changed) if (changed := _contiguous(self)) else self
 
 
 class ScanStates(NamedTuple):
@@ -173,10 +165,6 @@ class GruArgs(NamedTuple):
     def kanai(self) -> bool:
         """Whether the variant is "kanai", which saves no ``pre``."""
         return self.variant == "kanai"
-
-    def contiguous(self) -> GruArgs:
-        """The arguments with contiguous tensors."""
-        return self._replace(**changed) if (changed := _contiguous(self)) else self
 
 
 class GruStates(NamedTuple):

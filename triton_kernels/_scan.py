@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern import _gpu_scans
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, contiguous
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 from orthokern.triton_kernels.activations import parameter, parameter_kind
@@ -246,10 +246,11 @@ class Scan(_gpu_scans.Scan):
 
 
 def scan_fwd(args: ScanArgs) -> ScanStates:
-    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``; tensors are contiguous."""
-    return _gpu_scans.scan_fwd(Scan, args)
+    """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
+    return _gpu_scans.scan_fwd(Scan, contiguous(args))
 
 
 def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    return _gpu_scans.scan_bwd(Scan, args, grad_hs, states, pre, needs)
+    grad_hs, states, pre = grad_hs.contiguous(), states.contiguous(), None if pre is None else pre.contiguous()
+    return _gpu_scans.scan_bwd(Scan, contiguous(args), grad_hs, states, pre, needs)

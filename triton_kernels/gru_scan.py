@@ -33,7 +33,7 @@ from torch import Tensor
 
 from orthokern._gpu_scans import new_results
 from orthokern._gru_parameters import parameter_gradients
-from orthokern._scan_contract import GruArgs, GruGradients, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates, contiguous
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 
@@ -214,7 +214,8 @@ def gru_scan_bwd_kernel(
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
-    """See ``orthokern.ops.gru_scan``; tensors are contiguous, and N is at most 128."""
+    """See ``orthokern.ops.gru_scan``; N is at most 128."""
+    args = contiguous(args)
     x, h0 = args.x, args.h0
     assert x is not None
     T, (B, N), new = x.shape[0], h0.shape, new_results(args)
@@ -228,6 +229,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
+    args, grad_hs, states = contiguous(args), grad_hs.contiguous(), contiguous(states)
     h0, (T, B, N), new = args.h0, grad_hs.shape, new_results(args)
     grad_x, grad_h0, square = new(T, B, 3 * N), torch.empty_like(h0), h0.new_zeros(T, B)
     factor = new(T, B, N) if needs.w or needs.bias else None

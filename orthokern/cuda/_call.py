@@ -28,6 +28,7 @@ except ImportError as error:
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
+_PLAIN = {type(None), str, int, float}
 _ARGUMENT_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; the others are float32
 # Planner overrides for tests: the fields of ScanOverrides and GruOverrides in csrc/cuda.
 overrides: dict[str, int] = {}
@@ -58,20 +59,20 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
         sizes |= {f"{name}_size": t.numel() for name in ("act_param", "leak") if (t := getattr(args, name)) is not None}
         sizes["checkpoint_every"] = args.checkpoint_every
     kernel = f"{args.op}_bwd"
-    elements, copies, results = elements_of(kernel, sizes), {}, []
-    for name, value in (*zip(args._fields, args, strict=True), *saved.items()):
-        tensor = value
-        if isinstance(value, Tensor):
-            ids = name == "x" and not value.is_floating_point()
-            dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
-            tensor = ready(value, dtype, device, name)
-            count = elements["tokens" if ids else name]
-            if value.numel() != count:
-                check(kernel, name, value, dtype, device.type, count)
-        if name in saved:
-            results.append(tensor)
-        elif tensor is not value:
-            copies[name] = tensor
+    elements, copies = elements_of(kernel, sizes), {}
+    index = args.h0.get_device() if device.type == DEVICE else None
+    for name, tensor in zip((*args._fields, *saved), (*args, *saved.values()), strict=True):
+        if type(tensor) in _PLAIN:
+            continue
+        ids = name == "x" and not tensor.is_floating_point()
+        dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
+        count = elements["tokens" if ids else name]
+        known = tensor.dtype is dtype and tensor.get_device() == index and tensor.numel() == count
+        if not (known and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+            copies[name] = ready(tensor, dtype, device, name)
+            if tensor.numel() != count:
+                check(kernel, name, tensor, dtype, device.type, count)
+    results = [copies.pop(name, tensor) for name, tensor in saved.items()]
     return args._replace(**copies) if copies else args, results
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from orthokern._autocast import is_on_anywhere
+
 _PLAIN = {type(None), str, int, float, bool}
 _NAMES = (
     "_len_torch_dispatch_stack",
@@ -47,8 +49,7 @@ def no_dispatch_modes() -> bool:
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
+        and not is_on_anywhere()
     )
 
 

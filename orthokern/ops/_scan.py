@@ -101,9 +101,8 @@ class ScanOp:
             self.name, "reference", device=second.device, dtype=second.dtype, algorithm=args.algorithm
         )
 
-    def _backend_module(self, args: ScanArgs, T: int) -> tuple[Any, ScanArgs]:
-        """The module of the backend that serves a call of T steps, and the arguments, contiguous, with checked values.
-        Token ids and lengths are checked on a CPU."""
+    def _backend_module(self, args: ScanArgs, T: int) -> Any:
+        """The module of the backend that serves a call of T steps. Checks values."""
         second = args.second
         module = dispatch.resolve(
             self.name,
@@ -115,22 +114,21 @@ class ScanOp:
             **args.sizes,
         )
         check_values(args, T)
-        return module, args.contiguous()
+        return module
 
     def _forward(self, *fields: Any) -> tuple[Tensor | None, ...]:
         args = ScanArgs(*fields)
-        module, args = self._backend_module(args, args.time_steps)
+        module = self._backend_module(args, args.time_steps)
         states = getattr(module, f"{self.name}_fwd")(args)
         _taps.record_states(self.name, states.hs)
         return tuple(states)
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
         needs, fields = split_needs(ScanGradients, fields)
-        module, args = self._backend_module(ScanArgs(*fields), grad_hs.shape[0])
-        pre = pre.contiguous() if pre is not None and args.keeps_pre else None
+        args = ScanArgs(*fields)
+        module = self._backend_module(args, grad_hs.shape[0])
         backward = getattr(module, f"{self.name}_bwd")
-        saved = grad_hs.contiguous(), states.contiguous(), pre
-        grads = only_needed(backward(args, *saved, needs), needs)
+        grads = only_needed(backward(args, grad_hs, states, pre if args.keeps_pre else None, needs), needs)
         _taps.record(self.name, grads[-1])
         return grads
 

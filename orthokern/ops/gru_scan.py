@@ -138,19 +138,19 @@ def _reference(args: GruArgs) -> Any:
     return dispatch.resolve("gru_scan", "reference", device=args.w.device, dtype=args.w.dtype)
 
 
-def _backend_module(args: GruArgs, T: int) -> tuple[Any, GruArgs]:
-    """The module of the backend that serves a call of T steps, and the arguments, contiguous, with checked lengths."""
+def _backend_module(args: GruArgs, T: int) -> Any:
+    """The module of the backend that serves a call of T steps. Checks lengths."""
     w, used = args.w, tuple(name for name in FEATURES if getattr(args, name) is not None)
     module = dispatch.resolve("gru_scan", args.backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
     check_lengths(args.lengths, T)
-    return module, args.contiguous()
+    return module
 
 
 @custom_op("gru_scan_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
     """From the fields of GruArgs, those of GruStates; pre is empty in variant "kanai"."""
-    module, args = _backend_module(GruArgs(x, *fields), x.shape[0])
-    states = module.gru_scan_fwd(args)
+    args = GruArgs(x, *fields)
+    states = _backend_module(args, x.shape[0]).gru_scan_fwd(args)
     _taps.record_states("gru_scan", states.hs)
     return tuple(states)
 
@@ -170,9 +170,9 @@ def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
 def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
     """The fields of GruGradients; what is not needed is empty. x is not read."""
     needs, fields = split_needs(GruGradients, fields)
-    module, args = _backend_module(GruArgs(*fields), grad_hs.shape[0])
-    states = GruStates(hs.contiguous(), gates.contiguous(), None if pre is None or args.kanai else pre.contiguous())
-    grads = only_needed(module.gru_scan_bwd(args, grad_hs.contiguous(), states, needs), needs)
+    args = GruArgs(*fields)
+    backward = _backend_module(args, grad_hs.shape[0]).gru_scan_bwd
+    grads = only_needed(backward(args, grad_hs, GruStates(hs, gates, None if args.kanai else pre), needs), needs)
     _taps.record("gru_scan", grads[-1])
     return grads
 
