@@ -15,9 +15,9 @@ Those of the other ops have the functions:
 
 ``needs`` has the type of the result, with a bool for each field: whether it is needed. A function may return more.
 
-Tensors have any strides: a backend copies those that its kernels need contiguous. B batch, T time, N hidden, K rank, D features
-or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the same
-names.
+Tensors have any strides: a backend copies those that its kernels need contiguous. B batch, T time, N hidden, K rank, D
+features or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the
+same names.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 
+# types of arguments that are no tensors; a look-up takes a fraction of the time of isinstance(value, Tensor)
+PLAIN = {type(None), str, int, float, bool}
 _SAVED = object()  # in place of a tensor
 
 
 def split_tensors(args: Any) -> tuple[Any, list[Tensor]]:
     """The arguments of an op, a named tuple, without their tensors, and the tensors, for ``ctx.save_for_backward``."""
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    return args._make([_SAVED if isinstance(value, Tensor) else value for value in args]), tensors
+    options, tensors = [], []
+    for value in args:
+        is_tensor = type(value) not in PLAIN and isinstance(value, Tensor)
+        options.append(_SAVED if is_tensor else value)
+        if is_tensor:
+            tensors.append(value)
+    return args._make(options), tensors
 
 
 def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:

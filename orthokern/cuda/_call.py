@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from orthokern._elements import check, elements_of
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import PLAIN, ScanArgs
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = None
@@ -28,7 +28,6 @@ except ImportError as error:
 AVAILABLE = kernels is not None
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
-_PLAIN = {type(None), str, int, float}
 _ARGUMENT_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; the others are float32
 # Planner overrides for tests: the fields of ScanOverrides and GruOverrides in csrc/cuda.
 overrides: dict[str, int] = {}
@@ -62,7 +61,7 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     elements, copies = elements_of(kernel, sizes), {}
     index = args.h0.get_device() if device.type == DEVICE else None
     for name, tensor in zip((*args._fields, *saved), (*args, *saved.values()), strict=True):
-        if type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN:
             continue
         ids = name == "x" and not tensor.is_floating_point()
         dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from orthokern._autocast import is_on_anywhere
+from orthokern._scan_contract import PLAIN
 
-_PLAIN = {type(None), str, int, float, bool}
 _NAMES = (
     "_len_torch_dispatch_stack",
     "_len_torch_function_stack",
@@ -63,6 +63,6 @@ def can_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
         if kind is Tensor or kind is nn.Parameter:
             if not (argument.is_cpu or argument.is_cuda) or argument.is_neg():
                 return False
-        elif kind not in _PLAIN:
+        elif kind not in PLAIN:
             return False
     return True

@@ -9,7 +9,6 @@ the fake describes, and Dynamo does not trace the kernel. Autocast is off inside
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -62,7 +61,7 @@ class CustomOp:
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         self.kernel = kernel
         self.guarded = self._guarded(keeps_dtype(kernel))
-        self.derivative: Any = None  # the autograd.Function, where there is one
+        self.apply: Any = None  # of the autograd.Function, where there is one, for calls without transforms
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
@@ -71,8 +70,8 @@ class CustomOp:
         """Call the op, without torch's dispatcher where ``orthokern/ops/_dispatcher.py`` permits that."""
         if not can_bypass_dispatcher(given):
             return self.packet(*given)
-        if torch.is_grad_enabled() and self.derivative is not None:
-            return self.derivative.apply(*given, *self.defaults[len(given) :], None)
+        if torch.is_grad_enabled() and self.apply is not None:
+            return self.apply(*given, *self.defaults[len(given) :], None)
         return self.kernel(*given)
 
     def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
@@ -125,12 +124,11 @@ class CustomOp:
 
         def forward(ctx: Any, *arguments: Any) -> Any:
             *inputs, keys = arguments  # keys: None from __call__
-            dispatched = isinstance(keys, torch._C.DispatchKeySet)
-            # a Function turns grad mode off, but transforms of torch.func below this one have to record
-            below = torch._C._are_functorch_transforms_active()
-            grad_mode = torch.enable_grad() if below else contextlib.nullcontext()
-            with grad_mode, torch._C._AutoDispatchBelowAutograd():
-                output = op.redispatch(keys, *inputs) if dispatched else self.kernel(*inputs)
+            if torch._C._are_functorch_transforms_active():
+                # it was turned off until the end of this call, but transforms below this one have to record
+                torch._C._set_grad_enabled(True)
+            with torch._C._AutoDispatchBelowAutograd():
+                output = self.kernel(*inputs) if keys is None else op.redispatch(keys, *inputs)
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)
                 note_dtypes(ctx)
@@ -150,8 +148,8 @@ class CustomOp:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
         derivative: Any = type(self.name, (torch.autograd.Function,), members)
-        self.derivative = derivative
-        apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
+        # without the loop over the arguments in Function.apply, which looks for transforms
+        self.apply = apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])

@@ -22,6 +22,7 @@ from orthokern._scan_contract import (
 from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_leak, check_lengths, check_tokens, no_second_derivative
+from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._register import custom_op
 
 FEATURES = (
@@ -125,12 +126,23 @@ class ScanOp:
 
     def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
         needs, fields = split_needs(ScanGradients, fields)
-        args = ScanArgs(*fields)
-        module = self._backend_module(args, grad_hs.shape[0])
-        backward = getattr(module, f"{self.name}_bwd")
-        grads = only_needed(backward(args, grad_hs, states, pre if args.keeps_pre else None, needs), needs)
-        _taps.record(self.name, grads[-1])
+        return only_needed(self._gradients(ScanArgs(*fields), grad_hs, states, pre, needs), needs)
+
+    def _gradients(
+        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
+    ) -> ScanGradients:
+        """The results of the backward of the backend that serves a call."""
+        backward = getattr(self._backend_module(args, grad_hs.shape[0]), f"{self.name}_bwd")
+        grads: ScanGradients = backward(args, grad_hs, states, pre if args.keeps_pre else None, needs)
+        if needs.norm:
+            _taps.record(self.name, grads.norm)
         return grads
+
+    def _by_op(self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
+        """`_gradients`, by the backward op where torch has to see one."""
+        if not torch.is_grad_enabled() and can_bypass_dispatcher((grad_hs, states, pre, *args)):
+            return self._gradients(args, grad_hs, states, pre, needs)
+        return ScanGradients(*only_needed(self.bwd(grad_hs, states, pre, *needs, *args), needs))
 
     def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
         args = ScanArgs(*fields)
@@ -182,7 +194,7 @@ class ScanOp:
             return ()
         states, pre, *tensors = saved
         args: ScanArgs = join_tensors(ctx.options, tensors)
-        of: Any = ScanArgs(*ctx.needs_input_grad[: len(ScanArgs._fields)])
+        of: Any = ScanArgs._make(ctx.needs_input_grad[: len(ScanArgs._fields)])
         of_map, norm = of.first or of.scale or of.second, _taps.needed()
         needs = ScanGradients._make(
             (of.x, of_map, of.h0, of.weight, of.bias, of.act_param, of.reset_state, of.leak, norm)
@@ -196,13 +208,12 @@ class ScanOp:
             if recorded:
                 grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs)
             else:
-                grads = ScanGradients(*self.bwd(grad_hs, states, pre, *needs, *args))
+                grads = self._by_op(args, grad_hs, states, pre, needs)
             if of_map:
                 of_factors = map_gradients(args, grads.m)
         of_reset_state = None if args.resets is None else grads.reset_state
         of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
-        of_args = ScanArgs(*of_tensors, activation="", reset_state=of_reset_state, leak=grads.leak)  # type: ignore
-        return only_needed(of_args, of)
+        return only_needed((*of_tensors, *(None,) * 8, of_reset_state, grads.leak), of)
 
     @ieee_products()
     def _factor_gradients(
@@ -214,7 +225,7 @@ class ScanOp:
         assert v is not None and s is not None
         term = args._replace(x=None, weight=None, bias=None)
         of_term = needs._replace(x=True, m=False, weight=False, bias=False)
-        grads = ScanGradients(*self.bwd(grad_hs, states, pre, *of_term, *term))
+        grads = self._by_op(term, grad_hs, states, pre, of_term)
         assert grads.x is not None
         delta, states = grads.x.flatten(0, 1), states[:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
         from_v, to_u = torch.cat([args.h0 @ v, product(states, v)]), product(delta, u).view(len(grads.x), -1, len(s))

@@ -24,6 +24,7 @@ from orthokern.dispatch import Support
 from orthokern.ops import _route, _taps
 from orthokern.ops._checks import gru_args
 from orthokern.ops._common import check_lengths, no_second_derivative
+from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._register import custom_op
 
 VARIANTS = GRU_VARIANTS
@@ -171,9 +172,14 @@ def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields
     """The fields of GruGradients; what is not needed is empty. x is not read."""
     needs, fields = split_needs(GruGradients, fields)
     args = GruArgs(*fields)
-    backward = _backend_module(args, grad_hs.shape[0]).gru_scan_bwd
-    grads = only_needed(backward(args, grad_hs, GruStates(hs, gates, None if args.kanai else pre), needs), needs)
-    _taps.record("gru_scan", grads[-1])
+    return only_needed(_gradients(args, grad_hs, GruStates(hs, gates, None if args.kanai else pre), needs), needs)
+
+
+def _gradients(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
+    """The results of the backward of the backend that serves a call."""
+    grads: GruGradients = _backend_module(args, grad_hs.shape[0]).gru_scan_bwd(args, grad_hs, states, needs)
+    if needs.norm:
+        _taps.record("gru_scan", grads.norm)
     return grads
 
 
@@ -204,17 +210,17 @@ def _backward(
         return ()
     hs, gates, pre, *tensors = saved
     args: GruArgs = join_tensors(ctx.options, tensors)
-    of: Any = GruArgs(*ctx.needs_input_grad[: len(GruArgs._fields)])
+    of: Any = GruArgs._make(ctx.needs_input_grad[: len(GruArgs._fields)])
     needs = GruGradients._make((of.x, of.w, of.h0, of.bias, of.reset_state, _taps.needed()))
+    states = GruStates(hs, gates, None if args.kanai else pre)
     if of_saved or _route.recording():
-        states = GruStates(hs, gates, None if args.kanai else pre)
         grads = _differentiable(args, states, grad_hs, needs, grad_gates, grad_pre)
+    elif grad_hs is not None and not torch.is_grad_enabled() and can_bypass_dispatcher((grad_hs, *states, *args)):
+        grads = _gradients(args, grad_hs, states, needs)
     else:
         grads = GruGradients(*_bwd(grad_hs, hs, gates, pre, *needs, *args))
-    of_args = grads._asdict()
-    if args.resets is None:
-        del of_args["reset_state"]
-    return tuple(of_args.get(name) if need else None for name, need in of._asdict().items())
+    of_state = None if args.resets is None else grads.reset_state
+    return only_needed((grads.x, grads.w, grads.h0, grads.bias, *(None,) * 4, of_state), of)
 
 
 def _differentiable(
