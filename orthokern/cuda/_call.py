@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from orthokern._elements import check, elements_of
-from orthokern._scan_contract import PLAIN, ScanArgs
+from orthokern._scan_contract import ScanArgs
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = None
@@ -50,29 +50,41 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     """The arguments of a scan of ``steps`` steps, ``ScanArgs`` or ``GruArgs``, and the tensors ``saved`` of a backward,
     in the form that kernels need. InputError for a tensor whose size is not that of the call: its ``data`` was
     exchanged."""
-    device, (B, N) = args.h0.device, args.h0.shape
-    sizes = {"B": B, "T": steps, "N": N}
+    device, (B, N), more = args.h0.device, args.h0.shape, ()
+    ids = args.x is not None and not args.x.is_floating_point()
     if isinstance(args, ScanArgs):
-        sizes["K"] = 0 if args.first is None else args.second.shape[1]
-        sizes["D"] = N if args.weight is None else args.weight.shape[1]
-        sizes |= {f"{name}_size": t.numel() for name in ("act_param", "leak") if (t := getattr(args, name)) is not None}
-        sizes["checkpoint_every"] = args.checkpoint_every
-    kernel = f"{args.op}_bwd"
-    elements, copies = elements_of(kernel, sizes), {}
+        act_size, leak_size = (0 if t is None else t.shape[0] for t in (args.act_param, args.leak))
+        K, D = 0 if args.first is None else args.second.shape[1], N if args.weight is None else args.weight.shape[1]
+        more = (K, D, act_size, leak_size, args.checkpoint_every)
     index = args.h0.get_device() if device.type == DEVICE else None
-    for name, tensor in zip((*args._fields, *saved), (*args, *saved.values()), strict=True):
-        if type(tensor) in PLAIN:
+    copies = {}
+    expected = _expected(args.op, type(args), tuple(saved), ids, (B, steps, N, *more))
+    for (name, dtype, count), tensor in zip(expected, (*args, *saved.values()), strict=True):
+        if tensor is None or dtype is None:
             continue
-        ids = name == "x" and not tensor.is_floating_point()
-        dtype = torch.int64 if ids else _ARGUMENT_DTYPES.get(name, torch.float32)
-        count = elements["tokens" if ids else name]
         known = tensor.dtype is dtype and tensor.get_device() == index and tensor.numel() == count
         if not (known and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
             copies[name] = ready(tensor, dtype, device, name)
             if tensor.numel() != count:
-                check(kernel, name, tensor, dtype, device.type, count)
+                check(f"{args.op}_bwd", name, tensor, dtype, device.type, count)
     results = [copies.pop(name, tensor) for name, tensor in saved.items()]
     return args._replace(**copies) if copies else args, results
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(op: str, kind: Any, saved: tuple[str, ...], ids: bool, sizes: tuple[int, ...]) -> list[Any]:
+    """(name, dtype, number of elements) of the arguments of a scan and of what is saved; no dtype for an option."""
+    letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every")
+    elements = elements_of(f"{op}_bwd", dict(zip(letters, sizes, strict=False)))
+    result: list[Any] = []
+    for name in (*kind._fields, *saved):
+        if name not in saved and "Tensor" not in str(kind.__annotations__[name]):
+            result.append((name, None, 0))
+        elif name == "x" and ids:
+            result.append((name, torch.int64, elements["tokens"]))
+        else:
+            result.append((name, _ARGUMENT_DTYPES.get(name, torch.float32), elements[name]))
+    return result
 
 
 def address(tensor: Tensor) -> int:
@@ -121,14 +133,12 @@ def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str,
 
     Results are cached, since a planner queries the driver.
     """
-    return _planned(name, device.index or 0, tuple(sizes.items()), tuple(overrides.items()))
+    return _planned(name, device.index or 0, tuple(overrides.items()), **sizes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(
-    name: str, device: int, sizes: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...]
-) -> dict[str, int]:
-    planned: dict[str, int] = getattr(kernels, name)({**dict(sizes), "overrides": dict(asked), "device": device})
+def _planned(name: str, device: int, asked: tuple[tuple[str, int], ...], **sizes: int) -> dict[str, int]:
+    planned: dict[str, int] = getattr(kernels, name)({**sizes, "overrides": dict(asked), "device": device})
     return planned
 
 

@@ -41,15 +41,13 @@ class Scan(_gpu_scans.Scan):
         self, args: ScanArgs, *, backward: bool, chunk: int | None = None, sequences: int | None = None
     ) -> None:
         super().__init__(args, backward=backward, chunk=chunk, sequences=sequences)
-        (B, N), act_param = args.h0.shape, args.act_param
+        (B, N), act_param, first = args.h0.shape, args.act_param, args.first
         self.device = args.h0.device
-        self.tensors = {name: getattr(args, name) for name in ("first", "scale", "second", "act_param", "lengths")}
-        self.tensors["restart"] = self.restart
         tokens = not backward and args.x is not None and not args.x.is_floating_point()
         self.sizes = {
             "B": B,
             "N": N,
-            "K": args.sizes.get("K", 0),
+            "K": 0 if first is None else first.shape[1],
             "sequences": self.sequences,
             "precision": _PRECISIONS[args.precision],
             "activation": ACTIVATIONS[args.activation].number,
@@ -60,8 +58,16 @@ class Scan(_gpu_scans.Scan):
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
         self.plan = native.plan(f"{args.op}_plan", self.device, asked)
         self.packed = False  # whether a launch has filled the workspace
-        for name in ("packed1", "packed2"):
-            self.tensors[name] = args.second.new_empty(self.plan[name]) if self.plan[name] else None
+        self.tensors = {
+            "first": first,
+            "scale": args.scale,
+            "second": args.second,
+            "act_param": act_param,
+            "lengths": args.lengths,
+            "restart": self.restart,
+            "packed1": args.second.new_empty(self.plan["packed1"]) if self.plan["packed1"] else None,
+            "packed2": args.second.new_empty(self.plan["packed2"]) if self.plan["packed2"] else None,
+        }
 
     def sums(self) -> Tensor:
         return self.args.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
@@ -157,12 +163,12 @@ def scan_fwd(args: ScanArgs) -> ScanStates:
 
     ``precision`` has an effect above N = 160 (factored) or 192: on the kernels of clusters, and on library products.
     """
-    assert args.x is not None
-    args, _ = native.ready_args(args, len(args.x))
+    args, _ = native.ready_args(args, args.time_steps)
     return _gpu_scans.scan_fwd(Scan, args)
 
 
 def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    args, (grad_hs, states, pre) = native.ready_args(args, len(grad_hs), grad_hs=grad_hs, states=states, pre=pre)
+    saved = {"grad_hs": grad_hs, "states": states, "pre": pre}
+    args, (grad_hs, states, pre) = native.ready_args(args, grad_hs.shape[0], **saved)
     return _gpu_scans.scan_bwd(Scan, args, grad_hs, states, pre, needs)

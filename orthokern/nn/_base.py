@@ -147,6 +147,8 @@ class Layers(nn.Module):
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Any = self._parameters.get(name)
+        if type(tensor) is nn.Parameter and tensor.shape == self._shapes[name] and tensor.layout is torch.strided:
+            return tensor
         if tensor is None:  # a buffer, or an attribute that replaces a parameter
             tensor = self._buffers.get(name)
             tensor = getattr(self, name) if tensor is None else tensor
@@ -337,7 +339,7 @@ class Layers(nn.Module):
 
     def _run(self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Resets | None) -> tuple[Tensor, Tensor]:
         data, last = self._layers(data, hx, layout, self.num_layers, cuts)
-        return data, torch.stack(last)
+        return data, torch.stack(last) if len(last) > 1 else last[0].unsqueeze(0).clone()
 
     def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_run` of no sequences: empty results, whose gradients are zeros, as torch's are."""

@@ -224,7 +224,9 @@ class FactorizedRNN(Recurrent):
         They are measured at the 1st, 2nd, 4th, 8th, ... forward, so that the cost does not depend on the length of the
         training. On a GPU they are not measured: the host would wait for the device.
         """
-        if self._forwards < 0 or not (self.training and torch.is_grad_enabled() and no_dispatch_modes()):
+        if self._forwards < 0 or not (self.training and torch.is_grad_enabled() and self._tensor("u_l0").is_cpu):
+            return
+        if not no_dispatch_modes():
             return
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
