@@ -3,7 +3,7 @@ that a spectral constraint bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -38,13 +38,7 @@ def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
 
 
 @ieee_products()
-def parameter_gradients(
-    args: GruArgs,
-    hs: Tensor,
-    grad_x: Tensor,
-    factor: Tensor,
-    add: Callable[[Tensor, Tensor, Tensor], None] = add_product,
-) -> tuple[Tensor, Tensor | None]:
+def parameter_gradients(args: GruArgs, hs: Tensor, grad_x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor | None]:
     """(grad_w [3N, N], grad_bias [3N] or None); the equations: Note [GRU scan backward] of the reference.
 
     Args:
@@ -52,28 +46,28 @@ def parameter_gradients(
         hs: [T, B, N], the states.
         grad_x: [T, B, 3N], the rows d_r, d_z, d_n.
         factor: [T, B, N], r h' in variant "kanai", d_q in variant "torch".
-        add: adds a product over rows to a sum, like ``add_product``.
     """
     (B, N), rows, rows_n = args.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
-    grad_w, first, later, resets = torch.zeros_like(args.w), args.h0, hs[:-1], args.resets
+    grad_w, first, later, resets = args.w.new_empty(3 * N, N), args.h0, hs[:-1], args.resets
     if resets is not None:
         start = torch.zeros_like(first) if args.reset_state is None else args.reset_state
         first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
+    later = later.flatten(0, 1)
 
-    def add_states(to: Tensor, left: Tensor) -> None:
-        """to += sum over steps of left_t h_{t-1}^T, without a copy of [h0, hs]."""
-        to.addmm_(left[:B].mT, first)
-        if len(left) > B:
-            add(to, left[B:], later.flatten(0, 1))
+    def set_to_states(total: Tensor, left: Tensor) -> None:
+        """total = sum over steps of left_t h_{t-1}^T, without a copy of [h0, hs]."""
+        torch.mm(left[:B].mT, first, out=total)
+        if hs.shape[0] > 1:
+            add_product(total, left[B:], later)
 
-    add_states(grad_w[: 2 * N], rows[:, : 2 * N])
+    set_to_states(grad_w[: 2 * N], rows[:, : 2 * N])
     if args.kanai:
-        add(grad_w[2 * N :], rows[:, 2 * N :], rows_n)
+        add_product(grad_w[2 * N :].zero_(), rows[:, 2 * N :], rows_n)
     else:
-        add_states(grad_w[2 * N :], rows_n)
+        set_to_states(grad_w[2 * N :], rows_n)
     if args.bias is None:
         return grad_w, None
     grad_bias = rows.sum(0)
     if not args.kanai:
-        grad_bias[2 * N :] = rows_n.sum(0)
+        torch.sum(rows_n, 0, out=grad_bias[2 * N :])
     return grad_w, grad_bias

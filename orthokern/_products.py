@@ -143,7 +143,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [N, D] += left [R, N]^T right [R, D], as `product`."""
-    start, rows = 0, len(left)
+    start, rows = 0, left.shape[0]
     if onednn_serves(left, right.shape[1]):
         for count in _ADDED_ROWS:
             while rows - start >= count:

@@ -42,7 +42,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) 
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
     grad_h0, grad_norm = torch.empty(B, N, dtype=dtype, device="cpu"), torch.empty(T, dtype=dtype, device="cpu")
     state = args.reset_state
-    grad_reset_state = None if args.resets is None or state is None else torch.zeros_like(state)
+    grad_reset_state = None if args.resets is None or state is None else torch.zeros(B, N, dtype=dtype, device="cpu")
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}
     call("gru_scan_bwd", dtype, sizes, {**tensors, **saved, **results, "grad_reset_state": grad_reset_state})
     grad_w = grad_bias = None
