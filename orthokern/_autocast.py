@@ -21,10 +21,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _KINDS = ("cpu", "cuda")
-# one call in place of one for each type of device; a private function of torch, which a version may lack
-is_on_anywhere: Callable[[], bool] = getattr(
-    torch._C, "_is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, _KINDS))
-)
+is_on_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # torch frees a chain of nodes that Python code has looked at recursively; 40 000 of them overflow a stack of 8 MB.
 _MAX_HOOKED_NODES = 8000
 

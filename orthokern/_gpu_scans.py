@@ -75,6 +75,7 @@ class Scan:
     ) -> None:
         self.args, self.backward, self.chunk = args, backward, chunk
         self.sequences = args.h0.shape[0] if sequences is None else sequences
+        self.sums_rows = self.norm_columns = self.sequences  # of the results of `sums` and `norms`
         self.clip = args.message_clip if backward and args.message_clip > 0 else math.inf
         self.restart = None if backward else args.reset_state
         # bool [T, B]: the steps after which the state, or backward the adjoint, becomes ``restart``, or zeros for None.
@@ -100,11 +101,11 @@ class Scan:
 
     def sums(self) -> Tensor:
         """[2, rows, N]: running sums for act_param's gradient over all launches, and their rounding errors."""
-        return self.args.second.new_zeros(2, self.sequences, self.args.second.shape[0])
+        return self.args.second.new_zeros(2, self.sums_rows, self.args.second.shape[0])
 
     def norms(self, steps: int) -> Tensor:
         """[T, columns]: partial sums of squares of dL/dh_t, zeros on padding."""
-        return self.args.second.new_zeros(steps, self.sequences)
+        return self.args.second.new_zeros(steps, self.norm_columns)
 
     def side_stream(self, window: int) -> Any:
         """A context manager for products that run concurrently with the scan of the next ``window`` steps, or None."""
@@ -209,8 +210,8 @@ class _States:
     def __init__(self, kind: type[Scan], args: ScanArgs, states: Tensor, pre: Tensor | None) -> None:
         self.args, self.saved, self.pre = args, states, pre
         self.scan = kind(args, backward=False) if args.checkpoint_every else None
-        self.low: int | None = None  # with checkpoints: the first step that is recomputed
-        self.entered: Tensor | None = None  # and h_{t-1} of the steps from it on
+        self.low = args.time_steps if args.checkpoint_every else 0  # the first step that is saved or recomputed
+        self.entered: Tensor | None = None  # with checkpoints: h_{t-1} of the steps from it on
 
     def _recompute(self, low: int, high: int) -> None:
         args, resets = self.args, self.args.resets
@@ -228,11 +229,8 @@ class _States:
 
     def _from(self, low: int, high: int) -> int:
         """The step of the first row of what is saved, or recomputed so that it includes these steps."""
-        if self.scan is None:
-            return 0
-        if self.low is None or low < self.low:
+        if low < self.low:
             self._recompute(low, high)
-        assert self.low is not None
         return self.low
 
     def gate(self, low: int, high: int) -> Tensor | None:

@@ -36,13 +36,8 @@ _SAVED = object()  # in place of a tensor
 
 def split_tensors(args: Any) -> tuple[Any, list[Tensor]]:
     """The arguments of an op, a named tuple, without their tensors, and the tensors, for ``ctx.save_for_backward``."""
-    options, tensors = [], []
-    for value in args:
-        is_tensor = type(value) not in PLAIN and isinstance(value, Tensor)
-        options.append(_SAVED if is_tensor else value)
-        if is_tensor:
-            tensors.append(value)
-    return args._make(options), tensors
+    options = [value if type(value) in PLAIN or not isinstance(value, Tensor) else _SAVED for value in args]
+    return args._make(options), [value for value, kept in zip(args, options, strict=True) if kept is _SAVED]
 
 
 def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:

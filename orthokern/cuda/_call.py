@@ -50,7 +50,8 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     """The arguments of a scan of ``steps`` steps, ``ScanArgs`` or ``GruArgs``, and the tensors ``saved`` of a backward,
     in the form that kernels need. InputError for a tensor whose size is not that of the call: its ``data`` was
     exchanged."""
-    device, (B, N), more = args.h0.device, args.h0.shape, ()
+    device, (B, N) = args.h0.device, args.h0.shape
+    more: tuple[int, ...] = ()
     ids = args.x is not None and not args.x.is_floating_point()
     if isinstance(args, ScanArgs):
         act_size, leak_size = (0 if t is None else t.shape[0] for t in (args.act_param, args.leak))
@@ -58,7 +59,7 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
         more = (K, D, act_size, leak_size, args.checkpoint_every)
     index = args.h0.get_device() if device.type == DEVICE else None
     copies = {}
-    expected = _expected(args.op, type(args), tuple(saved), ids, (B, steps, N, *more))
+    expected = _expected(args.op, args.__class__, tuple(saved), ids, (B, steps, N, *more))
     for (name, dtype, count), tensor in zip(expected, (*args, *saved.values()), strict=True):
         if tensor is None or dtype is None:
             continue

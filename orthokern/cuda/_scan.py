@@ -57,6 +57,7 @@ class Scan(_gpu_scans.Scan):
         # the shared memory of a sequence depends on which inputs exist
         asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
         self.plan = native.plan(f"{args.op}_plan", self.device, asked)
+        self.sums_rows, self.norm_columns = self.plan["sums_rows"], self.plan["norm_columns"]
         self.packed = False  # whether a launch has filled the workspace
         self.tensors = {
             "first": first,
@@ -68,12 +69,6 @@ class Scan(_gpu_scans.Scan):
             "packed1": args.second.new_empty(self.plan["packed1"]) if self.plan["packed1"] else None,
             "packed2": args.second.new_empty(self.plan["packed2"]) if self.plan["packed2"] else None,
         }
-
-    def sums(self) -> Tensor:
-        return self.args.second.new_zeros(2, self.plan["sums_rows"], self.sizes["N"])
-
-    def norms(self, steps: int) -> Tensor:
-        return self.args.second.new_zeros(steps, self.plan["norm_columns"])
 
     def side_stream(self, window: int) -> SideStream | None:
         """None for a batch with so short a window that it occupies the GPU, and where products of a library alternate

@@ -112,9 +112,6 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
 
 def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
     """Rejects an invalid replacement of a module's parameter; of a buffer, whose shape is None, any tensor is taken."""
-    held = type(value)
-    if (held is nn.Parameter or held is Tensor) and value.layout is torch.strided and value.shape == shape:
-        return
     if not isinstance(value, Tensor) or (shape is not None and value.shape != shape):
         got = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
         raise InputError(

@@ -17,31 +17,19 @@ from torch.autograd import forward_ad
 from orthokern._autocast import is_on_anywhere
 from orthokern._scan_contract import PLAIN
 
-_NAMES = (
-    "_len_torch_dispatch_stack",
-    "_len_torch_function_stack",
-    "_are_functorch_transforms_active",
-    "_get_tracing_state",
-    "_dispatch_key_parse",
-    "_dispatch_tls_is_dispatch_key_included",
-)
-# private functions of torch; in a version that lacks one, all calls go through the dispatcher
-_KNOWN = all(hasattr(torch._C, name) for name in _NAMES) and hasattr(torch.autograd, "_profiler_enabled")
-_KNOWN = _KNOWN and hasattr(forward_ad, "_current_level")
-_VMAP_MODE: Any = torch._C._dispatch_key_parse("VmapMode") if _KNOWN else None
-_INCLUDED: Any = torch._C._dispatch_tls_is_dispatch_key_included if _KNOWN else None
+_VMAP_MODE: Any = torch._C._dispatch_key_parse("VmapMode")
+_INCLUDED: Any = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def vmapped() -> bool:
     """Whether a vmap is active: that of torch.func, or the older one of torch.autograd.grad(is_grads_batched=True)."""
-    return torch._C._are_functorch_transforms_active() or (_KNOWN and _INCLUDED(_VMAP_MODE))
+    return torch._C._are_functorch_transforms_active() or _INCLUDED(_VMAP_MODE)
 
 
 def no_dispatch_modes() -> bool:
     """Whether no tracing, transformation, mode or autocast is active for this thread."""
     return (
         not torch.compiler.is_compiling()
-        and _KNOWN
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()

@@ -188,7 +188,7 @@ class ScanOp:
         ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *tensors)
 
     def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, _: None, grad_pre: Tensor | None
+        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Any, _: None, grad_pre: Tensor | None
     ) -> tuple[Any, ...]:
         if grad_hs is None and grad_pre is None:
             return ()
@@ -202,7 +202,6 @@ class ScanOp:
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if of_map and not recorded and without_m(args, grad_hs):
-            assert grad_hs is not None
             grads, of_factors = self._factor_gradients(args, grad_hs, states, pre, needs)
         else:
             if recorded:
@@ -291,10 +290,10 @@ def check_values(args: ScanArgs, T: int) -> None:
     check_leak(args.leak)
 
 
-def without_m(args: ScanArgs, grad_hs: Tensor | None) -> bool:
+def without_m(args: ScanArgs, grad_hs: Tensor) -> bool:
     """Whether the gradients of the factors take less time without M [N, N]: where N is not small, of few rows or a low
     rank. Without checkpoints, since delta_t of all steps is stored."""
-    if args.first is None or args.checkpoint_every or grad_hs is None or torch.compiler.is_compiling():
+    if args.first is None or args.checkpoint_every or torch.compiler.is_compiling():
         return False
     N, K = args.second.shape
     return N >= 256 and min(4 * grad_hs.shape[0] * grad_hs.shape[1], 8 * K) <= N
