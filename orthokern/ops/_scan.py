@@ -309,7 +309,7 @@ def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None,
     if v is None or s is None:
         return None, None, m
     with ieee_products():
-        m_v, mt_u = m @ v, m.mT @ u  # [N, K]
+        m_v, mt_u = torch.mm(m, v), torch.mm(m.mT, u)  # [N, K]
     return mt_u * s, (u * m_v).sum(0), m_v * s
 
 
