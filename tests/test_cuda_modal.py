@@ -91,7 +91,9 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
     there = build.OnSecondDevice(harness)
     monkeypatch.setattr(_call, "kernels", there)
     Problem(2, 6, 2, D=2).loss(cuda)
-    assert set(there.called) == {"modal_scan", "modal_readout"} and set(map(tuple, map(set, there.called.values()))) == {(1,)}
+    assert set(there.called) == {"modal_scan", "modal_readout"} and set(
+        map(tuple, map(set, there.called.values()))
+    ) == {(1,)}
 
 
 def test_scan_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:

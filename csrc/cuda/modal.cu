@@ -153,14 +153,15 @@ __global__ void __launch_bounds__(kThreads) modal_readout_kernel(ModalReadoutArg
   X sum = 0;
   for (int64_t c = lane; c < a.C; c += 32) sum += exp(logits[c] - largest);
   for (int bits = 16; bits; bits /= 2) sum += __shfl_xor_sync(~0u, sum, bits);
+  const double scale = a.count ? a.scale / *a.count : a.scale;
   const X log_sum = log(sum), of_target = known ? logits[target] - largest : X(NAN);
   __syncwarp();  // the target's logit is read before it is overwritten
   for (int64_t c = lane; c < a.C; c += 32) {
     const X gradient = exp(logits[c] - largest - log_sum) - (c == target ? X(1) : X(0));
-    logits[c] = padding ? X(0) : known ? gradient : X(NAN);
+    logits[c] = padding ? X(0) : known ? gradient * static_cast<X>(scale) : X(NAN);
   }
   if (lane) return;
-  a.losses[row] = padding ? 0.0 : static_cast<double>(log_sum - of_target);
+  a.losses[row] = padding ? 0.0 : static_cast<double>(log_sum - of_target) * scale;
   a.right[row] = !padding && place == target;
 }
 

@@ -36,18 +36,21 @@ struct ModalArgs {
 
 void modal_scan(const ModalArgs& args);
 
-// The cross-entropy of logits, and its gradient; padding as above. A wrong target gives NaN.
+// The cross-entropy of logits times a factor, and its gradient; padding as above. A wrong target gives NaN.
 struct ModalReadoutArgs {
   int dtype, device;
   void* stream;
   int64_t T, B, C, start;
+  double scale;
+  const double* count;     // [1], the factor is scale / count; null: scale
   void* logits;            // X [T, B, C]; becomes the gradient of the sum of the losses
   const int64_t* target;   // [T, B]
   const int64_t* lengths;  // [B], or null
   double* losses;          // [T, B]
   uint8_t* right;          // [T, B], whether the first one of the largest logits is that of the target
 
-  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, C, start, logits, target, lengths, losses, right);
+  ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, C, start, scale, count, logits, target, lengths, losses,
+                      right);
 };
 
 void modal_readout(const ModalReadoutArgs& args);

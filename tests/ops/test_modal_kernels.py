@@ -68,6 +68,15 @@ def test_gradients_of_the_reference(padded: bool, tokens: bool) -> None:
         torch.testing.assert_close(reference.turn(adjoints[0], problem.re, -problem.im), expected["grad_z0"])
 
 
+def test_sums_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a product, and in sorted order; wrong ids count nowhere."""
+    ids, values = torch.tensor([[0, 3], [-1, 2], [3, 4]]), torch.randn(3, 2, 2, dtype=torch.float64)
+    expected = torch.stack([values[ids == id].sum(0) for id in range(4)])
+    for most in (4, 3):
+        monkeypatch.setattr(reference, "ONE_HOT", most)
+        torch.testing.assert_close(reference.sum_by_id(ids, values, 4), expected)
+
+
 CASES = [
     *itertools.product((1, 3, 17), (1, 63, 65), (1, 3), (2, 9)),
     *((17, 65, 3, C) for C in (1, 17, 50)),

@@ -61,11 +61,11 @@ class Basis:
     condition: float  # |R|_F |R^-1|_F / N, by which R enlarges a rounding error on average: 1 for a normal W
     steps: int  # of the refinement
 
-    @property
+    @functools.cached_property
     def re(self) -> Tensor:
         return self.values.real.contiguous()
 
-    @property
+    @functools.cached_property
     def im(self) -> Tensor:
         return self.values.imag.contiguous()
 
@@ -76,6 +76,11 @@ class Basis:
         defective W it is large even where A and B are rounding errors, since these are large too.
         """
         return (self.rest / self.distances.clamp(min=1 / T)).max()
+
+
+def size_of(values: Tensor) -> Tensor:
+    """|values| of complex numbers. The first ``abs`` of complex numbers on a GPU compiles a kernel, for a second."""
+    return torch.hypot(values.real, values.imag)
 
 
 def to_complex(blocks: Tensor) -> Tensor:
@@ -172,18 +177,18 @@ def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
     N, M = right.shape[0], right.shape[1] // 2
     pairs, null = N - M, slice(M - nulls, M)
     settled = _settled(M, pairs, nulls, w.device)
-    right = right.clone()
-    right[:, N:] = 0  # no imaginary parts of real modes
+    if pairs < M:
+        right = torch.nn.functional.pad(right[:, :N], (0, M - pairs))  # no imaginary parts of real modes
     bound = torch.linalg.vector_norm(w) * (EPSILON / N)
     last = math.inf
     for step in range(MAX_STEPS + 1):
         left = torch.nn.functional.pad(torch.linalg.inv_ex(right[:, :N])[0], (0, 0, 0, M - pairs))
         both = to_complex(left @ (w @ right))
         values = both[0].diagonal().clone()
-        values[pairs:] += both[1].diagonal()[pairs:]  # for a real mode, A and B hold half each
+        values[pairs:].add_(both[1].diagonal()[pairs:])  # for a real mode, A and B hold half each
         values[null] = 0
         gaps = torch.stack([values, values.conj()])[:, None] - values[:, None]
-        rest, distances = both.abs(), gaps.abs().masked_fill_(settled, torch.inf)
+        rest, distances = size_of(both), size_of(gaps).masked_fill_(settled, torch.inf)
         facts = rest.new_zeros(5)  # written in place: one tensor for one transfer
         rows, columns = left.view(2, M, N), right.view(N, 2, M)
         sizes = torch.outer(*(torch.linalg.vector_norm(t, dim=d) for t, d in ((rows, (0, 2)), (columns, (0, 1)))))
@@ -192,10 +197,9 @@ def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
         rounding = sizes * facts[1]  # of the elements of D, mostly from the inverse
         small = rest <= rounding
         torch.amax((rest / distances).masked_fill_(small, 0), (0, 1, 2), out=facts[2])
-        if pairs:
-            torch.amin(values.imag[:pairs], 0, out=facts[3])
+        torch.amin(values.imag[: pairs or M], 0, out=facts[3])
         if nulls:
-            torch.amax(both[:, null, null].sum(0).abs() - 1e3 * rounding[null, null], (0, 1), out=facts[4])
+            torch.amax(size_of(both[:, null, null].sum(0)) - 1e3 * rounding[null, null], (0, 1), out=facts[4])
         norm, scale, largest, lowest, outside = facts.tolist()
         if not math.isfinite(scale):
             raise NoBasis("its eigenvectors are linearly dependent (W is defective)")

@@ -29,7 +29,7 @@ from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import needs_grad
 from orthokern.ops.modal import cpu, cuda, reference
-from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise
+from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, size_of
 from orthokern.ops.modal.gradient import close_pairs
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
@@ -217,13 +217,13 @@ def find_modes(call: Call) -> Modes:
     if len(call.matrix) == 1:
         w, thin = call.matrix[0].double(), None
     else:
-        u, s, v = (part.double() for part in call.matrix)
-        w = (u * s) @ v.mT
+        u, s, v = call.matrix[0], call.matrix[1], call.matrix[2].double()
+        w = (u.double() * s) @ v.mT
         thin = v.detach() if v.shape[1] < v.shape[0] else None
     with torch.no_grad():
         start = None if call.start is None else call.start.to(w)
         basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
-        sizes = basis.values.abs()
+        sizes = size_of(basis.values)
         close = close_pairs(basis, sizes, call.T)
         facts = torch.stack([sizes.max(), basis.neglected(call.T), close.sum(dtype=torch.float64)])
         radius, neglected, count = facts.tolist()  # one synchronisation

@@ -46,44 +46,32 @@ def span_steps(inputs: Inputs, readout: Readout) -> int:
 def _run(
     inputs: Inputs,
     x: Tensor,
-    z0: Tensor,
+    z0: Tensor | None,
     z: Tensor | None = None,
+    before: tuple[Tensor | None, Tensor | None] = (None, None),
     *,
     start: int = 0,
     reverse: bool = False,
-    before: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """The recurrence over x, the steps of a call from ``start`` on, whose states are written to z: Note [Modal chunks].
 
-    z0: float64; before: (states h of the forward scan in the dtype of x, the one before them in float64).
-    Returns (the state after the last step, and with ``before`` the gradients of re and im [2, M]), float64.
+    z0: float64, or None for zeros; before: (states of the forward scan in the dtype of x, the one before them in
+    float64). Returns (the state after the last step; with ``before`` terms [2, *, M] of the gradients of re and im).
     """
-    (T, B), M, ids = x.shape[:2], len(inputs.re), not x.is_floating_point()
+    (T, B), M, (h, h0), ids = x.shape[:2], len(inputs.re), before, not x.is_floating_point()
+    table = inputs.table if ids else None
     chunk = chunk_length(T, B * M)
     chunks = -(-T // chunk)
     space = inputs.re.new_empty(min(chunks, 2), chunks, B, 2 * M)
-    h, h0 = before or (None, None)
-    sums = None if h is None else inputs.re.new_empty(2, chunks * B, M)
-    dtype = x.dtype if inputs.table is None or not ids else inputs.table.dtype
-    sizes = {"T": T, "B": B, "M": M, "D": 0 if inputs.table is None else len(inputs.table), "chunk": chunk}
-    flags = {"start": start, "reverse": int(reverse), "wide": int(z is not None and z.dtype == torch.float64)}
-    tensors = {
-        "x": None if ids else x,
-        "tokens": x if ids else None,
-        "table": inputs.table if ids else None,
-        "lengths": inputs.lengths,
-        "re": inputs.re,
-        "im": inputs.im,
-        "z0": z0,
-        "ends": space[0],
-        "states": space[1] if chunks > 1 else None,
-        "z": z,
-        "h": h,
-        "h0": h0,
-        "sums": sums,
-    }
-    native.call("modal_scan", x.device, {"dtype": native.DTYPES[dtype], **sizes, **flags}, tensors)
-    return space[-1, 0 if reverse else -1], None if sums is None else sums.sum(1)
+    sums = inputs.re.new_empty(2, 0 if h is None else chunks * B, M)
+    sizes = {"T": T, "B": B, "M": M, "D": 0 if table is None else len(table), "chunk": chunk, "start": start}
+    sizes |= {"reverse": int(reverse), "wide": int(z is not None and z.dtype == torch.float64)}
+    own = {"x": None if ids else x, "tokens": x if ids else None, "table": table, "z0": z0, "z": z, "h": h, "h0": h0}
+    work = {"ends": space[0], "states": space[1] if chunks > 1 else None, "sums": sums}
+    fixed = {"re": inputs.re, "im": inputs.im, "lengths": inputs.lengths}
+    sizes["dtype"] = native.DTYPES[x.dtype if table is None else table.dtype]
+    native.call("modal_scan", x.device, sizes, {**own, **work, **fixed})
+    return space[-1, 0 if reverse else -1], sums
 
 
 def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
@@ -102,41 +90,37 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     weight, bias, target, reduction = readout
     (T, B), dtype, target = target.shape, z0.dtype, target.to(torch.int64)
     x = x if table is None else x.to(torch.int64)
-    count = T * B if lengths is None else lengths.sum().double()
-    scale = 1.0 / count if reduction == "mean" else 1.0
-    scaled = (weight * scale).to(dtype)
+    count = lengths.sum().double() if reduction == "mean" and lengths is not None else None
+    scale = 1.0 / (T * B) if reduction == "mean" and lengths is None else 1.0
     length = span_steps(inputs, readout)
     starts = [z0.double()]
     for start in range(0, T - length, length):
         starts.append(_run(inputs, x[start : start + length], starts[-1], start=start)[0])
     losses, right = re.new_empty(T, B), torch.empty(T, B, dtype=torch.uint8, device=re.device)
-    states, adjoints = [z0.new_empty(0, *z0.shape)], [z0.new_empty(0, *z0.shape)]  # of the profile, the last span first
+    states, adjoints, carry = [], [], None  # of the profile, the last span first
     grad_x = torch.empty_like(x) if need_grad and table is None else None
     sums: dict[str, Tensor] = {}
-    carry = torch.zeros_like(starts[0])
     for start, first in reversed(list(zip(range(0, T, length), starts, strict=True))):
         span = slice(start, start + length)
         z = z0.new_empty(len(x[span]), *z0.shape)
         _run(inputs, x[span], first, z, start=start)
         d = torch.nn.functional.linear(z, weight, bias)
-        sizes = {"dtype": native.DTYPES[dtype], "T": len(z), "B": B, "C": len(weight), "start": start}
-        own = {"logits": d, "target": target[span], "lengths": lengths, "losses": losses[span], "right": right[span]}
-        native.call("modal_readout", x.device, sizes, own)
+        sizes = {"dtype": native.DTYPES[dtype], "T": len(z), "B": B, "C": len(weight), "start": start, "scale": scale}
+        own = {"logits": d, "target": target[span], "losses": losses[span], "right": right[span]}
+        native.call("modal_readout", x.device, sizes, {**own, "lengths": lengths, "count": count})
         rows = [t - start for t in profile if start <= t < start + length]
         if rows:
             states.append(z[rows])
         if not need_grad:
             continue
         new = {"weight": sum_over_rows(d, z), "bias": d.sum((0, 1), dtype=torch.float64)}
-        g = d @ scaled
-        whole = grad_x is None or pairs is not None or bool(rows)  # all digits of the adjoints are needed
-        delta = torch.empty_like(g, dtype=torch.float64) if grad_x is None or whole else grad_x[span]
-        carry, of_values = _run(inputs, g, carry, delta, start=start, reverse=True, before=(z, first))
-        assert of_values is not None
-        new["values"] = of_values
+        g = d @ weight
+        delta = torch.empty_like(g, dtype=torch.float64)
+        carry, terms = _run(inputs, g, carry, delta, (z, first), start=start, reverse=True)
+        new["values"] = terms.sum(1)
         if table is not None:
             new["table"] = sum_by_id(x[span], delta, len(table))
-        elif grad_x is not None and whole:
+        if grad_x is not None:
             grad_x[span] = delta
         if pairs is not None:
             first = first if lengths is None else torch.where((lengths > start)[:, None], first, 0)
@@ -145,17 +129,16 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
             adjoints.append(delta[rows].to(dtype))
         sums = {name: sums[name].add_(value) if sums else value for name, value in new.items()}
     grads = None
-    if need_grad:
-        grad_re, grad_im = sums["values"]
+    if need_grad and carry is not None:
         grads = Gradients(
             grad_x,
-            grad_re,
-            grad_im,
+            sums["values"][0],
+            sums["values"][1],
             turn(carry, re, -im).to(dtype),
             None if table is None else sums["table"].to(dtype),
             sums.get("pairs"),
-            (sums["weight"] * scale).to(dtype),
-            None if bias is None else (sums["bias"] * scale).to(dtype),
+            sums["weight"].to(dtype),
+            None if bias is None else sums["bias"].to(dtype),
         )
-    hits, total = right.sum(1, dtype=torch.int64), (losses.sum() * scale).to(dtype)
-    return Loss(total, hits, grads, torch.cat(states[::-1]), torch.cat(adjoints[::-1]))
+    profiles = [torch.cat(rows[::-1]) if rows else None for rows in (states, adjoints)]
+    return Loss(losses.sum().to(dtype), right.sum(1, dtype=torch.int64), grads, *profiles)

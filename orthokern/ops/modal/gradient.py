@@ -65,14 +65,14 @@ def gradient_of_w(
 
     pairs: [P, 2], both orders of every close pair; grad_pairs: [P, 2, 2], their blocks of M; None: no pairs.
     """
-    M, real = len(basis.values), len(basis.right) - len(basis.values)
+    M = len(basis.values)
+    real, modes = len(basis.right) - M, M - basis.nulls  # the modes from real to modes have real eigenvalues
     # to_complex gives half of (rr + ii) + i (ir - ri), which is Q, and of (rr - ii) + i (ir + ri), which is P; a gap of
     # 0 is that of a close pair
     both = (to_complex(h) / basis.gaps.conj()).masked_fill_(basis.settled, 0)
     diagonal = torch.complex(grad_re, grad_im) / 2
-    both[0].diagonal().copy_(diagonal)
-    both[1].diagonal()[real:] = diagonal[real:]
-    both[:, M - basis.nulls :, M - basis.nulls :] = 0
+    both[0].diagonal()[:modes] = diagonal[:modes]
+    both[1].diagonal()[real:modes] = diagonal[real:modes]
     m = to_real(both)
     if pairs is not None and grad_pairs is not None:
         j, k = pairs.unbind(1)

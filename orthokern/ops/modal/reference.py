@@ -77,10 +77,8 @@ def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def scan(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The states z [T, B, 2M] of x [T, B, 2M] and z0 [B, 2M], in the dtype of x or in ``dtype``.
+def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
+    """The states z [T, B, 2M] of x [T, B, 2M] and z0 [B, 2M], in the dtype of x.
 
     reverse: from the last step to the first, with the conjugate eigenvalues; then z0 is the state after the last step.
     """
@@ -89,7 +87,7 @@ def scan(
     for x_t in reversed(steps) if reverse else steps:
         z = turn(z, re, -im if reverse else im) + x_t
         states.append(z)
-    return torch.stack(states[::-1] if reverse else states).to(dtype or x.dtype)
+    return torch.stack(states[::-1] if reverse else states).to(x.dtype)
 
 
 def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
@@ -150,7 +148,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     if not need_grad:
         return result._replace(adjoints=z[:0])
     d = without_padding(log_p.exp().scatter_add(-1, ids, torch.full_like(z[..., :1], -1.0)), alive)
-    delta = scan(d @ (weight * scale).to(dtype), re, im, torch.zeros_like(z0), reverse=True, dtype=torch.float64)
+    delta = scan((d @ (weight * scale).to(dtype)).double(), re, im, torch.zeros_like(z0), reverse=True)
     before = torch.cat([z0[None], z[:-1]])
     (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
     grads = Gradients(
