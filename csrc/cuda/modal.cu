@@ -52,34 +52,34 @@ __global__ void __launch_bounds__(kThreads) modal_scan_kernel(ModalArgs a, int64
   const int64_t before = a.reverse ? c + 1 : c - 1;  // the chunk whose end is the start of this one
   const bool begins = before < 0 || before * a.chunk >= a.T;
   const double* const start = begins ? a.z0 : states ? states + before * row : nullptr;
-  const X* const inputs = static_cast<const X*>(kKind == kTokens ? a.table : a.x) + (kKind == kTokens ? m : place);
-  const X* const h = static_cast<const X*>(a.h) + place;
-  Z* const z = static_cast<Z*>(a.z) + place;
+  const int64_t step = stride * row;
+  const int64_t* ids = a.tokens + first * a.B + b;
+  const X* x = kKind == kTokens ? static_cast<const X*>(a.table) + m : static_cast<const X*>(a.x) + first * row + place;
+  const X* h = static_cast<const X*>(a.h) + (first - 1) * row + place;  // the state before the step
+  Z* z = static_cast<Z*>(a.z) + first * row + place;
   double real = start ? start[place] : 0, imag = start ? start[place + a.M] : 0, sum_re = 0, sum_im = 0;
-  for (int64_t begin = 0; begin < steps; begin += kAhead) {
+  for (int64_t begin = 0, t = first; begin < steps; begin += kAhead, t += kAhead * stride) {
     double x_re[kAhead], x_im[kAhead], h_re[kAhead], h_im[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
-      const int64_t t = first + (begin + i) * stride;
-      const bool inside = begin + i < steps && t < alive;
-      int64_t offset = t * row;
-      bool known = true;
-      if (kKind == kTokens && inside) {
-        const int64_t id = a.tokens[t * a.B + b];
-        known = id >= 0 && id < a.D;
-        offset = known ? id * 2 * a.M : 0;
+      x_re[i] = x_im[i] = h_re[i] = h_im[i] = 0;
+      if (begin + i >= steps || t + i * stride >= alive) continue;
+      if (kKind == kTokens) {
+        const int64_t id = ids[i * stride * a.B];
+        const bool known = id >= 0 && id < a.D;
+        x_re[i] = known ? static_cast<double>(x[id * 2 * a.M]) : NAN;
+        x_im[i] = known ? static_cast<double>(x[id * 2 * a.M + a.M]) : NAN;
+      } else {
+        x_re[i] = x[i * step], x_im[i] = x[i * step + a.M];
       }
-      x_re[i] = !inside ? 0 : known ? static_cast<double>(inputs[offset]) : NAN;
-      x_im[i] = !inside ? 0 : known ? static_cast<double>(inputs[offset + a.M]) : NAN;
       if (kKind != kSums) continue;
-      const bool starts = t == 0;  // then the state before the step is h0
-      h_re[i] = !inside ? 0 : starts ? a.h0[place] : static_cast<double>(h[offset - row]);
-      h_im[i] = !inside ? 0 : starts ? a.h0[place + a.M] : static_cast<double>(h[offset - row + a.M]);
+      const bool starts = t + i * stride == 0;
+      h_re[i] = starts ? a.h0[place] : static_cast<double>(h[i * step]);
+      h_im[i] = starts ? a.h0[place + a.M] : static_cast<double>(h[i * step + a.M]);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       if (begin + i >= steps) break;
-      const int64_t t = first + (begin + i) * stride;
       const double old = real;
       real = x_re[i] + re * old - im * imag;
       imag = x_im[i] + im * old + re * imag;
@@ -88,9 +88,13 @@ __global__ void __launch_bounds__(kThreads) modal_scan_kernel(ModalArgs a, int64
         sum_im += imag * h_re[i] - real * h_im[i];
       }
       if (!a.z) continue;
-      z[t * row] = t < alive ? static_cast<Z>(real) : Z(0);
-      z[t * row + a.M] = t < alive ? static_cast<Z>(imag) : Z(0);
+      const bool kept = t + i * stride < alive;
+      z[i * step] = kept ? static_cast<Z>(real) : Z(0);
+      z[i * step + a.M] = kept ? static_cast<Z>(imag) : Z(0);
     }
+    ids += kAhead * stride * a.B;
+    if (kKind != kTokens) x += kAhead * step;
+    h += kAhead * step, z += kAhead * step;
   }
   if (a.ends) a.ends[c * row + place] = real, a.ends[c * row + place + a.M] = imag;
   if (kKind != kSums) return;
