@@ -13,7 +13,7 @@ from torch import Tensor
 
 _EXACT = ("ieee", "none")  # none: not set
 ROWS = 4096  # rows of a product over steps, between two additions in float64
-PRODUCTS = 64  # such products in one call
+PRODUCTS = 2**26  # elements of the results of such products in one call
 
 
 class ieee_products(contextlib.ContextDecorator):
@@ -169,7 +169,8 @@ def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] > right.shape[1]:  # the other order is up to 20 times slower in MKL
         return sum_over_rows(right, left).mT.contiguous()
     on_cpu = left.device.type == "cpu"
-    rows = ROWS if on_cpu else PRODUCTS * ROWS  # one call of all products saves launches
+    size = left.shape[1] * right.shape[1]
+    rows = ROWS if on_cpu else max(1, PRODUCTS // max(1, size)) * ROWS  # one call of all products saves launches
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
     for a, b in zip(left.split(rows), right.split(rows), strict=True):
         even = 0 if on_cpu else len(a) - len(a) % ROWS

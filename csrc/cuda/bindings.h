@@ -97,6 +97,7 @@ inline void bind(pybind11::module_& m) {
   bind(m, "peephole_step", run_peephole_step, &StepArgs::fields<Arguments>);
   bind(m, "scan_carry", run_scan_carry, &ScanCarryArgs::fields<Arguments>);
   bind(m, "modal_scan", modal_scan, &ModalArgs::fields<Arguments>);
+  bind(m, "modal_readout", modal_readout, &ModalReadoutArgs::fields<Arguments>);
   bind(m, "cayley", cayley, &CayleyArgs::fields<Arguments>);
   m.def(
       "cayley_workspace",

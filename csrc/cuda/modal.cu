@@ -1,5 +1,6 @@
 // A linear recurrence in its own modes, z_t = lambda z_{t-1} + x_t, in chunks of time: a thread owns one mode of one
-// sequence in one chunk. The adjoint is the same recurrence from the last step to the first.
+// sequence in one chunk. The adjoint is the same recurrence from the last step to the first, and sums its products with
+// the states on the way.
 //
 // Coefficients and states are double in registers from the first step of a chunk to the last. Threads of a warp are
 // neighbouring modes, so that rows are read and written with unit stride. kAhead steps are loaded together: their loads
@@ -8,7 +9,10 @@
 // Three passes make a scan: every chunk from a zero state (the first one from z0), for the states that it ends with; the
 // recurrence of these ends with lambda^chunk, for the states between chunks; and every chunk from its state.
 //
-// Limit: memory bandwidth. A call reads x (twice, once to find the states between chunks) and writes z.
+// Limit: memory bandwidth. A call reads x (twice, once to find the states between chunks; rows of a table stay in the
+// cache) and h, and writes z.
+#include <math.h>
+
 #include "cuda/launch.h"
 #include "cuda/modal.h"
 #include "cuda/ops.h"
@@ -19,32 +23,25 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kAhead = 4;  // steps
 
-// One launch over all chunks.
-struct ModalPass {
-  int64_t T, B, M, chunk, power;  // of lambda
-  int reverse;
-  const void* x;
-  const double* re;
-  const double* im;
-  const double* z0;      // null: zeros
-  const double* states;  // the state after each chunk; null: zeros
-  void* z;               // or null
-  double* ends;          // or null
-};
+// Steps of a span that are not padding.
+__device__ __forceinline__ int64_t living(const int64_t* lengths, int64_t T, int64_t start, int64_t b) {
+  if (!lengths || lengths[b] - start > T) return T;
+  return lengths[b] > start ? lengths[b] - start : 0;
+}
 
-template <class X, class Z>
-__global__ void __launch_bounds__(kThreads) modal_scan_kernel(ModalPass a) {
+enum Kind { kDense, kTokens, kSums };  // x is a tensor; rows of a table; a tensor, and sums with h are computed
+
+// One launch over all chunks, with the eigenvalues to a power; states: the state after each chunk, null: zeros.
+template <class X, class Z, Kind kKind>
+__global__ void __launch_bounds__(kThreads) modal_scan_kernel(ModalArgs a, int64_t power, const double* states) {
   const int64_t R = a.B * a.M, index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t c = index / R, n = index % R, low = c * a.chunk;
+  const int64_t c = index / R, n = index % R, low = c * a.chunk, b = n / a.M, m = n % a.M;
   if (low >= a.T) return;
-  const int64_t m = n % a.M, place = n / a.M * 2 * a.M + m,
-                row = a.B * 2 * a.M;  // of the real part; elements of a step
-  const int64_t steps = low + a.chunk < a.T ? a.chunk : a.T - low;
-  const int64_t first = a.reverse ? low + steps - 1 : low, stride = a.reverse ? -row : row;
-  const X* const x = static_cast<const X*>(a.x) + first * row + place;
-  Z* const z = a.z ? static_cast<Z*>(a.z) + first * row + place : nullptr;
+  const int64_t row = a.B * 2 * a.M, place = b * 2 * a.M + m;  // elements of a step; of the real part
+  const int64_t steps = low + a.chunk < a.T ? a.chunk : a.T - low, alive = living(a.lengths, a.T, a.start, b);
+  const int64_t first = a.reverse ? low + steps - 1 : low, stride = a.reverse ? -1 : 1;
   double re = 1, im = 0, base_re = a.re[m], base_im = a.reverse ? -a.im[m] : a.im[m];
-  for (int64_t left = a.power; left; left >>= 1) {
+  for (int64_t left = power; left; left >>= 1) {
     if (left & 1) {
       const double old = re;
       re = old * base_re - im * base_im, im = old * base_im + im * base_re;
@@ -54,56 +51,122 @@ __global__ void __launch_bounds__(kThreads) modal_scan_kernel(ModalPass a) {
   }
   const int64_t before = a.reverse ? c + 1 : c - 1;  // the chunk whose end is the start of this one
   const bool begins = before < 0 || before * a.chunk >= a.T;
-  const double* const start = begins ? a.z0 : a.states ? a.states + before * row : nullptr;
-  double real = start ? start[place] : 0, imag = start ? start[place + a.M] : 0;
-  for (int64_t begin = 0; begin < steps; begin += kAhead) {
-    double x_real[kAhead], x_imag[kAhead];
+  const double* const start = begins ? a.z0 : states ? states + before * row : nullptr;
+  const int64_t step = stride * row;
+  const int64_t* ids = a.tokens + first * a.B + b;
+  const X* x = kKind == kTokens ? static_cast<const X*>(a.table) + m : static_cast<const X*>(a.x) + first * row + place;
+  const X* h = static_cast<const X*>(a.h) + (first - 1) * row + place;  // the state before the step
+  Z* z = static_cast<Z*>(a.z) + first * row + place;
+  double real = start ? start[place] : 0, imag = start ? start[place + a.M] : 0, sum_re = 0, sum_im = 0;
+  for (int64_t begin = 0, t = first; begin < steps; begin += kAhead, t += kAhead * stride) {
+    double x_re[kAhead], x_im[kAhead], h_re[kAhead], h_im[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
-      const bool inside = begin + i < steps;
-      x_real[i] = inside ? static_cast<double>(x[(begin + i) * stride]) : 0;
-      x_imag[i] = inside ? static_cast<double>(x[(begin + i) * stride + a.M]) : 0;
+      x_re[i] = x_im[i] = h_re[i] = h_im[i] = 0;
+      if (begin + i >= steps || t + i * stride >= alive) continue;
+      if (kKind == kTokens) {
+        const int64_t id = ids[i * stride * a.B];
+        const bool known = id >= 0 && id < a.D;
+        x_re[i] = known ? static_cast<double>(x[id * 2 * a.M]) : NAN;
+        x_im[i] = known ? static_cast<double>(x[id * 2 * a.M + a.M]) : NAN;
+      } else {
+        x_re[i] = x[i * step], x_im[i] = x[i * step + a.M];
+      }
+      if (kKind != kSums) continue;
+      const bool starts = t + i * stride == 0;
+      h_re[i] = starts ? a.h0[place] : static_cast<double>(h[i * step]);
+      h_im[i] = starts ? a.h0[place + a.M] : static_cast<double>(h[i * step + a.M]);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; i++) {
       if (begin + i >= steps) break;
       const double old = real;
-      real = x_real[i] + re * old - im * imag;
-      imag = x_imag[i] + im * old + re * imag;
-      if (!z) continue;
-      z[(begin + i) * stride] = static_cast<Z>(real);
-      z[(begin + i) * stride + a.M] = static_cast<Z>(imag);
+      real = x_re[i] + re * old - im * imag;
+      imag = x_im[i] + im * old + re * imag;
+      if (kKind == kSums) {
+        sum_re += real * h_re[i] + imag * h_im[i];
+        sum_im += imag * h_re[i] - real * h_im[i];
+      }
+      if (!a.z) continue;
+      const bool kept = t + i * stride < alive;
+      z[i * step] = kept ? static_cast<Z>(real) : Z(0);
+      z[i * step + a.M] = kept ? static_cast<Z>(imag) : Z(0);
     }
+    ids += kAhead * stride * a.B;
+    if (kKind != kTokens) x += kAhead * step;
+    h += kAhead * step, z += kAhead * step;
   }
   if (a.ends) a.ends[c * row + place] = real, a.ends[c * row + place + a.M] = imag;
+  if (kKind != kSums) return;
+  a.sums[index] = sum_re;
+  a.sums[(a.T + a.chunk - 1) / a.chunk * R + index] = sum_im;
+}
+
+Launch over(int64_t blocks, void* stream) {
+  if (blocks > 0x7fffffff) throw Error("modal: more rows, modes and chunks of time than one launch of cuda holds");
+  return {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<cudaStream_t>(stream)};
 }
 
 template <class X, class Z>
-void run_pass(const ModalArgs& args, const ModalPass& pass) {
+void run_pass(const ModalArgs& pass, int64_t power, const double* states) {
   const int64_t chunks = (pass.T + pass.chunk - 1) / pass.chunk;
-  const int64_t blocks = (pass.B * pass.M * chunks + kThreads - 1) / kThreads;
-  if (blocks > 0x7fffffff)
-    throw Error("modal: more modes and chunks of time than one launch of the cuda backend holds");
-  const Launch at{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<cudaStream_t>(args.stream)};
-  launch(modal_scan_kernel<X, Z>, at, pass);
+  const Launch at = over((pass.B * pass.M * chunks + kThreads - 1) / kThreads, pass.stream);
+  const auto kernel = pass.tokens ? modal_scan_kernel<X, Z, kTokens>
+                      : pass.h    ? modal_scan_kernel<X, Z, kSums>
+                                  : modal_scan_kernel<X, Z, kDense>;
+  launch(kernel, at, pass, power, states);
 }
 
 template <class X, class Z>
 void run_passes(const ModalArgs& args) {
+  ModalArgs last = args;
   const int64_t chunks = (args.T + args.chunk - 1) / args.chunk;
-  ModalPass pass{args.T,  args.B,  args.M,  args.chunk, 1,      args.reverse, args.x,
-                 args.re, args.im, args.z0, nullptr,    args.z, nullptr};
   if (chunks > 1) {
     if (!args.ends || !args.states) throw Error("modal: a scan of several chunks needs workspace");
-    ModalPass ends = pass, states = pass;
-    ends.z = nullptr, ends.ends = args.ends;
-    states.T = states.chunk = chunks, states.power = args.chunk;
-    states.x = args.ends, states.z0 = nullptr, states.z = args.states;
-    run_pass<X, Z>(args, ends);
-    run_pass<double, double>(args, states);
-    pass.states = args.states;
+    ModalArgs ends = args, states = args;
+    ends.z = nullptr, ends.h = nullptr, last.ends = nullptr;
+    states.T = states.chunk = chunks;
+    states.x = args.ends, states.z = args.states, states.ends = nullptr;
+    states.z0 = nullptr, states.h = nullptr, states.tokens = nullptr, states.lengths = nullptr;
+    run_pass<X, Z>(ends, 1, nullptr);
+    run_pass<double, double>(states, args.chunk, nullptr);
+    if (!args.z && !args.h) return;
   }
-  run_pass<X, Z>(args, pass);
+  run_pass<X, Z>(last, 1, args.states);
+}
+
+// A warp owns one row of logits; its lanes are neighbouring classes.
+template <class X>
+__global__ void __launch_bounds__(kThreads) modal_readout_kernel(ModalReadoutArgs a) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= a.T * a.B) return;
+  X* const logits = static_cast<X*>(a.logits) + row * a.C;
+  const bool padding = row / a.B >= living(a.lengths, a.T, a.start, row % a.B);
+  const int64_t target = padding ? 0 : a.target[row];
+  const bool known = target >= 0 && target < a.C;
+  X largest = -INFINITY;
+  int64_t place = a.C;  // of the first one of the largest logits
+  for (int64_t c = lane; c < a.C; c += 32)
+    if (logits[c] > largest) largest = logits[c], place = c;
+  for (int bits = 16; bits; bits /= 2) {
+    const X other = __shfl_xor_sync(~0u, largest, bits);
+    const int64_t there = __shfl_xor_sync(~0u, place, bits);
+    if (other > largest || (other == largest && there < place)) largest = other, place = there;
+  }
+  X sum = 0;
+  for (int64_t c = lane; c < a.C; c += 32) sum += exp(logits[c] - largest);
+  for (int bits = 16; bits; bits /= 2) sum += __shfl_xor_sync(~0u, sum, bits);
+  const double scale = a.count ? a.scale / *a.count : a.scale;
+  const X log_sum = log(sum), of_target = known ? logits[target] - largest : X(NAN);
+  __syncwarp();  // the target's logit is read before it is overwritten
+  for (int64_t c = lane; c < a.C; c += 32) {
+    const X gradient = exp(logits[c] - largest - log_sum) - (c == target ? X(1) : X(0));
+    logits[c] = padding ? X(0) : known ? gradient * static_cast<X>(scale) : X(NAN);
+  }
+  if (lane) return;
+  a.losses[row] = padding ? 0.0 : static_cast<double>(log_sum - of_target) * scale;
+  a.right[row] = !padding && place == target;
 }
 
 }  // namespace
@@ -113,6 +176,13 @@ void modal_scan(const ModalArgs& args) {
   if (args.dtype == kFloat64) run_passes<double, double>(args);
   else if (args.wide) run_passes<float, double>(args);
   else run_passes<float, float>(args);
+}
+
+void modal_readout(const ModalReadoutArgs& args) {
+  const DeviceGuard guard(args.device);
+  const Launch at = over((args.T * args.B + kThreads / 32 - 1) / (kThreads / 32), args.stream);
+  if (args.dtype == kFloat64) launch(modal_readout_kernel<double>, at, args);
+  else launch(modal_readout_kernel<float>, at, args);
 }
 
 }  // namespace orthokern::cuda

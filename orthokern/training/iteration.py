@@ -72,7 +72,7 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
             diagnose = False  # the first batch of the iteration alone
     distributed.average_gradients(task.model)
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
+    norm = torch.linalg.vector_norm(torch.stack([size.float() for size in torch._foreach_norm(gradients)]))
     # One transfer for all numbers: on a GPU each .item() would synchronize.
     numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
     (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)

@@ -11,7 +11,7 @@ from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, to_real
 
 MARGINS = (0.0, 0.001, 0.1, 0.3, 1.0, None)
 EPSILON = torch.finfo(torch.float64).eps
-PARTS = ("re", "im", "right", "left")
+PARTS = ("values", "right", "left")
 
 
 def randn(*size: int, seed: int = 0) -> Tensor:
@@ -44,7 +44,8 @@ def started(name: str, N: int) -> Tensor:
 
 def block(basis: Basis) -> Tensor:
     """L [2M, 2M], the blocks of the eigenvalues."""
-    return to_real(torch.diag(basis.values), torch.zeros(len(basis.re), len(basis.re), dtype=torch.complex128))
+    values = torch.diag(basis.values)
+    return to_real(torch.stack([values, torch.zeros_like(values)]))
 
 
 def check(w: Tensor, basis: Basis) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -61,22 +60,21 @@ def test_gradients_of_the_reference(padded: bool, tokens: bool) -> None:
     lengths = torch.tensor([7, 2, 5]) if padded else None
     for problem in (Problem(3, 7, 3, tokens=tokens), Problem(1, 7, 3, tokens=tokens, bias=False, P=0)):
         expected = by_autograd(problem, lengths)
-        for steps in (7, 3):
-            inputs = problem.map(torch.clone)
+        result = problem.loss(reference, lengths=lengths)
+        first, adjoints = result.pop("states")[0], result.pop("adjoints")
+        assert_near(result, expected, 1e-11)
+        entering = reference.entering(problem.x[:1], problem.table, None)
+        assert torch.equal(first, reference.scan(entering, problem.re, problem.im, problem.z0)[0])
+        torch.testing.assert_close(reference.turn(adjoints[0], problem.re, -problem.im), expected["grad_z0"])
 
-            class Spans:
-                """The reference, for some steps at a time."""
 
-                @staticmethod
-                def loss(*args: Any, steps: int = steps) -> object:
-                    return reference.loss_in_spans(reference.scan, *args[:3], steps, *args[3:])
-
-            result = inputs.loss(Spans, lengths=lengths)
-            first, adjoints = result.pop("states")[0], result.pop("adjoints")
-            assert_near(result, expected, 1e-11)
-            entering = reference.entering(inputs.x[:1], inputs.table, None)
-            assert torch.equal(first, reference.scan(entering, inputs.re, inputs.im, inputs.z0)[0])
-            torch.testing.assert_close(reference.turn(adjoints[0], inputs.re, -inputs.im), expected["grad_z0"])
+def test_sums_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a product, and in sorted order; wrong ids count nowhere."""
+    ids, values = torch.tensor([[0, 3], [-1, 2], [3, 4]]), torch.randn(3, 2, 2, dtype=torch.float64)
+    expected = torch.stack([values[ids == id].sum(0) for id in range(4)])
+    for most in (4, 3):
+        monkeypatch.setattr(reference, "ONE_HOT", most)
+        torch.testing.assert_close(reference.sum_by_id(ids, values, 4), expected)
 
 
 CASES = [

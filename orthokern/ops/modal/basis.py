@@ -30,6 +30,7 @@ Note [Refining a basis]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -49,47 +50,67 @@ class NoBasis(Exception):
 class Basis:
     """The eigenbasis of a W [N, N], see Note [Modes of a recurrent matrix]; all float64, on the device of W."""
 
-    re: Tensor  # [M], of the eigenvalues
-    im: Tensor  # [M], above 0, or 0 for a real eigenvalue
+    values: Tensor  # the eigenvalues [M], complex128; the imaginary part is above 0, or 0 for a real eigenvalue
     right: Tensor  # R [N, 2M]
     left: Tensor  # R^-1 [2M, N]
+    rest: Tensor  # |A| and |B| [2, M, M] of Note [Refining a basis], for this basis
+    gaps: Tensor  # lambda_k - lambda_j and conj(lambda_k) - lambda_j [2, M, M]
+    distances: Tensor  # |gaps|, infinite where ``settled``
+    settled: Tensor  # bool [2, M, M], see ``_settled``
     nulls: int  # number of modes, the last ones, in the null space of a factored W
     condition: float  # |R|_F |R^-1|_F / N, by which R enlarges a rounding error on average: 1 for a normal W
     steps: int  # of the refinement
 
-    @property
-    def values(self) -> Tensor:
-        """The eigenvalues [M], complex128."""
-        return torch.complex(self.re, self.im)
+    @functools.cached_property
+    def re(self) -> Tensor:
+        return self.values.real.contiguous()
 
-    def neglected(self, w: Tensor, T: int) -> float:
-        """The relative change of a state in T steps by the part of w [N, N] outside its diagonal form, at most.
+    @functools.cached_property
+    def im(self) -> Tensor:
+        return self.values.imag.contiguous()
+
+    def neglected(self, T: int) -> Tensor:
+        """The relative change of a state in T steps by the part of W outside its diagonal form, at most; 0-dim.
 
         The largest of |A_jk| and |B_jk|, divided by the distance of the two eigenvalues, but at least 1 / T. Near a
         defective W it is large even where A and B are rounding errors, since these are large too.
         """
-        values, pairs = self.values, self.right.shape[0] - len(self.re)
-        a, b = (part.abs() for part in to_complex(self.left @ (w @ self.right)))
-        a.fill_diagonal_(0)
-        b.diagonal()[pairs:] = 0
-        null = slice(len(values) - self.nulls, len(values))
-        a[null, null] = 0
-        b[null, null] = 0
-        same, crossed = (values - values[:, None]).abs(), (values.conj() - values[:, None]).abs()
-        return float(torch.maximum(a / same.clamp(min=1 / T), b / crossed.clamp(min=1 / T)).max())
+        return (self.rest / self.distances.clamp(min=1 / T)).max()
 
 
-def to_complex(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A real map [2M, 2M] of modal coordinates as z -> A z + B conj(z): A, B [M, M], complex."""
+def size_of(values: Tensor) -> Tensor:
+    """|values| of complex numbers. The first ``abs`` of complex numbers on a GPU compiles a kernel, for a second."""
+    return torch.hypot(values.real, values.imag)
+
+
+def to_complex(blocks: Tensor) -> Tensor:
+    """A real map [2M, 2M] of modal coordinates as z -> A z + B conj(z): A and B, complex [2, M, M]."""
     M = blocks.shape[0] // 2
-    rr, ri, ir, ii = blocks[:M, :M], blocks[:M, M:], blocks[M:, :M], blocks[M:, M:]
-    return torch.complex(rr + ii, ir - ri) / 2, torch.complex(rr - ii, ir + ri) / 2
+    of_re, of_im = (torch.complex(blocks[:M], blocks[M:]) / 2).view(M, 2, M).unbind(1)
+    both = of_re.new_empty(2, M, M)
+    torch.add(of_re, of_im, alpha=-1j, out=both[0])
+    torch.add(of_re, of_im, alpha=1j, out=both[1])
+    return both
 
 
-def to_real(a: Tensor, b: Tensor) -> Tensor:
+def to_real(both: Tensor) -> Tensor:
     """The inverse of ``to_complex``."""
-    top = torch.cat([a.real + b.real, b.imag - a.imag], 1)
-    return torch.cat([top, torch.cat([a.imag + b.imag, a.real - b.real], 1)])
+    M = both.shape[1]
+    columns = both.new_empty(M, 2, M)
+    torch.add(both[0], both[1], out=columns[:, 0])
+    torch.sub(both[0], both[1], out=columns[:, 1]).mul_(1j)
+    return torch.view_as_real(columns).permute(3, 0, 1, 2).reshape(2 * M, 2 * M)
+
+
+@functools.lru_cache(maxsize=16)
+def _settled(M: int, pairs: int, nulls: int, device: torch.device) -> Tensor:
+    """The elements of A and B that belong to the diagonal form, bool [2, M, M]: the diagonal of A, that of B for a real
+    mode, and those of two modes in the null space. The tensor is constant, and is kept for the next calls."""
+    settled = torch.zeros(2, M, M, dtype=torch.bool, device=device)
+    settled[0].fill_diagonal_(True)
+    settled[1].diagonal()[pairs:] = True
+    settled[:, M - nulls :, M - nulls :] = True
+    return settled
 
 
 def diagonalise(
@@ -105,8 +126,6 @@ def diagonalise(
             of second order, 1e-16 for float32 too.)
     """
     nulls = 0 if v is None else v.shape[0] - v.shape[1]
-    if not bool(w.isfinite().all()):
-        raise NoBasis("W is not finite")
     if start is not None:
         try:
             return _refined(w, start, nulls, REFINED[dtype])
@@ -118,6 +137,8 @@ def diagonalise(
 def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
     """R from LAPACK's eigensolver, on the host."""
     device, w = w.device, w.cpu()
+    if not bool(w.isfinite().all()):
+        raise NoBasis("W is not finite")
     N = w.shape[0]
     if nulls:
         # W = C V^T, C = U diag(s): W C y = C (V^T C) y, so the other eigenvectors are C y with y of V^T C [K, K].
@@ -145,79 +166,55 @@ def _solved(w: Tensor, v: Tensor | None, nulls: int) -> Tensor:
 
 def _normed(right: Tensor, pairs: int) -> Tensor:
     """R with columns of the norms in Note [Modes of a recurrent matrix]; the first ``pairs`` modes are pairs."""
-    M = right.shape[1] // 2
-    norms = (right[:, :M].square() + right[:, M:].square()).sum(0).sqrt()
+    parts = right.view(len(right), 2, -1)
+    norms = torch.linalg.vector_norm(parts, dim=(0, 1))
     norms[:pairs] /= math.sqrt(2.0)
-    return right / norms.repeat(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Look:
-    """One evaluation of Note [Refining a basis]."""
-
-    left: Tensor  # R^-1 [2M, N], with rows of zeros for the imaginary parts of real modes
-    values: Tensor  # [M], complex128, the eigenvalues
-    e: Tensor  # E [M, M]
-    f: Tensor  # F [M, M]
-    largest: float  # the largest element of E and F
-    condition: float  # of R; infinite where it is singular
-    null_space: bool  # the last modes span the null space
-    paired: bool  # no pair of eigenvalues has become real
-
-
-def _look(w: Tensor, right: Tensor, nulls: int) -> _Look:
-    N, M = right.shape[0], right.shape[1] // 2
-    pairs = N - M
-    bound = (w.abs().sum(0).max() * w.abs().sum(1).max()).sqrt()  # of |W|_2
-    null = slice(M - nulls, M)
-    inverse, info = torch.linalg.inv_ex(right[:, :N])
-    left = torch.cat([inverse, inverse.new_zeros(M - pairs, N)])
-    a, b = to_complex(left @ (w @ right))
-    values = a.diagonal().clone()
-    values[pairs:] += b.diagonal()[pairs:]  # for a real mode, A and B hold half each
-    values[null] = 0
-    a.fill_diagonal_(0)
-    b.diagonal()[pairs:] = 0
-    remains = (a[null, null] + b[null, null]).abs()
-    a[null, null] = 0
-    b[null, null] = 0
-    sizes = left.square().sum(1).view(2, M).sum(0).sqrt(), right.square().sum(0).view(2, M).sum(0).sqrt()
-    condition = torch.where(info == 0, left.norm() * right.norm() / N, torch.inf)
-    rounding = EPSILON * bound * condition * torch.outer(*sizes)  # of D, mostly from the inverse
-    e = torch.where(a.abs() <= rounding, 0, a / (values - values[:, None]))
-    f = torch.where(b.abs() <= rounding, 0, b / (values.conj() - values[:, None]))
-    facts = (
-        torch.maximum(e.abs().max(), f.abs().max()),
-        condition,
-        (remains <= 1e3 * rounding[null, null]).all(),
-        (values.imag[:pairs] > 0).all(),
-    )
-    largest, size, null_space, paired = torch.stack([fact.double() for fact in facts]).tolist()  # one synchronisation
-    return _Look(left, values, e, f, largest, size, bool(null_space), bool(paired))
+    return (parts / norms).view_as(right)
 
 
 def _refined(w: Tensor, right: Tensor, nulls: int, enough: float) -> Basis:
-    """Note [Refining a basis]."""
+    """Note [Refining a basis]. Every evaluation is read by the host as a whole, since a read waits for the device."""
     N, M = right.shape[0], right.shape[1] // 2
-    right = torch.cat([right[:, :N], torch.zeros_like(right[:, N:])], 1)  # no imaginary parts of real modes
+    pairs, null = N - M, slice(M - nulls, M)
+    settled = _settled(M, pairs, nulls, w.device)
+    if pairs < M:
+        right = torch.nn.functional.pad(right[:, :N], (0, M - pairs))  # no imaginary parts of real modes
+    bound = torch.linalg.vector_norm(w) * (EPSILON / N)
     last = math.inf
     for step in range(MAX_STEPS + 1):
-        look = _look(w, right, nulls)
-        if not math.isfinite(look.condition):
+        left = torch.nn.functional.pad(torch.linalg.inv_ex(right[:, :N])[0], (0, 0, 0, M - pairs))
+        both = to_complex(left @ (w @ right))
+        values = both[0].diagonal().clone()
+        values[pairs:].add_(both[1].diagonal()[pairs:])  # for a real mode, A and B hold half each
+        values[null] = 0
+        gaps = torch.stack([values, values.conj()])[:, None] - values[:, None]
+        rest, distances = size_of(both), size_of(gaps).masked_fill_(settled, torch.inf)
+        facts = rest.new_zeros(5)  # written in place: one tensor for one transfer
+        rows, columns = left.view(2, M, N), right.view(N, 2, M)
+        sizes = torch.outer(*(torch.linalg.vector_norm(t, dim=d) for t, d in ((rows, (0, 2)), (columns, (0, 1)))))
+        torch.linalg.vector_norm(sizes, out=facts[0])
+        torch.mul(facts[0], bound, out=facts[1])
+        rounding = sizes * facts[1]  # of the elements of D, mostly from the inverse
+        small = rest <= rounding
+        torch.amax((rest / distances).masked_fill_(small, 0), (0, 1, 2), out=facts[2])
+        torch.amin(values.imag[: pairs or M], 0, out=facts[3])
+        if nulls:
+            torch.amax(size_of(both[:, null, null].sum(0)) - 1e3 * rounding[null, null], (0, 1), out=facts[4])
+        norm, scale, largest, lowest, outside = facts.tolist()
+        if not math.isfinite(scale):
             raise NoBasis("its eigenvectors are linearly dependent (W is defective)")
-        if look.largest <= enough:
-            if not look.null_space:
+        if largest <= enough:
+            if outside > 0:
                 raise NoBasis("the null space of V^T is not where the basis has it")
-            if not look.paired:
+            if pairs and not lowest > 0:
                 raise NoBasis("a pair of its eigenvalues has become real")
-            im = look.values.imag.clone()
-            im[N - M :] = 0
-            return Basis(look.values.real.clone(), im, right, look.left, nulls, look.condition, step)
-        if not look.largest < min(FARTHEST, last):
+            return Basis(values, right, left, rest, gaps, distances, settled, nulls, norm / N, step)
+        if not largest < min(FARTHEST, last):
             raise NoBasis(
-                f"it is not diagonal in its eigenvectors (what remains is {look.largest:.1g}, their condition "
-                f"{look.condition:.1g}): W is defective, or eigenvalues are nearly equal"
+                f"it is not diagonal in its eigenvectors (what remains is {largest:.1g}, their condition "
+                f"{norm / N:.1g}): W is defective, or eigenvalues are nearly equal"
             )
-        last = look.largest
-        right = _normed(right + right @ to_real(look.e, look.f), N - M)
+        last = largest
+        change = (both / gaps).masked_fill_(small.logical_or_(settled), 0)
+        right = _normed(torch.addmm(right, right, to_real(change)), pairs)
     raise NoBasis(f"the refinement of its eigenvectors has not converged in {MAX_STEPS} steps")

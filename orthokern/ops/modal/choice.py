@@ -29,7 +29,7 @@ from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import needs_grad
 from orthokern.ops.modal import cpu, cuda, reference
-from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise
+from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, size_of
 from orthokern.ops.modal.gradient import close_pairs
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
@@ -55,7 +55,7 @@ class Modes:
 
     w: Tensor  # [N, N], float64, differentiable with respect to the matrix of the call
     basis: Basis
-    pairs: Tensor  # from `close_pairs`
+    pairs: Tensor | None  # int64 [P, 2], both orders of every close pair, if there are any and gradients are needed
     backward: bool  # gradients are needed
     backend: Any  # the module with the functions of `reference`
 
@@ -196,14 +196,12 @@ def why_not_now(call: Call) -> str | None:
     return None
 
 
-def check_accuracy(basis: Basis, w: Tensor, call: Call) -> None:
+def check_accuracy(call: Call, condition: float, radius: float, neglected: float) -> None:
     """Raise NoBasis unless a modal call is about as accurate as the sequential scan: Note [When a basis is accurate
-    enough]."""
+    enough]. neglected: that of the basis."""
     eps, wide = torch.finfo(call.dtype).eps, torch.finfo(torch.float64).eps
-    condition, radius = basis.condition, float(basis.values.abs().max())
     horizon = call.T if radius * call.T >= call.T - 1 else 1 / (1 - radius)
-    error = eps * (condition**2 if call.backward else condition)
-    error += condition * (horizon * wide + basis.neglected(w, call.T))
+    error = eps * (condition**2 if call.backward else condition) + condition * (horizon * wide + neglected)
     limit = 2 * eps * horizon**0.5
     if call.algorithm == "modal":
         limit = max(limit, LEAST_LIMIT[call.dtype], 2 * horizon * wide)
@@ -219,20 +217,22 @@ def find_modes(call: Call) -> Modes:
     if len(call.matrix) == 1:
         w, thin = call.matrix[0].double(), None
     else:
-        u, s, v = (part.double() for part in call.matrix)
-        w = (u * s) @ v.mT
+        u, s, v = call.matrix[0], call.matrix[1], call.matrix[2].double()
+        w = (u.double() * s) @ v.mT
         thin = v.detach() if v.shape[1] < v.shape[0] else None
     with torch.no_grad():
-        fixed = w.detach()
-        basis = diagonalise(fixed, None if call.start is None else call.start.to(w), v=thin, dtype=call.dtype)
-        check_accuracy(basis, fixed, call)
-        pairs = torch.empty(0, 2, dtype=torch.int64, device=w.device)
-        if call.backward:
-            pairs = close_pairs(basis, call.T)
-    if len(pairs) > 2 * call.N and call.algorithm != "modal":
-        raise NoBasis(f"{len(pairs) // 2} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
+        start = None if call.start is None else call.start.to(w)
+        basis = diagonalise(w.detach(), start, v=thin, dtype=call.dtype)
+        sizes = size_of(basis.values)
+        close = close_pairs(basis, sizes, call.T)
+        facts = torch.stack([sizes.max(), basis.neglected(call.T), close.sum(dtype=torch.float64)])
+        radius, neglected, count = facts.tolist()  # one synchronisation
+        check_accuracy(call, basis.condition, radius, neglected)
+        needed = close.nonzero() if call.backward and count else None
+    if needed is not None and count > 2 * call.N and call.algorithm != "modal":
+        raise NoBasis(f"{count / 2:.0f} pairs of its eigenvalues are closer than 1 / T, which takes a sum for each")
     backend = {"reference": reference, "cpu": cpu, "cuda": cuda}[backend_name(call)]
-    return Modes(w, basis, pairs, call.backward, backend)
+    return Modes(w, basis, needed, call.backward, backend)
 
 
 def choose(call: Call) -> tuple[Modes | None, str]:

@@ -26,8 +26,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     weight, bias, target, reduction = readout
     (T, B), dtype, ids = target.shape, z0.dtype, None if table is None else x
     count = target.numel() if lengths is None else int(lengths.sum())
-    result = Loss(torch.empty((), dtype=dtype, device="cpu"), torch.empty(T, dtype=torch.int64, device="cpu"))
-    result = result._replace(states=z0.new_zeros(len(profile), *z0.shape))
+    result = Loss(z0.new_empty(()), z0.new_empty(T, dtype=torch.int64), None, z0.new_zeros(len(profile), *z0.shape))
     named: dict[str, Tensor | None] = dict.fromkeys(Gradients._fields)
     if need_grad:
         grads = Gradients(

@@ -30,7 +30,7 @@ Note [Close pairs]
     What counts in M is the n at which n r^n is largest, n = 1 / (1 - r) for r < 1, though no more than T. A pair is
     summed directly where the quotient would lose by more than a factor LOSS = 16:
 
-        |d| < 2 / (LOSS n),     n = min(T, 1 / (1 - r)) for r < 1, else T,
+        |d| < 2 / (LOSS n),     n = min(T, 1 / (1 - r)) for r < 1, else T;  1 / n = max(1 - r, 1 / T),
 
     with the smaller of the two |d| of the pair. Other pairs are wrong by at most that factor more than the diagonal,
     which is as large as M gets. Among evenly spread eigenvalues on the unit circle about M^2 / (8 T) pairs are close:
@@ -47,45 +47,34 @@ from orthokern.ops.modal.basis import Basis, to_complex, to_real
 LOSS = 16.0
 
 
-def close_pairs(basis: Basis, T: int) -> Tensor:
-    """The pairs of modes to be summed directly, int64 [P, 2], both orders of each; Note [Close pairs].
+def close_pairs(basis: Basis, sizes: Tensor, T: int) -> Tensor:
+    """Whether two modes are to be summed directly, bool [M, M]; Note [Close pairs]. sizes: |eigenvalues| [M].
 
-    (j, j) is a close pair if a mode's eigenvalue is close to its conjugate. Pairs of modes in the null space of a
-    factored W are not needed: their block of M is multiplied by V^T R = 0 or R^-1 U = 0 in the gradients of U, s and V.
+    (j, j) is a close pair if a mode's eigenvalue is close to its conjugate; for a real mode, P_jj is Q_jj. Pairs of
+    modes in the null space of a factored W are not needed: their block of M is multiplied by V^T R = 0 or R^-1 U = 0 in
+    the gradients of U, s and V.
     """
-    values = basis.values
-    M = len(values)
-    r = torch.outer(values.abs(), values.abs()).sqrt()
-    n = (1.0 / (1.0 - r.clamp(max=1.0 - 1.0 / T))).clamp(max=float(T))
-    same = (values - values[:, None]).abs()
-    same.fill_diagonal_(torch.inf)
-    crossed = (values.conj() - values[:, None]).abs()
-    crossed.diagonal().masked_fill_(basis.im == 0, torch.inf)  # for a real mode, P_jj is Q_jj
-    close = torch.minimum(same, crossed) < 2.0 / (LOSS * n)
-    close[M - basis.nulls :, M - basis.nulls :] = False
-    return close.nonzero()
+    r = torch.outer(sizes, sizes).sqrt_()
+    return basis.distances.amin(0) < (1.0 - r).clamp_(min=1.0 / T).mul_(2.0 / LOSS)
 
 
 def gradient_of_w(
-    basis: Basis, h: Tensor, grad_re: Tensor, grad_im: Tensor, pairs: Tensor, grad_pairs: Tensor
+    basis: Basis, h: Tensor, grad_re: Tensor, grad_im: Tensor, pairs: Tensor | None, grad_pairs: Tensor | None
 ) -> Tensor:
     """dL/dW [N, N], Note [Divided differences], from H [2M, 2M] and the gradients of the eigenvalues [M], all float64.
 
-    pairs: [P, 2], from ``close_pairs``; grad_pairs: [P, 2, 2], their blocks of M.
+    pairs: [P, 2], both orders of every close pair; grad_pairs: [P, 2, 2], their blocks of M; None: no pairs.
     """
-    values = basis.values
-    M = len(values)
-    # to_complex gives half of (rr + ii) + i (ir - ri), which is Q, and of (rr - ii) + i (ir + ri), which is P
-    q, p = to_complex(h)
-    same, crossed = (values - values[:, None]).conj(), values - values.conj()[:, None]
-    q = torch.where(same == 0, 0, q / same)
-    p = torch.where(crossed == 0, 0, p / crossed)
+    M = len(basis.values)
+    real, modes = len(basis.right) - M, M - basis.nulls  # the modes from real to modes have real eigenvalues
+    # to_complex gives half of (rr + ii) + i (ir - ri), which is Q, and of (rr - ii) + i (ir + ri), which is P; a gap of
+    # 0 is that of a close pair
+    both = (to_complex(h) / basis.gaps.conj()).masked_fill_(basis.settled, 0)
     diagonal = torch.complex(grad_re, grad_im) / 2
-    q.diagonal().copy_(diagonal)
-    p.diagonal().copy_(torch.where(basis.im == 0, diagonal, p.diagonal()))
-    q[M - basis.nulls :, M - basis.nulls :] = 0
-    p[M - basis.nulls :, M - basis.nulls :] = 0
-    m = to_real(q, p)
-    j, k = pairs.unbind(1)
-    m.view(2, M, 2, M)[:, j, :, k] = grad_pairs
+    both[0].diagonal()[:modes] = diagonal[:modes]
+    both[1].diagonal()[real:modes] = diagonal[real:modes]
+    m = to_real(both)
+    if pairs is not None and grad_pairs is not None:
+        j, k = pairs.unbind(1)
+        m.view(2, M, 2, M)[:, j, :, k] = grad_pairs
     return basis.left.mT @ m @ basis.right.mT

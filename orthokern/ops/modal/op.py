@@ -61,8 +61,8 @@ class _ModalLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        basis, pairs = modes.basis, modes.pairs if len(modes.pairs) else None
-        inputs = Inputs(x.contiguous(), basis.re, basis.im, z0.contiguous(), *map(contiguous, (table, lengths, pairs)))
+        basis, rest = modes.basis, map(contiguous, (table, lengths, modes.pairs))
+        inputs = Inputs(x.contiguous(), basis.re, basis.im, z0.contiguous(), *rest)
         readout = Readout(weight.contiguous(), contiguous(bias), readout.target.contiguous(), readout.reduction)
         # ctx.needs_input_grad of parameters is true under no_grad too
         tapped = bool(_taps.SINKS) and lengths is None
@@ -89,10 +89,13 @@ class _ModalLoss(torch.autograd.Function):
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
         grad_w = None
         if ctx.needs_input_grad[3]:
-            inputs = _product(table, rows) if ctx.has_table else sum_over_rows(x, rows)
-            h = _product(weight, grad_weight) - inputs - _product(grad_z0, z0)
-            if grad_pairs is None:
-                grad_pairs = re.new_empty(0, 2, 2)
+            # G - X - Z of Note [Divided differences], as one product where X is a sum over a table
+            gradients, values = [weight, -grad_z0], [grad_weight, z0]
+            if ctx.has_table:
+                gradients, values = [*gradients, -table], [*values, rows]
+            h = _product(torch.cat(gradients), torch.cat(values))
+            if not ctx.has_table:
+                h -= sum_over_rows(x, rows)
             grad_w = gradient_of_w(modes.basis, h, re, im, modes.pairs, grad_pairs)
         grads = (grad_w, x, grad_z0, table, grad_weight, bias)
         return (None, None, None, *(None if grad is None else grad * grad_loss for grad in grads))

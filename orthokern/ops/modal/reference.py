@@ -24,7 +24,7 @@ Note [Modal recurrence]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ from torch import Tensor
 
 from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
+
+ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
 
 
 class Inputs(NamedTuple):
@@ -71,14 +73,12 @@ class Loss(NamedTuple):
 
 def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
     """Each mode of z [..., 2M] times re + i im."""
-    real, imag = z.chunk(2, -1)
-    return torch.cat([re * real - im * imag, im * real + re * imag], -1)
+    turned = torch.complex(*z.chunk(2, -1)) * torch.complex(re, im)
+    return torch.cat([turned.real, turned.imag], -1)
 
 
-def scan(
-    x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The states z [T, B, 2M] of x [T, B, 2M] and z0 [B, 2M], in the dtype of x or in ``dtype``.
+def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
+    """The states z [T, B, 2M] of x [T, B, 2M] and z0 [B, 2M], in the dtype of x.
 
     reverse: from the last step to the first, with the conjugate eigenvalues; then z0 is the state after the last step.
     """
@@ -87,13 +87,7 @@ def scan(
     for x_t in reversed(steps) if reverse else steps:
         z = turn(z, re, -im if reverse else im) + x_t
         states.append(z)
-    return torch.stack(states[::-1] if reverse else states).to(dtype or x.dtype)
-
-
-def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
-    """The cross-entropy of a linear readout [C, 2M] of the states, and its gradients. profile: increasing steps whose
-    states and, with need_grad, adjoints are returned."""
-    return loss_in_spans(scan, inputs, readout, need_grad, len(inputs.x), profile)
+    return torch.stack(states[::-1] if reverse else states).to(x.dtype)
 
 
 def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
@@ -113,120 +107,58 @@ def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
     return values.masked_fill(~alive.view(*alive.shape, *(1,) * (values.ndim - 2)), 0)
 
 
-def _rows_of(ids: Tensor, size: int, alive: Tensor | None) -> Tensor:
-    """ids [T, B] as rows of a table of ``size`` rows, followed by one for wrong ids and one for padding."""
+def sum_by_id(ids: Tensor, values: Tensor, size: int) -> Tensor:
+    """The sums of float64 values [T, B, 2M] over the steps with each id, [size, 2M], in a fixed order. Wrong ids, and
+    those of padding, where values are 0, count nowhere."""
+    if size <= ONE_HOT:
+        return sum_over_rows((ids[..., None] == torch.arange(size, device=ids.device)).double(), values)
     rows = torch.where((ids >= 0) & (ids < size), ids.long(), size)
-    return rows if alive is None else rows.masked_fill(~alive, size + 1)
+    return torch.ops.aten.embedding_dense_backward(values.flatten(0, 1), rows.flatten(), size + 1, -1, False)[:size]
 
 
-class _Sums:
-    """The sums over time of a loss, from its last span to its first; all float64."""
-
-    def __init__(self, inputs: Inputs, readout: Readout) -> None:
-        self.inputs, (M,) = inputs, inputs.re.shape
-        zeros = inputs.re.new_zeros
-        self.re, self.im, self.bias = zeros(M), zeros(M), zeros(len(readout.weight))
-        self.weight, self.carry = zeros(readout.weight.shape), zeros(inputs.z0.shape)
-        self.table = None if inputs.table is None else zeros(inputs.table.shape)
-        self.pairs = None if inputs.pairs is None else zeros(len(inputs.pairs), 2, 2)
-        self.x = torch.empty_like(inputs.x) if inputs.table is None else None
-
-    def add(self, start: int, x: Tensor, delta: Tensor, before: Tensor) -> None:
-        """A span from the step ``start`` on: its inputs, adjoints, and the states before its steps."""
-        (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
-        self.re += (d_re * z_re + d_im * z_im).sum((0, 1))
-        self.im += (d_im * z_re - d_re * z_im).sum((0, 1))
-        if self.pairs is not None and self.inputs.pairs is not None:
-            j, k = self.inputs.pairs.unbind(1)
-            left, right = torch.stack([d_re[..., j], d_im[..., j]], -1), torch.stack([z_re[..., k], z_im[..., k]], -1)
-            self.pairs += torch.einsum("tbpi,tbpj->pij", left, right)
-        if self.x is not None:
-            self.x[start : start + len(x)] = delta
-        if self.table is not None:
-            D = len(self.table)
-            rows = delta.flatten(0, 1)  # in a fixed order, also on a GPU
-            self.table += torch.ops.aten.embedding_dense_backward(rows, x.flatten(), D + 2, -1, False)[:D]
-        self.carry = delta[0]
-
-    def gradients(self, has_bias: bool) -> Gradients:
-        dtype, re, im = self.inputs.z0.dtype, self.inputs.re, self.inputs.im
-        return Gradients(
-            self.x,
-            self.re,
-            self.im,
-            turn(self.carry, re, -im).to(dtype),
-            None if self.table is None else self.table.to(dtype),
-            self.pairs,
-            self.weight.to(dtype),
-            self.bias.to(dtype) if has_bias else None,
-        )
+def pair_sums(delta: Tensor, before: Tensor, pairs: Tensor) -> Tensor:
+    """The blocks M_jk of Note [Modal recurrence] of some pairs, float64 [P, 2, 2], from the adjoints and the states
+    before the steps."""
+    M, (j, k) = delta.shape[-1] // 2, pairs.unbind(1)
+    left, right = (values.double().unflatten(-1, (2, M)) for values in (delta, before))
+    return torch.einsum("tbip,tbjp->pij", left[..., j], right[..., k])
 
 
 @torch.no_grad()
-def loss_in_spans(
-    scan: Callable[..., Tensor],
-    inputs: Inputs,
-    readout: Readout,
-    need_grad: bool,
-    steps: int,
-    profile: Sequence[int] = (),
-) -> Loss:
-    """`loss` by a function as `scan`, for ``steps`` steps at a time.
+def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:
+    """The cross-entropy of a linear readout [C, 2M] of the states, and its gradients. profile: increasing steps whose
+    states and, with need_grad, adjoints are returned.
 
-    Only the states between the spans are kept. The spans are processed from the last to the first, and memory does not
-    grow with T. Padding is not read. A wrong id makes its sequence NaN, a wrong target the loss and all gradients.
+    Padding is not read. A wrong id makes its sequence NaN, a wrong target the loss and the sums of all gradients.
     """
-    x, re, im, z0, table, lengths, _ = inputs
+    x, re, im, z0, table, lengths, pairs = inputs
     weight, bias, target, reduction = readout
-    T, B = target.shape
+    (T, B), dtype, rows = target.shape, z0.dtype, list(profile)
     alive = None if lengths is None else torch.arange(T, device=target.device)[:, None] < lengths
-    count = T * B if alive is None else alive.sum().double()
-    if table is not None:
-        x = _rows_of(x, len(table), alive)
-        table = torch.cat([table, table.new_full((1, table.shape[1]), torch.nan), torch.zeros_like(table[:1])])
-    target = _rows_of(target, len(weight), alive)
-    # not NaN, but 1, without a wrong target; padding has any target and does not count
-    scale = torch.where((target == len(weight)).any(), torch.nan, 1.0).double() / (
-        count if reduction == "mean" else 1.0
+    count = T * B if lengths is None else lengths.sum().double()
+    ids = without_padding(target.long(), alive)
+    wrong = (ids < 0) | (ids >= len(weight))
+    scale = torch.where(wrong.any(), torch.nan, 1.0).double() / (count if reduction == "mean" else 1.0)
+    ids = ids.masked_fill(wrong, 0)[..., None]
+    z = without_padding(scan(entering(x, table, alive), re, im, z0), alive)
+    log_p = torch.log_softmax(torch.nn.functional.linear(z, weight, bias), -1)
+    total = -without_padding(log_p.gather(-1, ids).squeeze(-1), alive).sum(dtype=torch.float64)
+    right = log_p.argmax(-1) == ids.squeeze(-1)
+    result = Loss((total * scale).to(dtype), (right if alive is None else right & alive).sum(1), None, z[rows])
+    if not need_grad:
+        return result._replace(adjoints=z[:0])
+    d = without_padding(log_p.exp().scatter_add(-1, ids, torch.full_like(z[..., :1], -1.0)), alive)
+    delta = scan((d @ (weight * scale).to(dtype)).double(), re, im, torch.zeros_like(z0), reverse=True)
+    before = torch.cat([z0[None], z[:-1]])
+    (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
+    grads = Gradients(
+        delta.to(dtype) if table is None else None,
+        (d_re * z_re + d_im * z_im).sum((0, 1)),
+        (d_im * z_re - d_re * z_im).sum((0, 1)),
+        turn(delta[0], re, -im).to(dtype),
+        None if table is None else sum_by_id(x, delta, len(table)).to(dtype),
+        None if pairs is None else pair_sums(delta, before, pairs),
+        (sum_over_rows(d, z) * scale).to(dtype),
+        None if bias is None else (d.sum((0, 1), dtype=torch.float64) * scale).to(dtype),
     )
-    target = target.clamp_(max=len(weight) - 1)
-    scaled_weight = (weight * scale).to(weight.dtype)
-    spans = [slice(start, min(start + steps, T)) for start in range(0, T, steps)]
-
-    def entries(span: slice) -> Tensor:
-        if table is None:
-            return without_padding(x[span], None if alive is None else alive[span])
-        return torch.nn.functional.embedding(x[span], table)
-
-    starts = [z0.double()]
-    for span in spans[:-1]:
-        starts.append(scan(entries(span), re, im, starts[-1], dtype=torch.float64)[-1].clone())
-    sums = _Sums(inputs, readout)
-    states, adjoints = [z0.new_empty(0, *z0.shape)], [z0.new_empty(0, *z0.shape)]  # of the profile, the last span first
-    total, hits = re.new_zeros(()), torch.empty(T, dtype=torch.int64, device=target.device)
-    for span, start in zip(reversed(spans), reversed(starts), strict=True):
-        living = None if alive is None else alive[span]
-        z = without_padding(scan(entries(span), re, im, start, dtype=z0.dtype), living)
-        ids = target[span, :, None]
-        log_p = torch.log_softmax(torch.nn.functional.linear(z, weight, bias), -1)
-        total -= without_padding(log_p.gather(-1, ids).squeeze(-1), living).sum(dtype=torch.float64)
-        right = log_p.argmax(-1) == ids.squeeze(-1)
-        hits[span] = (right if living is None else right & living).sum(1)
-        rows = [t - span.start for t in profile if span.start <= t < span.stop]
-        states.append(z[rows])
-        if not need_grad:
-            continue
-        d = log_p.exp_()
-        d.scatter_add_(-1, ids, torch.full_like(d[..., :1], -1.0))
-        d = without_padding(d, living)
-        sums.weight += sum_over_rows(d, z)
-        sums.bias += d.sum((0, 1), dtype=torch.float64)
-        delta = scan(d @ scaled_weight, re, im, sums.carry, reverse=True, dtype=torch.float64)
-        first = start if lengths is None else torch.where((lengths > span.start)[:, None], start, 0)
-        before = torch.cat([first.to(z.dtype)[None], z[:-1]])
-        sums.add(span.start, x[span], delta, before)
-        adjoints.append(delta[rows].to(z.dtype))
-    sums.weight *= scale
-    sums.bias *= scale
-    grads = sums.gradients(bias is not None) if need_grad else None
-    return Loss((total * scale).to(z0.dtype), hits, grads, torch.cat(states[::-1]), torch.cat(adjoints[::-1]))
+    return result._replace(grads=grads, adjoints=delta[rows].to(dtype))
