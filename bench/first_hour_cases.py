@@ -133,7 +133,9 @@ def versions(machine: Machine) -> Result:
     return {"value": orthokern.__version__, "unit": "", **details}
 
 
-def parity(machine: Machine, N: int, T: int = 9, activation: str = "tanh", **options: Any) -> Result:
+def parity(
+    machine: Machine, N: int, T: int = 9, activation: str = "tanh", leak: bool = False, **options: Any
+) -> Result:
     """Both scans of N units against float64: states and gradients as near as plain torch is. The batch is that of the
     times, so that the plan, and with it the kernels, are the same."""
     from helpers import assert_matches_reference, run_scan, scan_problem
@@ -142,6 +144,7 @@ def parity(machine: Machine, N: int, T: int = 9, activation: str = "tanh", **opt
     errors = {}
     for op in ("factored_scan", "dense_scan")[: 1 if K else 2]:
         sizes = {"B": machine.size(BATCH, 2), "T": machine.size(T, 3), "N": machine.units(N)}
+        sizes["leak"] = sizes["N"] if leak else 0
         problem = scan_problem(op, **sizes, K=K, activation=activation, inputs="tokens")
         if activation == "identity":  # an isometry: the state neither grows nor fades
             u, *others = problem.matrices
@@ -271,9 +274,10 @@ def times(machine: Machine, N: int, form: str, T: int = 10_000, activation: str 
     return {"value": machine.milliseconds(step), "unit": "ms", **machine.kernels(step)}
 
 
-def low_rank(machine: Machine, N: int, K: int, T: int = 1000) -> Result:
+def low_rank(machine: Machine, N: int, K: int, T: int = 1000, leak: bool = False) -> Result:
     """Microseconds per step and direction of the whole call, with the gradients of U, s and V."""
-    step = scan_call(machine, N, "factored", T, "tanh", K=K)
+    more = {"leak": torch.full((1,), 0.1, device=machine.device)} if leak else {}
+    step = scan_call(machine, N, "factored", T, "tanh", K=K, **more)
     ms = machine.milliseconds(step)
     return {"value": 1e3 * ms / (2 * T), "unit": "us", **machine.kernels(step)}
 
@@ -373,6 +377,8 @@ def correctness() -> dict[str, Case]:
     of = functools.partial
     table: dict[str, Case] = {f"parity-N{N}": of(parity, N=N) for N in PARITY_SIZES}
     table |= {f"parity-rank{K}-N{N}": of(parity, N=N, K=K) for K, N in ((1, 512), (8, 512), (8, 1024), (30, 2048))}
+    table |= {f"parity-leak-N{N}": of(parity, N=N, leak=True) for N in (128, 500, 1100)}
+    table["parity-leak-rank8-N512"] = of(parity, N=512, K=8, leak=True)
     table["parity-chunked-N128"] = of(parity, N=128, T=400, activation="identity", algorithm="chunked")
     return table | {"parity-cayley": parity_cayley}
 
@@ -399,6 +405,9 @@ def measurements() -> dict[str, Case]:
     table["long-linear-N128"] = of(times, N=128, form="factored", activation="identity")
     for N in (512, 1024, 2048):
         table[f"rank8-N{N}"] = of(low_rank, N=N, K=8)
+        table[f"leak-rank8-N{N}"] = of(low_rank, N=N, K=8, leak=True)
+    for N in (128, 500):
+        table[f"leak-N{N}"] = of(low_rank, N=N, K=N, leak=True)
     for N in (500, 1000):
         table[f"products-N{N}"] = of(delayed_products, N=N)
     for op, N in (("RNN", 64), ("RNN", 128), ("FactorizedRNN", 128), ("GRU", 64), ("GRU", 128)):

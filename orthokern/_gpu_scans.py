@@ -5,6 +5,9 @@ ends of a step:
 
     forward   t = 0, 1, ...      a = map(state) + x_t,  state = h_t = phi(a)              map: W
     backward  t = T - 1, ...     a = map(state) + g_t,  state = delta_t = phi'(.) * a     map: W^T
+
+With a leak l, what a unit had in the step before is added: (1 - l) h_{t-1} to l phi(a), and (1 - l) a_{t+1} to the a of
+the backward, which is ghat_t of Note [Leak] of the reference, and of which phi' takes l a.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._activations import ACTIVATIONS
 from orthokern._products import ieee_products, norms_of_steps
 from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates
 
@@ -46,10 +48,11 @@ def composed(args: ScanArgs) -> Tensor:
     return (second.double() * scale.unsqueeze(-2)) @ first.double().mT
 
 
-def _transposed_product(args: ScanArgs, rows: Tensor) -> Tensor:
-    """W^T applied to rows [B, N]."""
+def _of_state(args: ScanArgs, delta: Tensor, ghat: Tensor | None) -> Tensor:
+    """The gradient of the state that enters a step [B, N]: W^T delta, and with a leak (1 - l) ghat."""
     first, scale, second = args.first, args.scale, args.second
-    return rows @ second if first is None or scale is None else ((rows @ second) * scale.unsqueeze(-2)) @ first.mT
+    rows = delta @ second if first is None or scale is None else ((delta @ second) * scale.unsqueeze(-2)) @ first.mT
+    return rows if args.leak is None or ghat is None else rows + (1 - args.leak) * ghat
 
 
 def of_steps(tensor: Tensor, low: int, high: int) -> Tensor:
@@ -89,18 +92,21 @@ class Scan:
 
         tensors, of these steps:
             x: [T, B, N], the input term or the gradient of hs; or tokens [T, B] with table [D, N].
-            gate: [T, B, N], backward: hs or pre, from which phi' is computed; None for the identity.
+            gate: [T, B, N], backward: hs or pre, from which phi' is computed; None for the identity. With a leak pre.
             start: [sequences, N], the states before the first step; None for zeros.
             out: [T, B, N], receives the states. Padding is not written.
-            pre: [T, B, N], forward: receives a. Padding is not written.
+            pre: [T, B, N], forward, and backward with a leak: receives a. Padding is not written.
             end: [sequences, N], receives the states after ``chunk`` steps, zeros for a sequence that ends before.
             sums: backward: of `sums`, updated.
             norms: backward: of `norms`.
+            carried: [B, N], backward with a leak: a of the step before, zeros at first; it receives that of the last
+                step, zeros after a reset.
         """
         raise NotImplementedError
 
     def sums(self) -> Tensor:
-        """[2, rows, N]: running sums for act_param's gradient over all launches, and their rounding errors."""
+        """[2, rows, N]: running sums for act_param's gradient over all launches, and their rounding errors. With a leak
+        they lack its factor."""
         return self.args.second.new_zeros(2, self.sums_rows, self.args.second.shape[0])
 
     def norms(self, steps: int) -> Tensor:
@@ -138,14 +144,14 @@ def _input_of(args: ScanArgs, x: Tensor) -> dict[str, Any]:
 
 
 def chunk_length(args: ScanArgs, steps: int) -> int:
-    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clipping and resets require.
+    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clips, resets and leaks require.
 
     The cost is two scans of C steps over all chunks, and one over the T / C carries: it is lowest for C near sqrt(T).
     C is limited so that there are many chunks.
     """
     if args.activation != "identity" or args.message_clip > 0 or args.algorithm == "sequential" or steps < 2:
         return 0
-    if args.resets is not None:
+    if args.resets is not None or args.leak is not None:
         return 0
     B, N = args.h0.shape
     if args.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):
@@ -221,7 +227,7 @@ class _States:
         self.entered = self.pre = None  # frees their memory
         entered = self.entered = new_results(args)(high - low + 1, *args.h0.shape)
         entered[0] = self.saved[segment]
-        if ACTIVATIONS[args.activation].needs_input:
+        if args._replace(checkpoint_every=0).keeps_pre:
             self.pre = new_results(args)(high - low, *args.h0.shape)
         start = entered[0] if resets is None else started(entered[0], resets[low], args.reset_state)
         inputs = _input_of(args, args.x[low:high])
@@ -240,6 +246,11 @@ class _States:
         first = self._from(low, high)
         if self.pre is not None:
             return of_steps(self.pre, low - first, high - first)
+        return self.after(low, high)
+
+    def after(self, low: int, high: int) -> Tensor:
+        """h_t of the steps [low, high)."""
+        first = self._from(low, high)
         if self.entered is None:
             return of_steps(self.saved, low, high)
         return self.entered[low - first + 1 : high - first + 1]
@@ -274,33 +285,42 @@ class _Sums:
         self.m: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None  # in float64 if it is the sum of several windows
+        self.leak: Tensor | None = None  # [N] float64, the sum of ghat_t (h_t - h_{t-1})
         features = args.weight is not None and x is not None and x.is_floating_point()
         self.x = torch.empty_like(x) if features and needs.x and x is not None else None
-        # [B, N], the sum of delta_t over the resets
+        # [B, N], the sums of delta_t and of ghat_t over the resets
         state = args.reset_state
         self.at_resets = torch.zeros_like(state) if state is not None and needs.reset_state else None
-        self.required = needs.sums or self.x is not None or self.at_resets is not None
+        self.ghat_at_resets = None if self.at_resets is None or args.leak is None else torch.zeros_like(self.at_resets)
+        self.required = needs.sums or needs.leak or self.x is not None or self.at_resets is not None
 
-    def add(self, low: int, delta: Tensor, states: _States) -> None:
-        """Add the steps from ``low`` on, delta [steps, B, N]."""
+    def add(self, low: int, delta: Tensor, ghat: Tensor | None, states: _States) -> None:
+        """Add the steps from ``low`` on, delta and ghat [steps, B, N]; ghat if `_Adjoints.ghat` is kept."""
         args, needs, high, N = self.args, self.needs, low + delta.shape[0], delta.shape[2]
         here = slice(low, high)
         alive = None if self.alive is None else self.alive[here]
         if self.at_resets is not None and args.resets is not None:
             self.at_resets += started(delta, ~args.resets[here], None).sum(0)
+            if ghat is not None and self.ghat_at_resets is not None:
+                self.ghat_at_resets += started(ghat, ~args.resets[here], None).sum(0)
         if self.x is not None and args.weight is not None:
             torch.mm(delta.view(-1, N), args.weight, out=self.x[here].view(-1, args.weight.shape[1]))
         # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
         shifted = low > 0 and delta.shape[1] * N % 4 > 0
         rows = (delta.clone() if shifted else delta).view(-1, N)
-        if needs.m:
+        of_leak = ghat is not None and needs.leak
+        if needs.m or of_leak:
             before = states.before(low, high)
             before = before.clone() if shifted else before
             if args.resets is not None:
                 before = started(before, args.resets[here], args.reset_state)
             if alive is not None:
                 before = torch.where(alive, before, 0.0)
-            self.m = self.scan.add_to_map(self.m, rows, before.view(-1, N))
+            if needs.m:
+                self.m = self.scan.add_to_map(self.m, rows, before.view(-1, N))
+            if of_leak and ghat is not None:
+                of_units = (ghat * (states.after(low, high) - before)).sum((0, 1), dtype=torch.float64)
+                self.leak = of_units if self.leak is None else self.leak.add_(of_units)
         if needs.bias and args.bias is not None:
             windows = high < self.steps or low > 0
             of_rows = rows.sum(0, dtype=torch.float64 if windows else None)
@@ -326,6 +346,11 @@ class _Sums:
         of_ids = table[:D].mT
         self.weight = of_ids.contiguous() if self.weight is None else self.weight.add_(of_ids)
 
+    def grad_leak(self) -> Tensor | None:
+        """From the sum, since h_t - h_{t-1} is l (phi(a_t) - h_{t-1})."""
+        leak, total = self.args.leak, self.leak
+        return None if leak is None or total is None else (total / leak).sum_to_size(leak.shape).to(leak.dtype)
+
 
 def window_steps(B: int, N: int) -> int:
     """Steps of a window of the gradients' products, which depend on sizes only."""
@@ -345,27 +370,33 @@ class _Adjoints:
         self.delta = new_results(args)(self.steps if self.keep else min(window_steps(B, N), self.steps), *args.h0.shape)
         self.carry: Tensor | None = None  # delta of the first step so far
         self.chunked = chunk_length(args, self.steps) > 0
+        # with a leak: a of the step that the next launch begins with, and of all steps if a gradient reads it
+        self.carried = None if args.leak is None else torch.zeros_like(args.h0)
+        keeps_ghat = args.leak is not None and (needs.leak or (needs.reset_state and args.reset_state is not None))
+        self.ghat = new_results(args)(*self.delta.shape) if keeps_ghat else None
         needs_sums = args.act_param is not None and needs.act_param
         self.running = self.scan.sums() if needs_sums else None
         self.norms = self.scan.norms(self.steps) if needs.norm and not self.chunked else None
 
-    def part(self, low: int, high: int) -> Tensor:
-        """delta of the steps [low, high)."""
-        return of_steps(self.delta, low, high) if self.keep else of_steps(self.delta, 0, high - low)
+    def parts(self, low: int, high: int) -> tuple[Tensor, Tensor | None]:
+        """delta and ghat of the steps [low, high)."""
+        rows = (low, high) if self.keep else (0, high - low)
+        return of_steps(self.delta, *rows), None if self.ghat is None else of_steps(self.ghat, *rows)
 
     def run(self, low: int, high: int) -> None:
         """The steps [low, high), which end where the steps before them in the backward began."""
-        out, g, args = self.part(low, high), of_steps(self.grad_hs, low, high), self.args
+        (out, ghat), g, args = self.parts(low, high), of_steps(self.grad_hs, low, high), self.args
         if args.lengths is not None and not self.keep:
             out.zero_()
+            if ghat is not None:
+                ghat.zero_()
         if self.chunked:
             _chunked(self.kind, args, {"x": g}, None, out, backward=True)
         else:
             norms = None if self.norms is None else of_steps(self.norms, low, high)
-            gate = self.states.gate(low, high)
-            self.scan.run(
-                high - low, time=low, x=g, gate=gate, start=self.carry, out=out, norms=norms, sums=self.running
-            )
+            read = {"x": g, "gate": self.states.gate(low, high), "start": self.carry}
+            changed = {"pre": ghat, "carried": self.carried, "norms": norms, "sums": self.running}
+            self.scan.run(high - low, time=low, **read, out=out, **changed)
         if low == 0 and not self.needs_h0:
             return
         # without all of delta, the kernel of the next window overwrites this row
@@ -385,6 +416,7 @@ class _Adjoints:
         if self.running is None or act_param is None:
             return None
         exact = (self.running[0].double() - self.running[1]).sum(0)
+        exact = exact if self.args.leak is None else exact * self.args.leak
         return (exact.sum() if act_param.numel() == 1 else exact).to(act_param.dtype).view(act_param.shape)
 
 
@@ -414,18 +446,18 @@ def scan_bwd(
             if by_window:
                 adjoints.run(low, high)
             with stream:
-                sums.add(low, adjoints.part(low, high), states)
+                sums.add(low, *adjoints.parts(low, high), states)
     finally:
         if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
             side.join()
     return ScanGradients(
         x=adjoints.delta if needs.x and args.weight is None else sums.x,
         m=sums.m,
-        h0=None if adjoints.carry is None or not needs.h0 else _transposed_product(args, adjoints.carry),
+        h0=None if adjoints.carry is None or not needs.h0 else _of_state(args, adjoints.carry, adjoints.carried),
         weight=sums.weight,
         bias=None if sums.bias is None else sums.bias.to(args.h0.dtype),
         act_param=adjoints.grad_act_param(),
-        reset_state=None if sums.at_resets is None else _transposed_product(args, sums.at_resets),
-        leak=None,
+        reset_state=None if sums.at_resets is None else _of_state(args, sums.at_resets, sums.ghat_at_resets),
+        leak=sums.grad_leak(),
         norm=adjoints.norm() if needs.norm else None,
     )

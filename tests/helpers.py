@@ -72,6 +72,7 @@ class ScanProblem(Problem):
     grad_hs: Tensor
     resets: Tensor | None = None
     reset_state: Tensor | None = None
+    leak: Tensor | None = None
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         """The positional arguments of the forward."""
@@ -79,7 +80,7 @@ class ScanProblem(Problem):
 
     def args(self, **options: Any) -> ScanArgs:
         """The arguments of the op and of a backend's functions; options: fields of ScanArgs."""
-        options = {"resets": self.resets, "reset_state": self.reset_state, **options}
+        options = {"resets": self.resets, "reset_state": self.reset_state, "leak": self.leak, **options}
         return scan_args(self.op, self.inputs(), self.activation, **options)
 
     def input_names(self) -> tuple[str, ...]:
@@ -146,7 +147,8 @@ def distance_to_kink(problem: ScanProblem) -> float:
         else:
             gap = a
         nearest = min(nearest, float(gap.abs().min()))
-        h = activation_fwd(a, slope_or_bias, activation=name)
+        phi = activation_fwd(a, slope_or_bias, activation=name)
+        h = phi if problem.leak is None else (1 - problem.leak) * h + problem.leak * phi
     return nearest
 
 
@@ -171,12 +173,14 @@ def scan_problem(
     inputs: str = "dense",
     bias: bool = True,
     param_size: str = "N",
+    leak: int = 0,
     gap: float = 1e-5,
     seed: int = 0,
 ) -> ScanProblem:
     """A random problem, float64, without pre-activations nearer than ``gap`` to a kink.
 
     Args:
+        leak: its number of elements, 1 or N; 0 for none.
         inputs: "dense" (x is e), "features" or "tokens".
         param_size: "1" or "N", the size of act_param.
     """
@@ -208,6 +212,7 @@ def scan_problem(
             bias=normal(N) if bias and weight is not None else None,
             act_param=act_param_for(activation, 1 if param_size == "1" else N, generator),
             grad_hs=normal(T, B, N),
+            leak=0.1 + 0.8 * torch.rand(leak, dtype=torch.float64, generator=generator) if leak else None,
         )
         if attempt == 200 or distance_to_kink(problem) > gap:
             assert attempt < 200, "no problem without units on a kink: make it smaller"
@@ -232,7 +237,7 @@ def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, obj
 def scan_needs(need_x: bool = True, need_params: bool = True) -> Any:
     """The argument ``needs`` of a scan's backward."""
     params = need_params
-    needs: Any = (need_x, params, True, params, params, params, True, False, True)
+    needs: Any = (need_x, params, True, params, params, params, True, params, True)
     return ScanGradients(*needs)
 
 
@@ -429,10 +434,12 @@ def assert_scan_parity(
     same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
     expected, plain = reference(exact, **same), reference(inexact, **same)
     scales = {}
-    if exact.act_param is not None and exact.act_param.numel() == 1:
-        # one number, the sum of what N units would get each: these are what its error is relative to
-        each_unit = dataclasses.replace(exact, act_param=exact.act_param.expand(exact.h0.shape[1]))
-        scales["grad_act_param"] = float(reference(each_unit, **same)["grad_act_param"].norm())
+    for field in ("act_param", "leak"):
+        parameter = getattr(exact, field)
+        if parameter is not None and parameter.numel() == 1:
+            # one number, the sum of what N units would get each: these are what its error is relative to
+            each_unit = dataclasses.replace(exact, **{field: parameter.expand(exact.h0.shape[1])})
+            scales[f"grad_{field}"] = float(reference(each_unit, **same)[f"grad_{field}"].norm())
     for name in actual:
         if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
             continue

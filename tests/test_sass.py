@@ -83,8 +83,10 @@ MOST_BETWEEN = {
     "scan_carry_kernel": 4,
     "cluster_scan_kernel": 6,
 }
-# The kernel that keeps a register in local memory.
-LOCAL = {("factored_scan", "100"): ("resident_scan_kernel 1 0 8 10 1 -1 2 0", {"access to local memory": 1})}
+# The kernels that keep a register in local memory.
+LOCAL = {
+    ("factored_scan", "100"): ("resident_scan_kernel 1 0 8 10 1 -1 2 0", "resident_scan_kernel 1 1 8 10 1 -1 2 1"),
+}
 HOT_KERNELS = {"factored_scan": 66, "dense_scan": 46, "gru_scan": 12}  # how many there are at least, beside clusters
 
 
@@ -95,8 +97,12 @@ def most_between(label: str) -> int:
     return MOST_BETWEEN["resets" if values[7] == "1" else "several sequences" if values[4] == "1" else kernel]
 
 
-# Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block.
-SPILLS = {("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4}
+# Bytes that a kernel may spill: factored maps above 128 units, any activation, several sequences of a block; and
+# backward with resets or a leak.
+SPILLS = {
+    ("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4,
+    ("100", "ResidentTraitsILb1ELb1ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb1E"): 40,
+}
 # Of shared memory; 10 for the others.
 STATIC_KILOBYTES = {"cayley": 48}
 
@@ -130,7 +136,8 @@ def check_hot_loops(name: str, arch: str, text: str) -> None:
         assert kernels["resident_scan_kernel"] >= 46 and (arch == "80" or kernels["cluster_scan_kernel"] == 12)
     for loop in hot:
         label, gaps = loop.function.label, loop.gaps()
-        assert not loop.faults or (label, loop.faults) == LOCAL.get((name, arch)), (label, loop.faults)
+        allowed = {"access to local memory": 1} if label in LOCAL.get((name, arch), ()) else {}
+        assert loop.faults in ({}, allowed), (label, loop.faults)
         assert gaps or label.startswith("cluster_scan_kernel"), label
         assert max(gaps, default=0) <= most_between(label), (label, gaps)
 

@@ -18,6 +18,14 @@
 // sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
 // is not changed. Without chunks.
 //
+// With leak l, one number or one for each unit, and c what a unit carries from step to step:
+//
+//   forward    state = h_t = (1 - l) c + l phi(a)          c = h_t, or with a cut that of restart
+//   backward   a = map(state) + g_t + (1 - l) c            c = a, or with a cut zero
+//              state = delta_t = phi'(.) l a, from gate = a_t for every activation
+//
+// Without chunks.
+//
 // With lengths, a sequence has the steps before its length: the forward ends early, the backward begins late, and
 // padding of the results is not written. The values of lengths are not checked on the host: a value below 0 is read as
 // 0, and one above T as T.
@@ -74,6 +82,7 @@ struct ScanArgs {
   int activation;        // a number of common/activations.h
   int packed;            // 1: an earlier launch with the same maps has filled packed1 and packed2
   int act_param_stride;  // 0: one parameter, 1: one for each unit
+  int leak_stride;       // likewise
 
   const float* x;          // [T, B, N]: e forward, the gradient of hs backward; null with tokens
   const int64_t* tokens;   // [T, B] or null; an id outside [0, D) makes the sequence NaN
@@ -87,25 +96,28 @@ struct ScanArgs {
   const int64_t* lengths;  // [B], counted from the beginning of time, or null: T for all
   const uint8_t* cut;      // [T, B], 0 or 1, or null
   const float* restart;    // [B, N], or null: zeros
+  const float* leak;       // [1] or [N] or null: 1
 
   float* out;  // [T, B, N] states, or null; padding is not written
-  float* pre;  // forward: [T, B, N] the a, or null; padding is not written
+  float* pre;  // [T, B, N] the a, or null; padding is not written; backward: with a leak alone
   float* end;  // [Q, N] states after `chunk` steps, or null; zero for a sequence that ends before
-  // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null
+  // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null; the
+  // caller multiplies them by the leak
   float* sums;
   // backward: [T, norm_columns] partial sums of squares of a, or null; must be zero on entry, stays zero on padding
   float* norms;
+  float* carried;  // backward with a leak: [B, N], c before the first step; it receives c after the last one
   float* packed1;  // workspace, see ScanPlan
   float* packed2;
 
   // the fields that plan_scan reads
-  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride, tokens,
-                      cut);
+  ORTHOKERN_FIELDS_OF(planned, device, T, B, N, K, chunk, sequences, precision, activation, act_param_stride,
+                      leak_stride, tokens, cut, leak);
   template <class Visit>
   void fields(Visit& visit) {
     planned(visit);
     ORTHOKERN_FIELDS(visit, D, time, clip, packed, x, table, gate, start, first, scale, second, act_param, lengths,
-                     restart, out, pre, end, sums, norms, packed1, packed2);
+                     restart, out, pre, end, sums, norms, carried, packed1, packed2);
   }
 };
 

@@ -204,26 +204,39 @@ struct ClusterThread {
     fetch_id(i + 1);
   }
 
+  __device__ __forceinline__ float* carried(int j) const { return a.carried + (q0 + g) * N + rows[j]; }
+
   // The new state of this lane's rows from their complete a; zero for a row beyond the last unit, and for a sequence
-  // that does not have the step. Backward: the squares of its a, and its share of act_param's gradient.
-  __device__ __forceinline__ void end_step(const float (&before)[kHeld], float (&after)[kHeld], float& square,
-                                           bool live_step) {
+  // that does not have the step. Backward: the squares of its a, and its share of act_param's gradient. `passed`: the
+  // last state of all rows.
+  __device__ __forceinline__ void end_step(float (&before)[kHeld], float (&after)[kHeld], float& square, bool live_step,
+                                           const float* passed) {
+    Leak<true> leak[kHeld];
+    float argument[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) {
+      // from memory, since registers are few: backward the lane's own element of `carried`
+      if (a.leak && unit[j] && live_step)
+        leak[j] = {leak_of(a, rows[j]), kBackward ? *carried(j) : passed[g * state.pitch + rows[j]]};
+      argument[j] = argument_of<kBackward, kAnyActivation>(a, before[j], input.gate[j], leak[j], parameter[j]);
+    }
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       float other = 0, other_gate = 0;
       if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
         if constexpr (kHeld > 1) {
-          other = before[j ^ 1], other_gate = input.gate[j ^ 1];
+          other = argument[j ^ 1], other_gate = input.gate[j ^ 1];
         } else {
-          other = __shfl_xor_sync(kAllLanes, before[j], 2 * Traits::kCopies);
+          other = __shfl_xor_sync(kAllLanes, argument[j], 2 * Traits::kCopies);
           if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, input.gate[j], 2 * Traits::kCopies);
         }
       }
       const bool second = (held.row + j) % 2;
-      const float value =
-          state_after<kBackward, kAnyActivation>(a, before[j], input.gate[j], other, other_gate, second, parameter[j]);
+      const float value = state_after<kBackward, kAnyActivation>(a, argument[j], input.gate[j], other, other_gate,
+                                                                 second, parameter[j], leak[j]);
       if (kBackward && unit[j] && live_step) {
         square = fmaf(before[j], before[j], square);
+        if (a.leak) *carried(j) = input.cut ? 0.f : before[j];
         if (a.sums)
           total[j].add(parameter_grad_as<kAnyActivation>(a.activation, before[j], input.gate[j], parameter[j]));
       }
@@ -247,7 +260,7 @@ struct ClusterThread {
       if (!live_step) continue;
       const int64_t offset = where.first + i * stride + rows[j];
       if (a.out) a.out[offset] = after[j];
-      if (!kBackward && a.pre) a.pre[offset] = before[j];
+      if (a.pre) a.pre[offset] = before[j];
     }
     if (kBackward && a.norms) {
       square = warp_sum(square);
@@ -312,7 +325,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
       }
 #pragma unroll
       for (int j = 0; j < kHeld; j++) before[j] = v[j] + self.input.x[j];
-      self.end_step(before, v, square, live_step);
+      self.end_step(before, v, square, live_step, from);
       if (a.cut) {
         float passed[kHeld];
         self.replace_cut(v, passed);

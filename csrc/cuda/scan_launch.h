@@ -20,11 +20,12 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver takes
 constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer where shared memory is smaller
 
-// Padded N of the resident kernel that serves n, in units of 16; 0 for none. The kernels with cuts begin at 4.
+// Padded N of the resident kernel that serves a call, in units of 16; 0 for none. The kernels with cuts or a leak begin
+// at 4.
 template <bool kFactored>
-int resident_columns(int64_t n, bool cuts) {
+int resident_columns(const ScanArgs& a) {
   for (int columns : {2, 4, 8, 10, 12})
-    if (n <= 16 * columns && columns != (kFactored ? 12 : 10) && !(cuts && columns == 2)) return columns;
+    if (a.N <= 16 * columns && columns != (kFactored ? 12 : 10) && !((a.cut || a.leak) && columns == 2)) return columns;
   return 0;
 }
 
@@ -41,7 +42,8 @@ void with_value(int value, F f) {
 
 // Call f with the ResidentTraits of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
 // registers, and 8 with 20 do. Above 64 units there are kernels for one activation and one kind of inputs, which have
-// fewer branches in a step. They store no `pre`. Calls with `cut` have kernels of their own, for any activation.
+// fewer branches in a step. They store no `pre`. Calls with `cut` or a leak have kernels of their own, for any
+// activation.
 template <bool kFactored, bool kBackward, int C, class F>
 void with_resident_traits(int group, const ScanArgs& a, F f) {
   constexpr int kWarps = kFactored && C > 8 ? 8 : C, kIdentity = act::Identity::number, kTanh = act::Tanh::number;
@@ -52,7 +54,8 @@ void with_resident_traits(int group, const ScanArgs& a, F f) {
     else f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kActivation, kInputs, false>());
   };
   if constexpr (C > 2) {
-    if (a.cut) return f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kAnyActivation, kAnyInputs, true>());
+    if (a.cut || a.leak)
+      return f(ResidentTraits<kFactored, kBackward, kWarps, C, true, kAnyActivation, kAnyInputs, true>());
   }
   const bool known = !a.pre && (a.activation == kIdentity || a.activation == kTanh);
   if constexpr (C >= 8) {
@@ -95,7 +98,7 @@ void with_cluster_traits(bool backward, int group, int precision, F f) {
 template <bool kFactored>
 bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                    ScanPlan& plan) {
-  const int columns = resident_columns<kFactored>(a.N, a.cut);
+  const int columns = resident_columns<kFactored>(a);
   if (!columns) return false;
   int blocks = limits.multiprocessors;  // that run at one time
   // Fill the plan for so many sequences a block; false if their memory does not fit.
@@ -106,7 +109,7 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
       plan.group = static_cast<int>(divide_up(group, Traits::kSequences)) * Traits::kSequences;
       plan.blocks = static_cast<int>(divide_up(a.sequences, plan.group));
       plan.sums_rows = plan.blocks * Traits::kSequences;
-      plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens).total;
+      plan.shared_bytes = ResidentMemory<Traits>(plan.group, a.tokens, a.leak).total;
       blocks = limits.multiprocessors * Traits::kBlocks;
       const size_t share = limits.shared_per_multiprocessor / Traits::kBlocks - kReservedShared;
       does = plan.shared_bytes <= static_cast<int64_t>(std::min(limits.shared_per_block, share));
@@ -137,7 +140,7 @@ bool with_low_rank_kernel(bool backward, const ScanArgs& a, F f) {
     called = true;
     with_direction(backward, [&](auto direction) {
       constexpr bool kBackward = decltype(direction)::value;
-      if (a.activation == act::Tanh::number && !a.pre)
+      if (a.activation == act::Tanh::number && !a.pre && !a.leak)
         f(LowRankTraits<kBackward, kRank, kUnits, kWarps, act::Tanh::number>());
       else f(LowRankTraits<kBackward, kRank, kUnits, kWarps, kAnyActivation>());
     });
@@ -169,13 +172,13 @@ inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides&
   bool does = false;
   with_low_rank_kernel(backward, a, [&](auto traits) {
     using Traits = decltype(traits);
-    const bool resident = resident_columns<true>(a.N, a.cut) && a.N < 4 * Traits::kRank;
+    const bool resident = resident_columns<true>(a) && a.N < 4 * Traits::kRank;
     if (a.sequences > INT_MAX || (resident && overrides.path < 0)) return;
     const int warps = low_rank_warps<Traits>(a.N);
     plan.path = static_cast<int>(ScanPath::kLowRank);
     plan.group = 1;
     plan.blocks = plan.norm_columns = plan.sums_rows = static_cast<int>(a.sequences);
-    plan.shared_bytes = sizeof(float) * LowRankMemory<Traits>(warps).total;
+    plan.shared_bytes = sizeof(float) * LowRankMemory<Traits>(warps, a.leak).total;
     does = plan.shared_bytes <= static_cast<int64_t>(limits.shared_per_block);
   });
   return does;
@@ -347,7 +350,7 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
         launch(low_rank_scan_kernel<Traits>, at, a);
       });
   } else if (plan.path == static_cast<int>(ScanPath::kResident)) {
-    with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a.N, a.cut), plan.group, a, [&](auto traits) {
+    with_resident_kernel<kFactored>(backward, resident_columns<kFactored>(a), plan.group, a, [&](auto traits) {
       using Traits = decltype(traits);
       const Launch at{dim3(static_cast<unsigned>(plan.blocks)), dim3(Traits::kThreads), stream,
                       static_cast<size_t>(plan.shared_bytes)};

@@ -37,21 +37,25 @@ struct LowRankTraits {
   // Steps that inputs are fetched ahead: at least 1 us, more than device memory takes to answer.
   static constexpr int kAhead = units > 4 ? 4 : 8;
   static constexpr bool kAny = activation == kAnyActivation;
+  // Blocks that a multiprocessor holds: the code for a leak would otherwise take the registers of the fourth one.
+  static constexpr int kBlocks = warps == 4 && !backward && kAny ? 4 : 1;
   static constexpr bool kGates = backward && (kAny || reads_of(activation) != act::kNothing);
-  static constexpr bool kPre = !backward && (kAny || reads_of(activation) == act::kInput);
+  static constexpr bool kPre = kAny || (!backward && reads_of(activation) == act::kInput);
+  static constexpr bool kLeak = kAny;
   static constexpr bool kSums = backward && (kAny || has_parameter(activation));
   static_assert(rank >= 8 && rank <= 64 && rank * units <= 64 && warps <= 8, "the maps do not fit into the registers");
 };
 
 template <class Traits>
-struct LowRankMemory {                   // the block's shared memory, in words
-  int y, inputs, gates, squares, total;  // the sums come first
-  __host__ __device__ explicit LowRankMemory(int warps) {
-    const int vectors = Traits::kAhead * warps * 32 * Traits::kUnits;
+struct LowRankMemory {                         // the block's shared memory, in words
+  int y, inputs, gates, leak, squares, total;  // the sums come first
+  __host__ __device__ LowRankMemory(int warps, bool has_leak) {
+    const int vector = warps * 32 * Traits::kUnits, vectors = Traits::kAhead * vector;
     y = 2 * Traits::kRank * Traits::kSumWords;
     inputs = y + warps * Traits::kRank;
     gates = inputs + vectors;
-    squares = gates + (Traits::kGates ? vectors : 0);
+    leak = gates + (Traits::kGates ? vectors : 0);
+    squares = leak + (Traits::kLeak && has_leak ? 2 * vector : 0);
     total = squares + (Traits::kBackward ? 2 * kLowRankPart * warps * 32 : 0);
   }
 };
@@ -88,7 +92,7 @@ struct LowRankThread {
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32),
         n(32 * kUnits * warp + lane) {
-    const LowRankMemory<Traits> places(warps);
+    const LowRankMemory<Traits> places(warps, a.leak);
     sums = dynamic_shared<float>();
     y = sums + places.y + warp * kRank;
     inputs = sums + places.inputs + n, gates = sums + places.gates + n, squares = sums + places.squares;
@@ -117,6 +121,12 @@ struct LowRankThread {
   }
   // The ranks whose sums a lane has after reduce_scatter.
   __device__ __forceinline__ int own_k(int j) const { return lane % kSpread * kOwn + j; }
+  __device__ __forceinline__ bool has_leak() const { return Traits::kLeak && a.leak; }
+  // With a leak: what the lane's units carry, and their leaks. Computed again rather than kept in registers.
+  __device__ __forceinline__ float* carried() const {
+    return (Traits::kGates ? gates : inputs) + kAhead * warps * 32 * kUnits;
+  }
+  __device__ __forceinline__ float* leaks() const { return carried() + warps * 32 * kUnits; }
 
   __device__ __forceinline__ void start() {
     load_map(first, a.first);
@@ -134,8 +144,15 @@ struct LowRankThread {
       if (Traits::kSums && a.sums && unit) total[r] = {a.sums[place], a.sums[gridDim.x * a.N + place]};
     }
     // zeros stay in the place of the sums of warps that the block does not have, and of inputs of missing units
-    for (int i = threadIdx.x; i < LowRankMemory<Traits>(warps).squares; i += blockDim.x) sums[i] = 0;
+    for (int i = threadIdx.x; i < LowRankMemory<Traits>(warps, a.leak).squares; i += blockDim.x) sums[i] = 0;
     __syncthreads();
+    if (has_leak())
+#pragma unroll
+      for (int r = 0; r < kUnits; r++) {
+        if (r >= units) continue;
+        leaks()[32 * r] = leak_of(a, n + 32 * r);
+        carried()[32 * r] = kBackward ? a.carried[blockIdx.x * a.N + n + 32 * r] : state[r];
+      }
 #pragma unroll 1
     for (int i = 0; i < kAhead - 1; i++) {
       fetch(i, a.tokens && i < length ? token[(kBackward ? -i : i) * a.B] : 0);
@@ -254,19 +271,22 @@ struct LowRankThread {
   }
 
   // The states after this step, and its share of the gradients, so that a thread need not keep more of it.
-  __device__ __forceinline__ void end_step(const float (&gate)[kUnits], bool cut) {
+  __device__ __forceinline__ void end_step(float (&gate)[kUnits], bool cut) {
     with_activation<kActivation>(a.activation, [&](auto activation) {
       using A = decltype(activation);
 #pragma unroll
       for (int r = 0; r < kUnits; r++) {
+        Leak<Traits::kLeak> leak;
+        if (has_leak()) leak = {leaks()[32 * r], carried()[32 * r]};
+        const float argument = argument_of<kBackward, A::number>(a, before[r], gate[r], leak, parameter[r]);
         float other = 0, other_gate = 0;
         if constexpr (A::pairs) {
-          other = __shfl_xor_sync(kAllLanes, before[r], 1);
+          other = __shfl_xor_sync(kAllLanes, argument, 1);
           if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate[r], 1);
         }
         const bool second_of_pair = lane % 2;
-        after[r] =
-            state_after<kBackward, A::number>(a, before[r], gate[r], other, other_gate, second_of_pair, parameter[r]);
+        after[r] = state_after<kBackward, A::number>(a, argument, gate[r], other, other_gate, second_of_pair,
+                                                     parameter[r], leak);
         if (A::has_parameter && Traits::kSums && a.sums)
           total[r].add(parameter_grad<A>(before[r], gate[r], parameter[r]));
       }
@@ -279,6 +299,9 @@ struct LowRankThread {
     if (cut)
 #pragma unroll
       for (int r = 0; r < kUnits; r++) state[r] = r < units ? restart_of(a, blockIdx.x, n + 32 * r) : 0.f;
+    if (has_leak())
+#pragma unroll
+      for (int r = 0; r < kUnits; r++) carried()[32 * r] = kBackward ? (cut ? 0.f : before[r]) : state[r];
   }
 
   __device__ __forceinline__ void step(int i, int64_t id, bool cut) {
@@ -314,13 +337,14 @@ struct LowRankThread {
       const int64_t place = blockIdx.x * a.N + n + 32 * r;
       if (r >= units) continue;
       if (a.end) a.end[place] = begin + length == a.chunk ? state[r] : 0.f;
+      if (kBackward && has_leak()) a.carried[place] = carried()[32 * r];
       if (Traits::kSums && a.sums) a.sums[place] = total[r].sum, a.sums[gridDim.x * a.N + place] = total[r].error;
     }
   }
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(32 * Traits::kWarps, 1) low_rank_scan_kernel(const ScanArgs a) {
+__global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks) low_rank_scan_kernel(const ScanArgs a) {
   LowRankThread<Traits> self(a);
   self.start();
   const int length = self.length;

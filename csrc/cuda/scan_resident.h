@@ -31,8 +31,8 @@ constexpr int kNormSteps = 16;  // gru_resident.h: steps whose squares are summe
 
 // How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step does. many: a block has several sequences.
 // activation: a number of common/activations.h, or kAnyActivation. inputs: where the inputs of a step come from, which
-// kAnyInputs leaves to the arguments. cuts: the calls with ScanArgs::cut, whose sequences are multiplied one at a time,
-// since the code of cuts needs registers.
+// kAnyInputs leaves to the arguments. cuts: the calls with ScanArgs::cut or leak, whose sequences are multiplied one at
+// a time, since the code of these needs registers.
 enum ResidentInputs { kFeatures, kTokens, kAnyInputs };
 template <bool factored, bool backward, int warps, int C, bool many, int activation, ResidentInputs inputs, bool cuts>
 struct ResidentTraits {
@@ -53,7 +53,7 @@ struct ResidentTraits {
     return !backward && (inputs == kAnyInputs ? a.tokens != nullptr : inputs == kTokens);
   }
   static constexpr bool kGates = backward && (kAny || reads_of(activation) != act::kNothing);
-  static constexpr bool kPre = !backward && (kAny || reads_of(activation) == act::kInput);
+  static constexpr bool kPre = cuts || (!backward && (kAny || reads_of(activation) == act::kInput));
   static constexpr bool kSums = backward && (kAny || has_parameter(activation));
   static constexpr int kSquares = kPadded * kSequences;           // of a step, one for each sum
   static constexpr int kSquareSteps = kSequences == 1 ? 32 : 16;  // steps whose squares are summed together
@@ -75,8 +75,8 @@ struct alignas(16) SequenceSteps {
 
 template <class Traits>
 struct ResidentMemory {  // the block's shared memory, in bytes
-  int64_t sequences, ids, state, y, inputs, gates, squares, total;
-  __host__ __device__ ResidentMemory(int group, bool tokens) {
+  int64_t sequences, ids, state, y, inputs, gates, squares, carried, total;
+  __host__ __device__ ResidentMemory(int group, bool tokens, bool leak) {
     int64_t end = 0;
     auto take = [&](int64_t bytes) {
       const int64_t begin = end;
@@ -91,6 +91,7 @@ struct ResidentMemory {  // the block's shared memory, in bytes
     inputs = take(Traits::kAhead * vectors);
     gates = take(Traits::kGates ? Traits::kAhead * vectors : 0);
     squares = take(Traits::kBackward ? 2 * Traits::kSquareSteps * Traits::kSquares * sizeof(float) : 0);
+    carried = take(Traits::kBackward && leak ? vectors : 0);
     total = end;
   }
 };
@@ -202,7 +203,7 @@ struct ResidentThread {
   __device__ __forceinline__ ResidentThread(const ScanArgs& args, int group_size)
       : a(args), group(kMany ? group_size : 1), square(0), total{0, 0} {
     unsigned char* const memory = dynamic_shared<unsigned char>();
-    const ResidentMemory<Traits> at(group, a.tokens != nullptr);
+    const ResidentMemory<Traits> at(group, a.tokens != nullptr, a.leak != nullptr);
     sequences = reinterpret_cast<SequenceSteps*>(memory + at.sequences);
     ids = reinterpret_cast<int64_t*>(memory + at.ids);
     state = reinterpret_cast<float*>(memory + at.state);
@@ -221,6 +222,8 @@ struct ResidentThread {
     stride = step_stride<kBackward>(a), moved = 0;
     range = steps_to_run<kBackward>(a, q0(), group);
   }
+  // Backward with a leak: [group][kPadded] behind the squares. Not another pointer, since registers are few.
+  __device__ __forceinline__ float* carried() const { return squares + 2 * kSquareSteps * Traits::kSquares; }
   // The sequences of the block are q0() and those behind it, but none from a.sequences on.
   __device__ __forceinline__ int64_t q0() const { return static_cast<int64_t>(blockIdx.x) * group; }
   __device__ __forceinline__ Sequence sequence_of(int64_t g) const { return sequence<kBackward>(a, q0() + g); }
@@ -260,7 +263,9 @@ struct ResidentThread {
     for (int i = thread; i < group * kPadded; i += kThreads) {
       const int64_t q = q0() + i / kPadded;
       const int n = i % kPadded;
-      state[i] = a.start && n < a.N && q < a.sequences ? a.start[q * a.N + n] : 0.f;
+      const bool unit_of_q = n < a.N && q < a.sequences;
+      state[i] = a.start && unit_of_q ? a.start[q * a.N + n] : 0.f;
+      if (Traits::kCuts && kBackward && a.leak) carried()[i] = unit_of_q ? a.carried[q * a.N + n] : 0.f;
       if (!kFactored) state[group * kPadded + i] = 0;
       if (kFactored) y[i] = 0;
     }
@@ -330,14 +335,15 @@ struct ResidentThread {
   }
 
   // The state after this step. Nothing else of it is done here.
-  __device__ __forceinline__ float end_step(float before, float gate) const {
+  __device__ __forceinline__ float end_step(float& before, float& gate, const Leak<Traits::kCuts>& leak) const {
     constexpr int kActivation = Traits::kActivation;
+    const float argument = argument_of<kBackward, kActivation>(a, before, gate, leak, parameter);
     float other = 0, other_gate = 0;
     if (kActivation == kAnyActivation ? on_pairs(a.activation) : on_pairs(kActivation)) {
-      other = __shfl_xor_sync(kAllLanes, before, 1);
+      other = __shfl_xor_sync(kAllLanes, argument, 1);
       if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, gate, 1);
     }
-    return state_after<kBackward, kActivation>(a, before, gate, other, other_gate, second, parameter);
+    return state_after<kBackward, kActivation>(a, argument, gate, other, other_gate, second, parameter, leak);
   }
 
   // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step.
@@ -388,6 +394,11 @@ struct ResidentThread {
       const int begin = length < 2 ? 0 : (length - 2) / kSquareSteps * kSquareSteps;
       norms_of(begin, length - begin);
     }
+    if (Traits::kCuts && kBackward && a.leak)  // in this order, since `row` would take a register during the loop
+      for (int i = threadIdx.x; i < group * kPadded; i += kThreads) {
+        const int64_t q = q0() + i / kPadded;
+        if (i % kPadded < a.N && q < a.sequences) a.carried[q * a.N + i % kPadded] = carried()[i];
+      }
     if (a.end && unit)
       for (int g = own; g < group; g += kSequences) {
         const SequenceSteps s = sequences[g];
@@ -449,6 +460,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         bool live, cut = false;
         SequenceSteps steps;
         float input = 0, gate = 0;
+        Leak<Traits::kCuts> leak;
         int64_t id = 0;
         int place = 0;
         const float sum = self.product(map2, (kFactored ? self.y : from) + g0 * kPadded, [&] {
@@ -461,10 +473,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           place = self.place_of(g, i);
           if (live) input = self.inputs[place];
           if (kGates && live && (!Traits::kAny || a.gate)) gate = self.gates[place];
+          if (Traits::kCuts && a.leak && live)
+            leak = {leak_of(a, self.row), (Traits::kBackward ? self.carried() : from)[g * kPadded + self.row]};
         });
-        const float before = sum + input, after = self.end_step(before, gate);
+        float before = sum + input;
+        const float after = self.end_step(before, gate, leak);
         // before a sequence begins its state is zero and stays so
         if (live) to[g * kPadded + self.row] = cut ? restart_of(a, self.q0() + g, self.row) : after;
+        if (Traits::kCuts && Traits::kBackward && a.leak && live)
+          self.carried()[g * kPadded + self.row] = cut ? 0.f : before;
         result = {g, place, after, before, gate, steps, id};
       } while ((g0 += kSequences) < group);
       __syncthreads();

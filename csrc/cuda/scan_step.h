@@ -58,13 +58,16 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
   const bool live = i >= where.begin && i < where.end;
   const int64_t offset = where.first + i * step_stride<kBackward>(a);
   const int64_t id = live && a.tokens ? *token_of(a, offset) : 0;
-  float before[2] = {0, 0}, gate[2] = {0, 0}, square = 0;
+  float before[2] = {0, 0}, gate[2] = {0, 0}, argument[2] = {0, 0}, square = 0;
+  Leak<true> leak[2];
 #pragma unroll
   for (int m = 0; m < 2; m++) {
     if (!live || row + m >= a.N) continue;
     const float input = !a.tokens ? a.x[offset + row + m] : id >= 0 && id < a.D ? a.table[id * a.N + row + m] : NAN;
     before[m] = product[at + m] + input;
     if (kBackward && a.gate) gate[m] = a.gate[offset + row + m];
+    if (a.leak) leak[m] = {leak_of(a, row + m), (kBackward ? a.carried : state)[at + m]};
+    argument[m] = argument_of<kBackward, kAnyActivation>(a, before[m], gate[m], leak[m], parameter_of(a, row + m));
   }
 #pragma unroll
   for (int m = 0; m < 2; m++) {
@@ -72,8 +75,8 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     float after = 0;
     if (live) {
       const float parameter = parameter_of(a, row + m);
-      after =
-          state_after<kBackward, kAnyActivation>(a, before[m], gate[m], before[1 - m], gate[1 - m], m == 1, parameter);
+      after = state_after<kBackward, kAnyActivation>(a, argument[m], gate[m], argument[1 - m], gate[1 - m], m == 1,
+                                                     parameter, leak[m]);
       if constexpr (kBackward) {
         square = fmaf(before[m], before[m], square);
         if (a.sums) {  // launches follow one another, so that no other thread has this element
@@ -82,9 +85,9 @@ __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
           total.add(parameter_grad_as<kAnyActivation>(a.activation, before[m], gate[m], parameter));
           a.sums[at + m] = total.sum, a.sums[size + at + m] = total.error;
         }
-      } else if (a.pre) {
-        a.pre[offset + row + m] = before[m];
+        if (a.leak) a.carried[at + m] = is_cut<true>(a, q, i) ? 0.f : before[m];
       }
+      if (a.pre) a.pre[offset + row + m] = before[m];
       if (a.out) a.out[offset + row + m] = after;
     }
     const float passed = live ? state_to_pass<kBackward>(a, q, row + m, i, after) : 0.f;

@@ -137,17 +137,43 @@ __device__ __forceinline__ void sum_squares(const ScanArgs& a, const float* squa
   }
 }
 
-// The state after a step from `before`, its a: phi(a), or backward phi'(.) a within ScanArgs::clip, where a NaN stays a
-// NaN. `second`: whether it is the second unit of a pair; `other`: the other one.
-template <bool kBackward, int kNumber>
+// The leak of a unit, and what it carries from the step before (scan.h). kLeak: whether the kernel serves leaks.
+template <bool kLeak>
+struct Leak {
+  float share = 1, carried = 0;
+  __device__ __forceinline__ float with_carried(const ScanArgs& a, float value) const {
+    return kLeak && a.leak ? fmaf(1 - share, carried, value) : value;
+  }
+};
+__device__ __forceinline__ float leak_of(const ScanArgs& a, int64_t n) {
+  return a.leak ? a.leak[n * a.leak_stride] : 1.f;
+}
+
+// The state after a step from `before`, its a: phi(a), or backward phi'(.) times the result of argument_of, within
+// ScanArgs::clip, where a NaN stays a NaN. `second`: whether it is the second unit of a pair; `other`: the other one.
+template <bool kBackward, int kNumber, bool kLeak>
 __device__ __forceinline__ float state_after(const ScanArgs& a, float before, float gate, float other, float other_gate,
-                                             bool second, float parameter) {
+                                             bool second, float parameter, const Leak<kLeak>& leak) {
   const float after = with_activation<kNumber>(a.activation, [&](auto of) {
     using A = decltype(of);
     if constexpr (kBackward) return activate_grad<A>(before, gate, other, other_gate, second, parameter);
     else return activate<A>(before, other, second, parameter);
   });
-  return kBackward ? maximum(-a.clip, minimum(after, a.clip)) : after;
+  if (kBackward) return maximum(-a.clip, minimum(after, a.clip));
+  return leak.with_carried(a, kLeak ? leak.share * after : after);
+}
+// Backward: the a of a step with what its unit carries, in `gate` what phi' reads, and the result: what phi' multiplies.
+template <bool kBackward, int kNumber, bool kLeak>
+__device__ __forceinline__ float argument_of(const ScanArgs& a, float& before, float& gate, const Leak<kLeak>& leak,
+                                             float parameter) {
+  if (!kBackward || !kLeak || !a.leak) return before;
+  before = leak.with_carried(a, before);
+  gate = with_activation<kNumber>(a.activation, [&](auto of) {
+    using A = decltype(of);
+    if constexpr (A::reads == act::kOutput) return activate<A>(gate, 0.f, false, parameter);
+    else return gate;
+  });
+  return leak.share * before;
 }
 
 // Steps of the first `T` of a tensor that belong to row b of the batch.

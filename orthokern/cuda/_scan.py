@@ -30,7 +30,7 @@ _CLUSTER, _LIBRARY = 1, 2  # ScanPath of csrc/cuda/scan.h
 _PRODUCT_DELAY = 10_000
 _CARRY_UNITS = 128  # kCarryUnits of csrc/cuda/scan_carry.h
 # The tensors of a launch, all of which the native function is given.
-_NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "end", "sums", "norms"))
+_NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "end", "sums", "norms", "carried"))
 
 
 class Scan(_gpu_scans.Scan):
@@ -41,7 +41,7 @@ class Scan(_gpu_scans.Scan):
         self, args: ScanArgs, *, backward: bool, chunk: int | None = None, sequences: int | None = None
     ) -> None:
         super().__init__(args, backward=backward, chunk=chunk, sequences=sequences)
-        (B, N), act_param, first = args.h0.shape, args.act_param, args.first
+        (B, N), act_param, leak, first = args.h0.shape, args.act_param, args.leak, args.first
         self.device = args.h0.device
         tokens = not backward and args.x is not None and not args.x.is_floating_point()
         self.sizes = {
@@ -52,11 +52,12 @@ class Scan(_gpu_scans.Scan):
             "precision": _PRECISIONS[args.precision],
             "activation": ACTIVATIONS[args.activation].number,
             "act_param_stride": int(act_param is not None and act_param.numel() > 1),
+            "leak_stride": int(leak is not None and leak.numel() > 1),
             "backward": int(backward),
         }
         # the shared memory of a sequence depends on which inputs exist
-        asked = {**self.sizes, "T": 1, "chunk": 1, "tokens": int(tokens), "cut": int(self.cut is not None)}
-        self.plan = native.plan(f"{args.op}_plan", self.device, asked)
+        inputs = {"tokens": int(tokens), "cut": int(self.cut is not None), "leak": int(leak is not None)}
+        self.plan = native.plan(f"{args.op}_plan", self.device, {**self.sizes, "T": 1, "chunk": 1, **inputs})
         self.sums_rows, self.norm_columns = self.plan["sums_rows"], self.plan["norm_columns"]
         self.packed = False  # whether a launch has filled the workspace
         self.tensors = {
@@ -65,6 +66,7 @@ class Scan(_gpu_scans.Scan):
             "second": args.second,
             "act_param": act_param,
             "lengths": args.lengths,
+            "leak": leak,
             "restart": self.restart,
             "packed1": args.second.new_empty(self.plan["packed1"]) if self.plan["packed1"] else None,
             "packed2": args.second.new_empty(self.plan["packed2"]) if self.plan["packed2"] else None,

@@ -46,7 +46,7 @@ def test_another_device_is_used_and_the_current_one_left(harness: Any, monkeypat
         "backward": 0,
         "overrides": {"path": RESIDENT},
     }
-    sizes |= {"precision": 0, "activation": 0, "act_param_stride": 0, "tokens": 0, "cut": 0}
+    sizes |= dict.fromkeys(("precision", "activation", "act_param_stride", "leak_stride", "tokens", "cut", "leak"), 0)
     with pytest.raises(RuntimeError, match="does not serve this size"):
         harness.factored_scan_plan({**sizes, "device": 1})
     assert harness.current_device() == 0  # after an error too

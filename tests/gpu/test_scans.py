@@ -23,7 +23,8 @@ from helpers import (
     with_resets,
 )
 
-from orthokern.cuda import _call
+from orthokern import _gpu_scans
+from orthokern.cuda import _call, _scan
 from orthokern.ops.activations import NAMES
 
 if not torch.cuda.is_available():
@@ -237,6 +238,44 @@ def test_low_ranks(N: int, K: int, activation: str, monkeypatch: pytest.MonkeyPa
         check(problem, torch.float32, "cuda")
         check(problem, torch.float32, "cuda", lengths=some_lengths(B, T, "any"), message_clip=0.3)
         check(with_resets(problem, gap=gap), torch.float32, "cuda", lengths=some_lengths(B, T, "any"))
+
+
+# (N, K, planner overrides) of calls with a leak: K None for dense maps.
+LEAKS: list[tuple[int, int | None, dict[str, int]]] = [(N, K, {"path": 3}) for N, K in LOW_RANKS]
+LEAKS += [(N, N, {"path": 0}) for N in (33, 128, 160)] + [(N, None, {"path": 0}) for N in (33, 128, 192)]
+LEAKS += [(N, K, {"path": 1, "group": group}) for N, K in ((300, 300), (300, None)) for group in (1, 2, 4, 8)]
+LEAKS += [(130, 130, {"path": 2}), (130, None, {"path": 2})]
+
+
+@pytest.mark.parametrize(("N", "K", "overrides"), LEAKS, ids=str)
+@pytest.mark.parametrize("activation", ["tanh", "identity", "prelu"])
+def test_leak(
+    N: int, K: int | None, overrides: dict[str, int], activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = "dense_scan" if K is None else "factored_scan"
+    need_clusters(op) if overrides["path"] == 1 else need(op, "cuda", N=N, K=N)
+    monkeypatch.setattr(_call, "overrides", overrides)
+    for B, T, leak in ((5, 70, 1), (21, 9, N)):
+        B, T = (B, T) if activation != "prelu" else (3, 9)
+        problem = scan_problem(op, B=B, T=T, N=N, K=K, activation=activation, inputs="tokens", leak=leak, gap=-1.0)
+        lengths = some_lengths(B, T, "any")
+        check(problem, torch.float32, "cuda", lengths=lengths, message_clip=0.3)
+        check(with_resets(problem, gap=-1.0), torch.float32, "cuda", lengths=lengths)
+
+
+@pytest.mark.parametrize("path", [0, 1, 2, 3])
+def test_the_leak_in_windows_and_graphs(path: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What units carry passes from launch to launch of the backward: the bits are those of one launch."""
+    need_clusters("factored_scan")
+    monkeypatch.setattr(_call, "overrides", {"path": path})
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 20 * 100 * 64)
+    problem = on(with_resets(scan_problem("factored_scan", B=20, T=300, N=100, K=16, leak=100)).to(torch.float32))
+    results = []
+    for overlapped in (1 << 30, 0):
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", overlapped)
+        results.append(run_scan(problem, "cuda"))
+    assert_same_bits(*results)
+    assert_same_bits(results[0], run_scan(problem, "cuda", checkpoint_every=50), skip=("ckpt", "pre"))
 
 
 @pytest.mark.parametrize("shared_chunks", [0, 8])

@@ -1,0 +1,68 @@
+"""The leak of the CUDA scans on the host harness, on every path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_cases import KINDS, OP_PATHS, PATHS, check, run
+from helpers import assert_each_result_alone, assert_same_bits, scan_problem, some_lengths, with_resets
+
+from orthokern import _gpu_scans
+from orthokern.cuda import _scan
+from orthokern.ops.activations import NAMES
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
+def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
+    """Alone, with lengths and a clip, and with resets too, whose results have the same bits with checkpoints."""
+    override(path)
+    index = NAMES.index(activation) + list(PATHS).index(path)
+    B, T, N, inputs = 5, (4, 19)[index % 2], 34 if activation == "oplu" else 33, KINDS[index % 3]
+    rank = {"K": (N, 7)[index % 2]} if op == "factored_scan" else {}
+    problem = scan_problem(
+        op, B=B, T=T, N=N, activation=activation, inputs=inputs, leak=(1, N)[index % 2], gap=1e-6, **rank
+    )
+    lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
+    check(problem)
+    check(problem, lengths=lengths, message_clip=0.3)
+    problem = with_resets(problem, state=index % 4 > 0)
+    first = check(problem, lengths=lengths)
+    again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=3)
+    rounded = tuple(name for name in first if name.startswith("grad_")) if inputs == "features" else ()
+    assert_same_bits(first, again, skip=("ckpt", "pre"), rounded=rounded)
+
+
+@pytest.mark.parametrize("units", ["one", "each"])
+@pytest.mark.parametrize(
+    ("op", "N", "K"),
+    [("factored_scan", 513, 8), ("factored_scan", 300, 16), ("factored_scan", 66, 33), ("factored_scan", 140, 140)]
+    + [("dense_scan", 70, None), ("dense_scan", 129, None), ("dense_scan", 250, None)],
+)
+def test_the_path_of_a_size(op: str, N: int, K: int | None, units: str) -> None:
+    check(scan_problem(op, B=3, T=7, N=N, K=K, leak=1 if units == "one" else N))
+
+
+@pytest.mark.parametrize("path", ["resident", "cluster-4", "library", "low-rank"])
+def test_what_units_carry_from_window_to_window(path: str, override: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward, from each launch to the next one."""
+    override(path)
+    monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
+    problem = scan_problem("factored_scan", B=3, T=20, N=20, activation="prelu", leak=20)
+    for one in (problem, with_resets(problem)):
+        lengths = torch.tensor([20, 7, 13])
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
+        plain = check(one, lengths=lengths)
+        monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
+        assert_same_bits(plain, run(one.to(torch.float32), lengths=lengths))
+        again = run(one.to(torch.float32), lengths=lengths, checkpoint_every=4)
+        assert_same_bits(plain, again, skip=("ckpt", "pre"))
+
+
+@pytest.mark.parametrize("path", ["resident", "cluster-4", "library", "low-rank"])
+def test_each_result_alone(path: str, override: Any) -> None:
+    override(path)
+    problem = with_resets(scan_problem("factored_scan", B=3, T=9, N=34, K=8, activation="prelu", leak=34))
+    assert_each_result_alone(problem.to(torch.float32), "cuda")
