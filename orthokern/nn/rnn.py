@@ -50,9 +50,9 @@ class RNN(Recurrent):
             orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 does not clip. See orthokern.functional.factored_scan.
-        gain: factor > 0 of the pre-activations (1.05 in section 3.1.3 of Vorontsov et al. 2017). The parameters,
-            recurrent_matrix() and state_dict() do not include it.
-
+        gain: factor > 0 of the whole pre-activation, also of the input and the bias (1.05 in section 3.1.3 of Vorontsov
+            et al. 2017). The parameters, recurrent_matrix() and state_dict() do not include it. For another spectral
+            radius scale W alone: weight_hh_l0 of an RNN, or spectrum_l0 of a FactorizedRNN with margin=None.
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
             it is dt / tau, the step over the time constant. 1 is no leak.
         learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
