@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast, dispatch
 from orthokern._autocast import widened
-from orthokern.errors import InputError
+from orthokern.errors import InputError, require
 from orthokern.nn._checks import (
     check_dtype,
     check_held,
@@ -27,7 +27,7 @@ from orthokern.nn._checks import (
 )
 from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets
-from orthokern.ops._checks import strided
+from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear
 
 Sequences = TypeVar("Sequences", Tensor, PackedSequence)
@@ -266,6 +266,7 @@ class Layers(nn.Module):
         *,
         resets: Tensor | None = None,
         reset_state: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Sequences, Tensor]:
         """Run all layers over a batch of sequences.
 
@@ -284,6 +285,9 @@ class Layers(nn.Module):
                 of the padded batch, in the order in which the sequences were packed. Not for a bidirectional module.
             reset_state: the states that a reset sets, of the shape of hx; None: the initial states, which are hx,
                 learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
+            lengths: int64 [B] in [1, T], the number of steps of each sequence, for an input with a batch that is not
+                packed; None: T for all. Later steps, which must be finite, have no effect, and their states are zeros;
+                h_n has the states after the last step of each sequence. It can be exported, unlike a PackedSequence.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
@@ -298,17 +302,20 @@ class Layers(nn.Module):
             >>> x, resets = torch.randn(100, 4, 3), torch.rand(100, 4) < 0.01  # True where a new episode begins
             >>> states, last = orthokern.nn.RNN(3, 8)(x, resets=resets)
         """
-        result: tuple[Sequences, Tensor] = self._forward(input, hx, resets, reset_state)
+        result: tuple[Sequences, Tensor] = self._forward(input, hx, resets, reset_state, lengths)
         return result
 
-    def _forward(self, input: Any, hx: Any, resets: Tensor | None, reset_state: Tensor | None) -> Any:
+    def _forward(
+        self, input: Any, hx: Any, resets: Tensor | None, reset_state: Tensor | None, lengths: Tensor | None = None
+    ) -> Any:
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
         if _autocast.is_on(device):
             input, hx, reset_state = (widened(value, weight.dtype) for value in (input, hx, reset_state))
             with torch.autocast(device, enabled=False):
-                return self._forward(input, hx, resets, reset_state)
+                return self._forward(input, hx, resets, reset_state, lengths)
         if isinstance(input, PackedSequence):
+            require(lengths is None, "lengths", "None for a PackedSequence, which has them", "a tensor")
             return self._forward_packed(input, hx, resets, reset_state)
         data, batched = self._time_first(input)
         if data.shape[0] < 1:
@@ -317,7 +324,7 @@ class Layers(nn.Module):
         if data.shape[1] == 0:
             output, h_n = self._run_empty(data, hx)
         else:
-            output, h_n = self._run(data, hx, Dense(data.shape[1]), cuts)
+            output, h_n = self._run(data, hx, Dense(data.shape[1], self._checked_lengths(lengths, data, batched)), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
@@ -421,6 +428,12 @@ class Layers(nn.Module):
         """hx and the resets of a call with data [T,B,...], with a batch."""
         checked = self._checked_hx(hx, data.shape[1] if batched else None, data.device)
         return checked, self._cuts(resets, reset_state, data.shape[:2], data.device, batched)
+
+    def _checked_lengths(self, lengths: Tensor | None, data: Tensor, batched: bool) -> Tensor | None:
+        if lengths is not None:
+            require(batched, "lengths", "None for one sequence without a batch", "a tensor")
+            has_lengths(lengths, data)
+        return lengths
 
     def _checked_hx(self, hx: Any, batch: int | None, device: torch.device, name: str = "hx") -> Tensor | None:
         """hx with a batch, or None. batch: None for one sequence without."""

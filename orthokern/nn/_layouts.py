@@ -54,19 +54,28 @@ def _rows(rows: Tensor, place: Tensor) -> Tensor:
     return rows.index_select(0, place)
 
 
+def _at(data: Tensor, place: Tensor) -> Tensor:
+    """data [T,B,...] of each sequence at the steps of place [P,B]: [P,B,...]."""
+    if data.dim() == 3:
+        place = place.unsqueeze(2).expand(-1, -1, data.shape[2])
+    return data.gather(0, place)
+
+
 class Dense:
-    """data [T,B,D] or ids [T,B]: all sequences have T steps, or lengths [B] of them. Lengths are for one direction."""
+    """data [T,B,D] or ids [T,B]: all sequences have T steps, or lengths [B] of them, and zeros as states behind."""
 
     def __init__(self, batch: int, lengths: Tensor | None = None) -> None:
         self.batch, self.lengths = batch, lengths
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         """One recurrence in one direction: data in this form -> (states in this form, last states [B,S])."""
-        if not reverse:
-            hs = scan(data, h0, self.lengths)
-            return hs, hs[-1]
-        hs = scan(data.flip(0), h0, None)
-        return hs.flip(0), hs[-1]
+        if self.lengths is None:
+            hs = scan(data.flip(0) if reverse else data, h0, None)
+            return hs.flip(0) if reverse else hs, hs[-1]
+        # the steps of each sequence backwards, and then those of its padding: its own inverse
+        place = (self.lengths - 1 - torch.arange(data.shape[0], device=data.device).unsqueeze(1)) % data.shape[0]
+        hs = scan(_at(data, place) if reverse else data, h0, self.lengths)
+        return _at(hs, place) if reverse else hs, _at(hs, self.lengths.unsqueeze(0) - 1)[0]
 
 
 class Packed:

@@ -12,8 +12,9 @@ from orthokern import init as init_
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
-from orthokern.nn._checks import number
+from orthokern.nn._checks import number, readable
 from orthokern.nn._layouts import Resets
+from orthokern.ops._common import check_lengths
 from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
@@ -59,13 +60,14 @@ class LSTM(Layers):
             self._draw_uniform(generator, *(f"{stem}_{suffix}" for stem in self._torch_shapes(suffix, 4)))
 
     def forward(  # type: ignore[override]
-        self, input: Sequences, hx: Pair | None = None
+        self, input: Sequences, hx: Pair | None = None, *, lengths: Tensor | None = None
     ) -> tuple[Sequences, State]:
         """Run all layers over a batch of sequences.
 
         Args:
             input: as in orthokern.nn.RNN.
             hx: (h, c), a tuple or a list, each as hx of orthokern.nn.RNN; zeros if None.
+            lengths: as in orthokern.nn.RNN; the padding is computed, too.
 
         Returns:
             (output, (h_n, c_n)): output as in orthokern.nn.RNN, the h of the last layer; h_n and c_n as hx, after the
@@ -77,7 +79,7 @@ class LSTM(Layers):
         if isinstance(hx, (tuple, list)):
             weight = self._tensor("weight_ih_l0")
             hx = [widened_inside(part, weight) for part in hx]
-        output, state = self._forward(input, hx, None, None)
+        output, state = self._forward(input, hx, None, None, lengths)
         h_n, c_n = (part.contiguous() for part in state.chunk(2, -1))
         return output, (h_n, c_n)
 
@@ -109,7 +111,12 @@ class LSTM(Layers):
     ) -> Tensor:
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
-        return torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
+        states = torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
+        if lengths is None:
+            return states
+        if readable(lengths):
+            check_lengths(lengths, x.shape[0])
+        return states * (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).unsqueeze(-1)
 
     def extra_repr(self) -> str:
         return self._text()

@@ -171,7 +171,7 @@ def factors(u: Tensor, s: Tensor, v: Tensor) -> None:
     fits("s", s, (K,), "[K]", "u", u)
 
 
-def _lengths(lengths: object, x: Tensor) -> None:
+def has_lengths(lengths: object, x: Tensor) -> None:
     """lengths must be int64 [B] on the device of x [T, B, ...], or None. The op checks their values."""
     if lengths is None:
         return
@@ -313,7 +313,7 @@ def scan_args(args: ScanArgs, like_name: str, *, small_ids: bool = False) -> Sca
     if h0 is not None:
         fits("h0", h0, (x.shape[1], N), "[B, N]", like_name, like)
     activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
-    _lengths(args.lengths, x)
+    has_lengths(args.lengths, x)
     reset_state = _resets(args.resets, args.reset_state, x, h0, N, like_name, like)
     _leak(args.leak, N, like_name, like)
     _options(args)
@@ -337,6 +337,6 @@ def gru_args(args: GruArgs) -> GruArgs:
         fits("bias", bias, (3 * N,), "[3N]", "w", w)
     if args.variant not in VARIANTS:
         raise unknown_name("variant", args.variant, VARIANTS)
-    _lengths(args.lengths, x)
+    has_lengths(args.lengths, x)
     reset_state = _resets(args.resets, args.reset_state, x, h0, N, "w", w)
     return args._replace(h0=w.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)

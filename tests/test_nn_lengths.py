@@ -1,0 +1,65 @@
+"""The argument lengths of the modules: a padded batch has the results of the packed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from module_kinds import EVERY, D, N, made
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from orthokern import InputError
+
+T, B = 9, 4
+LENGTHS = torch.tensor([3, T, 1, 5])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", EVERY)
+def test_values_and_gradients_are_those_of_the_packed_batch(kind: str, bidirectional: bool, batch_first: bool) -> None:
+    options: dict[str, Any] = {"bidirectional": bidirectional, "batch_first": batch_first, "dtype": torch.float64}
+    module, generator = made(kind, num_layers=2, **options), torch.Generator().manual_seed(1)
+    x = torch.randn(*((B, T) if batch_first else (T, B)), D, dtype=torch.float64, generator=generator)
+    x.requires_grad_()
+    packed, last = module(pack_padded_sequence(x, LENGTHS, batch_first, enforce_sorted=False))
+    expected = pad_packed_sequence(packed, batch_first)[0], last
+    results = module(x, lengths=LENGTHS)
+    torch.testing.assert_close(results, expected)
+    cotangent = torch.randn(results[0].shape, dtype=torch.float64, generator=generator)
+
+    def gradients(states: Tensor, last: Any) -> tuple[Tensor, ...]:
+        end = last[0] if isinstance(last, tuple) else last
+        return torch.autograd.grad((states * cotangent).sum() + end.sum(), [x, *module.parameters()])
+
+    torch.testing.assert_close(gradients(*results), gradients(*expected))
+
+
+@pytest.mark.parametrize("kind", ["factorized", "gru"])
+def test_ids_states_and_resets_are_those_of_each_sequence(kind: str) -> None:
+    module, ids, resets = made(kind), torch.randint(0, D, (T, B)), torch.rand(T, B) < 0.3
+    hx, reset_state = torch.randn(2, 1, B, N)
+    states, last = module(ids, hx, lengths=LENGTHS, resets=resets, reset_state=reset_state)
+    for b, length in enumerate(LENGTHS.tolist()):
+        options = {"resets": resets[:length, b], "reset_state": reset_state[:, b]}
+        torch.testing.assert_close((states[:length, b], last[:, b]), module(ids[:length, b], hx[:, b], **options))
+        assert not states[length:, b].any()
+
+
+@pytest.mark.parametrize("kind", ["rnn", "peephole"])
+def test_wrong_lengths_are_refused(kind: str) -> None:
+    module, x = made(kind), torch.randn(T, B, D)
+    wrong: list[tuple[Any, Any, str]] = [
+        (x, [3, 3, 3, 3], "lengths"),
+        (x, LENGTHS.int(), "lengths has dtype"),
+        (x, LENGTHS[:2], r"\[B\]"),
+        (x, LENGTHS + 1, "lengths holds 10"),
+        (x, LENGTHS - 1, "lengths holds 0"),
+        (x[:, 0], LENGTHS[:1], "one sequence without a batch"),
+        (pack_padded_sequence(x, LENGTHS, enforce_sorted=False), LENGTHS, "None for a PackedSequence"),
+    ]
+    for input, lengths, message in wrong:
+        with pytest.raises(InputError, match=message):
+            module(input, lengths=lengths)
