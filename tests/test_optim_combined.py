@@ -88,6 +88,8 @@ def test_rates_of_the_groups() -> None:
     assert [group.get("weight_decay") for group in groups] == [None, 0.1, 0.0, 0.1, 0.0]
     assert all(group["alpha"] == 0.9 for group in groups[1:])
     default = optimizer_for(FactorizedRNN(2, 4, margin=0.5), lr=1e-2)
+    wide = optimizer_for(nn.ModuleList([FactorizedRNN(2, 4), FactorizedRNN(2, 4000, rank=2)]))
+    assert [each.param_groups[0]["lr"] for each in (default, wide)] == pytest.approx([2e-4, 1e-4])
     assert default.param_groups[2]["lr"] == pytest.approx(1e-2)
     tanh = optimizer_for(FactorizedRNN(2, 4, spectrum_map="tanh"), spectrum_lr=1e-3).param_groups[2]
     assert (tanh["spectrum_map"], tanh["margin"], tanh["lr"]) == ("tanh", 0.1, pytest.approx(1e-3 / 0.4))
@@ -164,12 +166,22 @@ def test_combined_state_dict_continues_bit_for_bit(geodesic: Any) -> None:
         make(three).load_state_dict({})
 
 
+def one_cycle(optimizer: Any, rates: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=9)
+
+
+def cyclic(optimizer: Any, rates: Any) -> Any:
+    lowest = [rate / 9 for rate in rates] if isinstance(rates, list) else rates / 9
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, lowest, rates, step_size_up=3)
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic])
 @pytest.mark.parametrize("euclidean", [torch.optim.RMSprop, torch.optim.SGD, torch.optim.Adam])
-def test_schedulers_that_cycle_the_momentum(euclidean: Any) -> None:
+def test_schedulers_that_cycle_the_momentum(euclidean: Any, make: Any) -> None:
     """As they are called by default. The geodesic part has no momentum, so that its steps do not change."""
     model = Model()
     optimizer = optimizer_for(model, lr=1e-3, geodesic_lr=1e-3, euclidean=euclidean)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], total_steps=9)
+    schedule = make(optimizer, [g["lr"] for g in optimizer.param_groups])
     first = [group["lr"] or 1.0 for group in optimizer.param_groups]
     momenta = set()
     for i in range(6):
@@ -180,6 +192,20 @@ def test_schedulers_that_cycle_the_momentum(euclidean: Any) -> None:
         group = optimizer.parts["euclidean"].param_groups[0]
         momenta.add(group["betas"][0] if euclidean is torch.optim.Adam else group["momentum"])
     assert len(momenta) >= 4 and all(0.8 <= momentum <= 0.95 for momentum in momenta)
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic])
+def test_one_number_does_not_become_the_rate_of_the_bases(make: Any) -> None:
+    model = Model()
+    optimizer = optimizer_for(model, lr=1e-3)
+    make(optimizer, 1e-3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match="one rate per group, as max_lr="):
+        train(model, optimizer, 1)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    alike = optimizer_for(RNN(3, 5), lr=1e-3)
+    make(alike, 1e-3)
+    alike.step()
 
 
 def test_combined_behaves_as_an_optimizer() -> None:

@@ -100,7 +100,8 @@ class CombinedOptimizer(Optimizer):
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
     A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
     part, which has none. These schedulers replace the rates of all groups: pass one rate per group,
-    `max_lr=[group["lr"] for group in optimizer.param_groups]`.
+    `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups with different rates,
+    `step` raises InputError.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -116,6 +117,8 @@ class CombinedOptimizer(Optimizer):
         >>> [group["lr"] for group in optimizer.param_groups]
         [0.1, 0.01]
     """
+
+    _one_rate = True  # whether all groups began with the same rate
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         require(isinstance(parts, Mapping) and parts, "parts", "a dict of at least one optimizer", shown(parts))
@@ -135,6 +138,7 @@ class CombinedOptimizer(Optimizer):
         momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
         super().__init__(self.param_groups, momenta)
         self._add_momenta()
+        self._one_rate = len({group["lr"] for group in self.param_groups}) == 1
         self._complete = True
 
     @property
@@ -186,9 +190,21 @@ class CombinedOptimizer(Optimizer):
                 loss = closure()
         for index, group in enumerate(self.param_groups):  # before the first part changes anything
             check_rate(index, group)
+        self._check_schedule()
         for part in self.parts.values():
             part.step()
         return loss
+
+    def _check_schedule(self) -> None:
+        """InputError if a scheduler has given one rate to groups that had different ones."""
+        if self._one_rate:
+            return
+        starts = {group.get("initial_lr") for group in self.param_groups}
+        if len(starts) == 1 and None not in starts:
+            raise InputError(
+                "a scheduler gives all groups the rate of one number, the bases too; accepted: one rate per group, "
+                'as max_lr=[group["lr"] for group in optimizer.param_groups]; no parameter was changed'
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned for an optimizer of the same groups; InputError if the groups differ."""
@@ -203,7 +219,7 @@ class CombinedOptimizer(Optimizer):
         return counters_on_host(super().state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "parts": self.parts, "_complete": True}
+        return {"defaults": self.defaults, "parts": self.parts, "_complete": True, "_one_rate": self._one_rate}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "parts" in state:  # unpickled or copied
@@ -222,7 +238,7 @@ def optimizer_for(
     model: nn.Module,
     *,
     lr: float | Mapping[str, float] = 1e-3,
-    geodesic_lr: float = 1e-6,
+    geodesic_lr: float | None = None,
     spectrum_lr: float | None = None,
     skew_lr: float | None = None,
     euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
@@ -249,7 +265,8 @@ def optimizer_for(
         model: any module; see split_parameters.
         lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
             name. Each child then has a separate group, whose role is the name of the child.
-        geodesic_lr: rate of the bases.
+        geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, of the largest N, and 0.02 / T for T = 100, which
+            docs/choosing.md explains. For memory over more steps pass 0.02 / T.
         spectrum_lr: rate of the spectra before the division; None for `lr`. Needed where `lr` is a dict and the model
             has spectra.
         skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
@@ -289,6 +306,8 @@ def optimizer_for(
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
+    if geodesic_lr is None:
+        geodesic_lr = min([0.02 / 100, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
     require(any(split.values()), "model", "a module with parameters", type(model).__name__)
     parts: dict[str, Optimizer] = {}
