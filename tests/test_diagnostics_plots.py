@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.image import imread
 from test_diagnostics import a_run, new_run, record, write_run
 
@@ -18,6 +19,7 @@ from orthokern import InputError
 from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import plots
 from orthokern.diagnostics.runs import RunRecord, load_run
+from orthokern.nn import RNN, FactorizedRNN
 from orthokern.tasks import copy
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -54,6 +56,37 @@ def test_curves_of_several_runs_by_panel() -> None:
     colours = [{line.get_label(): line.get_color() for line in axis.get_lines()} for axis in (left, right)]
     assert colours[0] == colours[1] and len(set(colours[0].values())) == 3, "a colour means the same everywhere"
     assert left.get_ylabel() == "accuracy (%)" and left.get_xlabel() == "iteration"
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_latent_states_and_eigenvalues(rank: int, tmp_path: Path) -> None:
+    rnn, groups = FactorizedRNN(3, 16, rank=rank, margin=0.0), torch.tensor([0.2, -1.0, 0.2, -1.0, -1.0])
+    states = rnn(torch.randn(7, 5, 3))[0]
+    left, right = axes(plots.plot_latent(rnn, states, groups))
+    check_png(plots.save(left.figure, tmp_path / "latent.png"))
+    kappa = (states @ rnn.v_l0).detach()[:, groups == -1.0].mean(1)
+    x, y = (torch.tensor(np.asarray(values)) for values in left.get_lines()[0].get_data())
+    assert set(shown(left)) == {"-1", "0.2"}
+    if rank < 3:
+        torch.testing.assert_close(y.float(), kappa[:, -1])
+    else:  # the components are a rotation: distances within the plane are at most those of kappa
+        assert bool((torch.stack([x, y]).diff(dim=1).norm(dim=0) <= kappa.diff(dim=0).norm(dim=1) + 1e-5).all())
+    points = np.stack(right.get_lines()[1].get_data())
+    np.testing.assert_allclose(np.hypot(*points), 1.0, atol=1e-5)  # W is orthogonal in its subspace
+    assert points.shape == (2, rank)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (RNN(3, 4), (5, 2, 4), "module is a RNN"),
+        (FactorizedRNN(3, 4), (5, 4), r"states must be \[T, B, 4\]"),
+        (FactorizedRNN(3, 4), (5, 2, 4), r"groups must be \[B\] = \[2\], got \[3\]"),
+    ],
+)
+def test_latent_states_need_a_factorized_module(module: Any, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plots.plot_latent(module, torch.zeros(shape), torch.zeros(3))
 
 
 def test_a_diverged_run_leaves_room_for_the_others() -> None:

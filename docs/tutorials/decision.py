@@ -23,6 +23,7 @@
 import matplotlib.pyplot as plt
 import torch
 
+from orthokern.diagnostics.plots import plot_latent
 from orthokern.nn import FactorizedRNN
 from orthokern.optim import GeodesicRMSprop, optimizer_for
 
@@ -87,25 +88,21 @@ for value in strengths[3:].tolist():
 # ## The dynamics
 #
 # W reads a state h through the two numbers κ = Vᵀh, `rnn.latent(states)`. The eigenvalues of `latent_matrix()` are
-# those of W that are not zero. Near h = 0, the component of κ with the eigenvalue λ keeps the fraction 1 - leak (1 - λ)
-# in a step: with λ near 1 it integrates the signal. The means of the trials lie on one line in the plane of κ.
+# those of W that are not zero. `plot_latent` draws both. Near h = 0, the component of κ with the eigenvalue λ keeps the
+# fraction 1 - leak (1 - λ) in a step: with λ near 1 it integrates the signal. The means of the trials lie on one line
+# in the plane of κ.
 
 # %%
 with torch.no_grad():
     eigenvalues = torch.linalg.eigvals(rnn.latent_matrix())
-    kappa = rnn.latent(states)
 print("eigenvalues of W:", [f"{value:.2f}" for value in eigenvalues.tolist()])
-figure, axes = plt.subplots(1, 2, figsize=(9, 4))
-colours = plt.get_cmap("coolwarm")
-for value in strengths.tolist():
+figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+plot_latent(rnn, states, groups=strength, axes=axes)
+axes[0].set_title("means of the trials, by strength")
+for value, line in zip(strengths.tolist(), axes[0].lines, strict=True):
     rows = (strength - value).abs() < 1e-6
-    mean = kappa[:, rows].mean(1)
-    colour = colours(0.5 + value)
-    axes[0].plot(mean[:, 0], mean[:, 1], color=colour, label=f"{value:+.1f}")
-    axes[1].plot((states[:, rows] @ readout.weight[0].detach()).mean(1), color=colour)
-axes[0].set(xlabel="κ₁", ylabel="κ₂", title="means of the trials, by strength")
-axes[0].legend(frameon=False)
-axes[1].axvspan(0, stimulus, color="0.93")
-axes[1].set(xlabel="step", ylabel="readout", title="grey: the signal is on")
+    axes[2].plot((states[:, rows] @ readout.weight[0].detach()).mean(1), color=line.get_color())
+axes[2].axvspan(0, stimulus, color="0.93")
+axes[2].set(xlabel="step", ylabel="readout", title="grey: the signal is on")
 figure.tight_layout()
 plt.show()
