@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -63,6 +64,10 @@ def test_noise_is_added_to_the_input_term_in_training() -> None:
     torch.manual_seed(5)
     term = x @ rnn.weight_ih_l0.mT + rnn.bias_l0
     torch.testing.assert_close(states, quiet(term + 0.5 * torch.randn(6, 2, 8))[0])
+    rnn.noise_generator = torch.Generator().manual_seed(5)
+    globally, copied = torch.get_rng_state(), copy.deepcopy(rnn)
+    torch.testing.assert_close(rnn(x)[0], states)
+    assert torch.equal(copied(x)[0], states) and torch.equal(torch.get_rng_state(), globally)
     assert torch.equal(rnn.eval()(x)[0], rnn(x)[0])
 
 

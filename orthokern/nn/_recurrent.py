@@ -73,6 +73,7 @@ class Recurrent(Layers):
     leak: float
     learned_leak: bool
     noise: float
+    noise_generator: torch.Generator | None = None
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class Recurrent(Layers):
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
         term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)
-        return term + self.noise * torch.randn_like(term)
+        return term + self.noise * torch.empty_like(term).normal_(generator=self.noise_generator)
 
     def _leak(self, suffix: str) -> Tensor | None:
         """The leak [1] or [N] of a scan."""

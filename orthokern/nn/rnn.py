@@ -57,9 +57,10 @@ class RNN(Recurrent):
             it is dt / tau, the step over the time constant. 1 is no leak.
         learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
             parameter leak_logit_l0 [N].
-        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step, by
-            torch's global generator, as dropout does. ``eval()`` turns it off. For a leaky network with noise of the
-            continuous intensity sigma it is sigma sqrt(2 / leak).
+        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
+            ``eval()`` turns it off. The attribute ``noise_generator`` is the torch.Generator, on the device of the
+            module; None for torch's global one. For a leaky network with noise of the continuous intensity sigma it is
+            sigma sqrt(2 / leak).
 
     The cpu backend skips the padding of a PackedSequence.
 
