@@ -104,14 +104,15 @@ def test_vmap_over_margins(margins: Any, spectrum_map: str) -> None:
         torch.testing.assert_close(gradients["u_l0"][index], torch.autograd.grad(value, [model.u_l0])[0])
 
 
+@pytest.mark.parametrize("lengths", [None, torch.tensor([4, 6])], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
-def test_compile(kind: str) -> None:
+def test_compile(kind: str, lengths: Tensor | None) -> None:
     """In one graph, with the gradients of an ordinary call."""
     module, x = made(kind), torch.randn(6, 2, D)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    expected = gradients_of(module, lambda: module(x)[0].square().sum())
-    found = gradients_of(module, lambda: compiled(x)[0].square().sum())
+    expected = gradients_of(module, lambda: module(x, lengths=lengths)[0].square().sum())
+    found = gradients_of(module, lambda: compiled(x, lengths=lengths)[0].square().sum())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of few rows, other sums: measured 4e-6
 

@@ -50,6 +50,15 @@ def test_autocast_changes_no_bit_of_what_modules_give(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU, nn.LSTM])
+def test_lengths_of_a_padded_batch(kind: Any) -> None:
+    module, x, lengths = kind(7, 32, 2, bidirectional=True), torch.randn(20, 3, 7), torch.tensor([20, 1, 9])
+    expected = module(x, lengths=lengths)[0]
+    states = module.cuda()(x.cuda(), lengths=lengths.cuda())[0]
+    torch.testing.assert_close(states.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert not states[9:, 2].any()
+
+
+@pytest.mark.parametrize("kind", [nn.FactorizedRNN, nn.RNN, nn.GRU, nn.LSTM])
 def test_graphed_module(kind: Any) -> None:
     """Outputs and gradients of ``make_graphed_callables`` are the eager ones, also after steps of an optimizer."""
     eager, graphed = kind(7, 128).cuda(), kind(7, 128).cuda()
