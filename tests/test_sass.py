@@ -103,6 +103,8 @@ SPILLS = {
     ("100", "ResidentTraitsILb1ELb0ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb0E"): 4,
     ("100", "ResidentTraitsILb1ELb1ELi8ELi10ELb1ELin1ELNS0_14ResidentInputsE2ELb1E"): 40,
 }
+# The cluster kernels of any activation may spill what does not change from step to step.
+CLUSTER_OF_ANY, CLUSTER_SPILLS = "ELi0ELin1EEEEEvNS0_8ScanArgs", 64
 # Of shared memory; 10 for the others.
 STATIC_KILOBYTES = {"cayley": 48}
 
@@ -116,7 +118,8 @@ def check_resources(name: str, arch: str, report: str) -> None:
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", entry)
         used = re.search(r"Used (\d+) registers", entry)
         assert spills is not None and used is not None, entry
-        allowed = [most for (of, known), most in SPILLS.items() if of == arch and known in kernel]
+        allowed = [CLUSTER_SPILLS] if CLUSTER_OF_ANY in kernel else []
+        allowed += [most for (of, known), most in SPILLS.items() if of == arch and known in kernel]
         assert max(map(int, spills.groups())) <= max(allowed, default=0), f"{kernel} spills {spills.groups()} bytes"
         shape = re.search(r"(?:ResidentTraitsILb[01]ELb[01]|gru_resident_..d_kernelILb[01])ELi(\d+)E", kernel)
         assert shape or "resident" not in kernel, kernel
@@ -133,11 +136,14 @@ def check_hot_loops(name: str, arch: str, text: str) -> None:
     assert kernels.total() - kernels["cluster_scan_kernel"] >= HOT_KERNELS[name]
     if name != "gru_scan":
         assert kernels["low_rank_scan_kernel"] == (20 if name == "factored_scan" else 0)
-        assert kernels["resident_scan_kernel"] >= 46 and (arch == "80" or kernels["cluster_scan_kernel"] == 12)
+        assert kernels["resident_scan_kernel"] >= 46 and (arch == "80" or kernels["cluster_scan_kernel"] == 20)
     for loop in hot:
         label, gaps = loop.function.label, loop.gaps()
+        faults = dict(loop.faults)
+        if label.startswith("cluster_scan_kernel") and label.endswith(" -1"):
+            faults.pop("access to local memory", None)
         allowed = {"access to local memory": 1} if label in LOCAL.get((name, arch), ()) else {}
-        assert loop.faults in ({}, allowed), (label, loop.faults)
+        assert faults in ({}, allowed), (label, faults)
         assert gaps or label.startswith("cluster_scan_kernel"), label
         assert max(gaps, default=0) <= most_between(label), (label, gaps)
 

@@ -90,6 +90,9 @@ ORTHOKERN_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
+// Fetch the line of an address of global memory to the L2 cache.
+ORTHOKERN_DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // ----------------------------------------------------------------------------------------------------------- mbarriers
 
 ORTHOKERN_DEVICE void mbarrier_init(Mbarrier* barrier, int arrivals) {

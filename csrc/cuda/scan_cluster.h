@@ -10,6 +10,9 @@
 // st.async, which counts the bytes down on an mbarrier there (VectorPipe). A product waits for all bytes of its vector
 // and for nothing else: no barrier of the cluster and, on the FMA units, none of a block.
 //
+// Two sets of sequences (Traits::kSets) have vectors and mbarriers of their own and take turns: while the rows of one
+// are on their way, the other is multiplied.
+//
 // Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it
 // has read all of the state, so whoever has all of y knows that nobody reads the old state any more, and may send rows
 // of the new one; likewise from the new state to the next y. A dense map has no such answer in between, but knows that
@@ -29,15 +32,19 @@ namespace orthokern::cuda {
 // one.
 __host__ __device__ inline int first_product_rows(int K, int size) { return K > 4 * size ? K : 4 * size; }
 
-// A vector of all sequences that every block of a cluster has a copy of, and each sends its rows of to all: y, or the
-// state of a factored map with kCopies = 1; the state of a dense map, which alternates between two places. Version i is
-// what step i gives.
+// A vector of a set of sequences that every block of a cluster has a copy of, and each sends its rows of to all: y, or
+// the state of a factored map with kCopies = 1; the state of a dense map, which alternates between two places. Version
+// i is what step i gives.
 template <class Traits, int kCopies>
 struct VectorPipe {
+  static constexpr int kHeld = Traits::kHeld;
+  static constexpr int kSharing = 16 / Traits::kGroup;  // lanes that hold 4 rows, and share the blocks to send them to
+
   float* data;      // [kCopies][kGroup][pitch]
   Mbarrier* ready;  // [kCopies], a phase ends when all bytes of a version are there
   int pitch, bytes;
   int begin, end;  // rows that this block sends
+  int peers;       // blocks that this lane sends to, beginning with lane / 2 % kSharing; 0 without rows
 
   __device__ __forceinline__ Mbarrier* barrier(int version) const {
     return kCopies == 1 ? ready : ready + (version & 1);
@@ -51,64 +58,70 @@ struct VectorPipe {
     for (int copy = 0; copy < kCopies; copy++) mbarrier_init(ready + copy, 1);
   }
   __device__ __forceinline__ void arm(int version) const { mbarrier_arrive_expect(barrier(version), bytes); }
-  // Until all of this version is there; one thread lets the barrier expect the next version of the same place.
+  // Until all of this version is there, which version -1 is from the beginning; one thread lets the barrier expect the
+  // next version of the same place.
   __device__ __forceinline__ void wait(int version) const {
     mbarrier_wait(barrier(version), (kCopies == 1 ? version : version >> 1) & 1);
     if (threadIdx.x == 0) arm(version);
   }
+  // The first of the 4 rows that this lane sends, of those of the block.
+  static __device__ __forceinline__ int local_row() {
+    return static_cast<int>(threadIdx.x) / 32 * 8 + 4 * (static_cast<int>(threadIdx.x) % 2);
+  }
   // Send the finished rows (LaneRows) to every block, four at a time.
-  __device__ __forceinline__ void send(const float (&v)[Traits::kHeld], int version, int size) const {
-    constexpr int kHeld = Traits::kHeld;
-    constexpr int kSharing = 16 / Traits::kGroup;  // lanes that hold 4 rows, and share the blocks to send them to
+  __device__ __forceinline__ void send(const float (&v)[kHeld], int version) const {
     const int lane = threadIdx.x % 32, half = lane % 2, sequence = lane / 2 / kSharing;
     float row[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      row[j] = __shfl_sync(kAllLanes, v[j % kHeld], LaneRows<Traits>::lane_of(sequence, half, j));
-    const int local = static_cast<int>(threadIdx.x) / 32 * 8 + 4 * half;
-    if (local >= end - begin) return;
-    float* const to = place(version) + sequence * pitch + begin + local;
+      row[j] = __shfl_sync(kAllLanes, v[j % kHeld], LaneRows<Traits>::lane_of(sequence, 4 * half + j));
+    float* const to = place(version) + sequence * pitch + begin + local_row();
     Mbarrier* const of_version = barrier(version);
-    for (int peer = lane / 2 % kSharing; peer < size; peer += kSharing)
+#pragma unroll 1
+    for (int peer = lane / 2 % kSharing; peer < peers; peer += kSharing)
       st_async(cluster_address(to, peer), make_float4(row[0], row[1], row[2], row[3]),
                cluster_address(of_version, peer));
   }
 };
 
-// One thread of a block, and the parts of a step. Step i is step range.begin + i of a sequence.
+// What one thread of a block has of a set of sequences, and the parts of a step. Step i is step range.begin + i of a
+// sequence.
 template <class Traits>
 struct ClusterThread {
-  static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward;
+  static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward, kPlain = Traits::kPlain;
   static constexpr int kGroup = Traits::kGroup, kHeld = Traits::kHeld;
+  static constexpr int kAhead = 6;  // steps between the fetch of an input to L2 and to registers
   using StatePipe = VectorPipe<Traits, Traits::kVectorCopies>;
   using YPipe = VectorPipe<Traits, 1>;
 
   const ScanArgs& a;
-  const int size, rank, lane, warp;  // of the cluster; of the block
-  const int N, K, rows1;             // rows of the first product; the second always gives N
-  const int64_t q0, stride;          // first sequence; elements from one step to the next
-  const StepRange range;             // the same in all blocks of the cluster
+  const int set, size, rank, lane, warp;  // of the cluster; of the block
+  const int N, K, rows1;                  // rows of the first product; the second always gives N
+  const int64_t cluster, q0, stride;      // first sequence; elements from one step to the next
+  const StepRange range;                  // the same in all blocks of the cluster
   StatePipe state;
   YPipe y;
   float* partial;
   const LaneRows<Traits> held;  // what this lane ends
   const int g;                  // its sequence
   Sequence where;
-  int rows[kHeld];
+  int row0;    // its first row
+  int64_t at;  // element of that row in the step whose input was fetched last
   bool unit[kHeld];
   float parameter[kHeld], scale[kHeld];
   RunningSum total[kHeld];
-  // Inputs of a step, and of the next one, which are fetched while the blocks exchange a vector. Elsewhere the fetch
-  // would take the time of the step: the compiler waits for loads from memory before it starts a product, which needs
-  // all scoreboards. A token id is fetched yet another step ahead.
+  // Inputs of a step, and of the next one, which are fetched while the blocks exchange a vector. Two sets fetch theirs
+  // together: at the end of an iteration the compiler waits for loads that have just begun. A token id is fetched yet
+  // another step ahead.
   struct Inputs {
     float x[kHeld], gate[kHeld];
     bool cut;
   } input, next;
   int64_t id, first_token;
 
-  __device__ __forceinline__ ClusterThread(const ScanArgs& args, const ScanPlan& plan)
+  __device__ __forceinline__ ClusterThread(const ScanArgs& args, const ScanPlan& plan, int set)
       : a(args),
+        set(set),
         size(plan.cluster),
         rank(cluster_rank()),
         lane(threadIdx.x % 32),
@@ -116,37 +129,44 @@ struct ClusterThread {
         N(static_cast<int>(args.N)),
         K(static_cast<int>(args.K)),
         rows1(kFactored ? first_product_rows(K, size) : N),
-        q0(static_cast<int64_t>(blockIdx.x) / size * kGroup),
+        cluster(static_cast<int64_t>(blockIdx.x) / size),
+        q0((cluster * Traits::kSets + set) * kGroup),
         stride(step_stride<kBackward>(args)),
-        range(steps_to_run<kBackward>(args, q0, kGroup)),
+        range(steps_to_run<kBackward>(args, cluster * Traits::kSequences, Traits::kSequences)),
         held(lane),
         g(held.sequence) {}
 
   __device__ __forceinline__ bool has_rows1() const { return y.begin + 8 * warp < y.end; }
   __device__ __forceinline__ bool has_rows2() const { return state.begin + 8 * warp < state.end; }
-  __device__ __forceinline__ int64_t sums_at(int row) const {
-    return (static_cast<int64_t>(blockIdx.x) / size * kGroup + g) * N + row;
+  __device__ __forceinline__ int64_t sums_at(int row) const { return (q0 + g) * N + row; }
+  __device__ __forceinline__ int64_t sums_size() const {
+    return static_cast<int64_t>(gridDim.x) / size * Traits::kSequences * N;
   }
-  __device__ __forceinline__ int64_t sums_size() const { return static_cast<int64_t>(gridDim.x) / size * kGroup * N; }
+  __device__ __forceinline__ bool live(int i) const { return i >= where.begin && i < where.end; }
 
   // The two vectors, their places, their first contents.
   __device__ __forceinline__ void start_vectors(unsigned char* memory, const ClusterMemory<Traits>& at, int columns1,
                                                 int columns2) {
     auto bytes_of = [](int count) { return kGroup * ((count + 3) / 4 * 4) * static_cast<int>(sizeof(float)); };
     auto from = [&](int count, int block) { return 4 * first_quad(count, block, size); };
-    Mbarrier* const barriers = reinterpret_cast<Mbarrier*>(memory + at.barriers);
-    state = {reinterpret_cast<float*>(memory + at.state),
+    auto peers = [&](int count) {
+      return StatePipe::local_row() < from(count, rank + 1) - from(count, rank) ? size : 0;
+    };
+    Mbarrier* const barriers = reinterpret_cast<Mbarrier*>(memory + at.barriers) + 2 * set;
+    state = {reinterpret_cast<float*>(memory + at.state) + set * Traits::kVectorCopies * kGroup * at.pitch1,
              barriers,
              at.pitch1,
              bytes_of(N),
              from(N, rank),
-             from(N, rank + 1)};
-    y = {reinterpret_cast<float*>(memory + at.y),
+             from(N, rank + 1),
+             peers(N)};
+    y = {reinterpret_cast<float*>(memory + at.y) + set * kGroup * at.pitch2,
          barriers + 1,
          at.pitch2,
          bytes_of(rows1),
          from(rows1, rank),
-         from(rows1, rank + 1)};
+         from(rows1, rank + 1),
+         peers(rows1)};
     partial = reinterpret_cast<float*>(memory + at.partial);
     float* const first = state.place(-1);
     for (int i = threadIdx.x; i < kGroup * columns1; i += kClusterThreads) {
@@ -160,186 +180,260 @@ struct ClusterThread {
     state.init();
     if (kFactored) y.init();
     mbarrier_init_fence();
-    state.arm(0);
     if (kFactored) y.arm(0);
-    else state.arm(1);
+    else state.arm(0);
   }
 
   // What this lane ends, and the inputs of the first step.
   __device__ __forceinline__ void start_rows() {
     where = sequence<kBackward>(a, q0 + g);
-    where.first += range.begin * stride, where.begin -= range.begin, where.end -= range.begin;
-    const bool counts = lane / 2 % Traits::kCopies == 0 && has_rows2();
+    const int64_t first = where.first + range.begin * stride;
+    where.begin -= range.begin, where.end -= range.begin;
+    const bool counts = lane % Traits::kCopies == 0 && has_rows2();
+    row0 = state.begin + 8 * warp + held.row;
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
-      const int local = 8 * warp + held.row + j, row1 = y.begin + local;
-      rows[j] = state.begin + local;
-      unit[j] = counts && rows[j] < state.end && rows[j] < N;
+      const int row = row0 + j, row1 = y.begin + 8 * warp + held.row + j;
+      unit[j] = counts && row < state.end && row < N;
       scale[j] = kFactored && row1 < y.end && row1 < K ? a.scale[row1] : 0.f;
-      parameter[j] = unit[j] ? parameter_of(a, rows[j]) : 0.f;
+      parameter[j] = unit[j] ? parameter_of(a, row) : 0.f;
       total[j] = {0, 0};
-      if (kBackward && a.sums && unit[j]) total[j] = {a.sums[sums_at(rows[j])], a.sums[sums_size() + sums_at(rows[j])]};
+      if (has_sums() && unit[j]) total[j] = {a.sums[sums_at(row)], a.sums[sums_size() + sums_at(row)]};
+      next.x[j] = next.gate[j] = 0;
     }
+    at = first + row0 - stride;
     // tokens are [T, B]: one for N elements of the others
-    id = -1, first_token = has_tokens() ? where.first / N : 0;
+    id = -1, first_token = has_tokens() ? first / N : 0;
     fetch_id(0);
     fetch_input(0);
     input = next;
   }
-  __device__ __forceinline__ bool has_tokens() const { return !kBackward && a.tokens; }
+  __device__ __forceinline__ bool has_tokens() const { return !kPlain && !kBackward && a.tokens; }
+  __device__ __forceinline__ bool has_cut() const { return !kPlain && a.cut; }
+  __device__ __forceinline__ bool has_sums() const { return !kPlain && kBackward && a.sums; }
+  __device__ __forceinline__ bool has_norms() const { return !kPlain && kBackward && a.norms; }
+  __device__ __forceinline__ bool has_gate() const { return kBackward && (kPlain || a.gate); }
   __device__ __forceinline__ void fetch_id(int i) {
     if (has_tokens() && i < where.end) id = a.tokens[first_token + i * a.B];
   }
+  // In the order of i. Elsewhere than in L2 an input would be later than the other blocks' rows.
   __device__ __forceinline__ void fetch_input(int i) {
-    next.cut = a.cut && i >= where.begin && i < where.end && is_cut<kBackward>(a, q0 + g, range.begin + i);
+    at += stride;
+    if (has_cut()) next.cut = live(i) && is_cut<kBackward>(a, q0 + g, range.begin + i);
+    if (live(i)) {
+      const bool ahead = i + kAhead < where.end;
 #pragma unroll
-    for (int j = 0; j < kHeld; j++) {
-      next.x[j] = next.gate[j] = 0;
-      if (!unit[j] || i < where.begin || i >= where.end) continue;
-      const int64_t offset = where.first + i * stride + rows[j];
-      if (has_tokens()) next.x[j] = id >= 0 && id < a.D ? a.table[id * N + rows[j]] : NAN;
-      else next.x[j] = a.x[offset];
-      if (kBackward && a.gate) next.gate[j] = a.gate[offset];
+      for (int j = 0; j < kHeld; j++) {
+        if (!unit[j]) continue;
+        if (has_tokens()) {
+          next.x[j] = id >= 0 && id < a.D ? a.table[id * N + row0 + j] : NAN;
+          continue;
+        }
+        next.x[j] = a.x[at + j];
+        if (has_gate()) next.gate[j] = a.gate[at + j];
+        if (!ahead) continue;
+        prefetch(a.x + at + j + kAhead * stride);
+        if (has_gate()) prefetch(a.gate + at + j + kAhead * stride);
+      }
     }
     fetch_id(i + 1);
   }
 
-  __device__ __forceinline__ float* carried(int j) const { return a.carried + (q0 + g) * N + rows[j]; }
+  __device__ __forceinline__ float* carried(int j) const { return a.carried + (q0 + g) * N + row0 + j; }
 
   // The new state of this lane's rows from their complete a; zero for a row beyond the last unit, and for a sequence
-  // that does not have the step. Backward: the squares of its a, and its share of act_param's gradient. `passed`: the
-  // last state of all rows.
-  __device__ __forceinline__ void end_step(float (&before)[kHeld], float (&after)[kHeld], float& square, bool live_step,
+  // that does not have the step. `passed`: the last state of all rows.
+  __device__ __forceinline__ void end_step(float (&before)[kHeld], float (&after)[kHeld], bool live_step,
                                            const float* passed) {
-    Leak<true> leak[kHeld];
+    constexpr bool kLeak = !kPlain;
+    constexpr int kActivation = Traits::kActivation;
+    Leak<kLeak> leak[kHeld];
     float argument[kHeld];
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       // from memory, since registers are few: backward the lane's own element of `carried`
-      if (a.leak && unit[j] && live_step)
-        leak[j] = {leak_of(a, rows[j]), kBackward ? *carried(j) : passed[g * state.pitch + rows[j]]};
-      argument[j] = argument_of<kBackward, kAnyActivation>(a, before[j], input.gate[j], leak[j], parameter[j]);
+      if (kLeak && a.leak && unit[j] && live_step)
+        leak[j] = {leak_of(a, row0 + j), kBackward ? *carried(j) : passed[g * state.pitch + row0 + j]};
+      argument[j] = argument_of<kBackward, kActivation>(a, before[j], input.gate[j], leak[j], parameter[j]);
     }
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       float other = 0, other_gate = 0;
-      if (on_pairs(a.activation)) {  // the other unit of the pair is this lane's other row, or another lane's
+      if (!kPlain && on_pairs(a.activation)) {
+        // the other unit of the pair is this lane's other row, or another lane's
         if constexpr (kHeld > 1) {
           other = argument[j ^ 1], other_gate = input.gate[j ^ 1];
         } else {
-          other = __shfl_xor_sync(kAllLanes, argument[j], 2 * Traits::kCopies);
-          if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, input.gate[j], 2 * Traits::kCopies);
+          other = __shfl_xor_sync(kAllLanes, argument[j], Traits::kCopies);
+          if (kBackward) other_gate = __shfl_xor_sync(kAllLanes, input.gate[j], Traits::kCopies);
         }
       }
       const bool second = (held.row + j) % 2;
-      const float value = state_after<kBackward, kAnyActivation>(a, argument[j], input.gate[j], other, other_gate,
-                                                                 second, parameter[j], leak[j]);
-      if (kBackward && unit[j] && live_step) {
-        square = fmaf(before[j], before[j], square);
-        if (a.leak) *carried(j) = input.cut ? 0.f : before[j];
-        if (a.sums)
-          total[j].add(parameter_grad_as<kAnyActivation>(a.activation, before[j], input.gate[j], parameter[j]));
-      }
-      after[j] = rows[j] < N && live_step ? value : 0.f;
+      const float value = state_after<kBackward, kActivation>(a, argument[j], input.gate[j], other, other_gate, second,
+                                                              parameter[j], leak[j]);
+      if (kLeak && kBackward && a.leak && unit[j] && live_step) *carried(j) = a.cut && input.cut ? 0.f : before[j];
+      after[j] = row0 + j < N && live_step ? value : 0.f;
     }
   }
 
-  // The state that a step passes on: with a cut, that of restart or zeros in place of its own.
-  __device__ __forceinline__ void replace_cut(const float (&after)[kHeld], float (&passed)[kHeld]) const {
+  // Backward: the squares of a, and this lane's share of act_param's gradient.
+  __device__ __forceinline__ float add_sums(const float (&before)[kHeld], bool live_step) {
+    float square = 0;
 #pragma unroll
-    for (int j = 0; j < kHeld; j++) passed[j] = unit[j] && input.cut ? restart_of(a, q0 + g, rows[j]) : after[j];
+    for (int j = 0; j < kHeld; j++) {
+      if (!unit[j] || !live_step) continue;
+      square = fmaf(before[j], before[j], square);
+      if (has_sums())
+        total[j].add(parameter_grad_as<kAnyActivation>(a.activation, before[j], input.gate[j], parameter[j]));
+    }
+    return square;
   }
 
-  // What is left of step i once its state is on its way: results to memory, norms.
-  __device__ __forceinline__ void publish(int i, int length, const float (&before)[kHeld], const float (&after)[kHeld],
-                                          float square, bool live_step) {
+  // The state that a step passes on to the others: with a cut, that of restart or zeros in place of its own.
+  __device__ __forceinline__ void pass(int i, const float (&after)[kHeld]) const {
+    float passed[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) {
+      passed[j] = after[j];
+      if (has_cut() && unit[j] && input.cut) passed[j] = restart_of(a, q0 + g, row0 + j);
+    }
+    state.send(passed, i);
+  }
+
+  // What is left of step i once its state is on its way: results to memory, norms. The input of step i + 1 has been
+  // fetched.
+  __device__ __forceinline__ void publish(int i, const float (&before)[kHeld], const float (&after)[kHeld],
+                                          bool live_step) {
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) {
+      if (!unit[j] || !live_step) continue;
+      const int64_t offset = at - stride + j;
+      if (kPlain || a.out) a.out[offset] = after[j];
+      if (!kPlain && a.pre) a.pre[offset] = before[j];
+    }
+    if (has_sums() || has_norms()) {
+      const float square = warp_sum(add_sums(before, live_step));
+      const int64_t t = a.T - 1 - (range.begin + i);
+      if (a.norms && lane == 0)
+        a.norms[((t * gridDim.x + blockIdx.x) * Traits::kSets + set) * kClusterWarps + warp] = square;
+    }
+    input = next;
+  }
+
+  // `last`: the state of the last step.
+  __device__ __forceinline__ void finish(const float (&last)[kHeld], bool any_step) {
 #pragma unroll
     for (int j = 0; j < kHeld; j++) {
       if (!unit[j]) continue;
-      if (a.end && i + 1 == length && q0 + g < a.sequences) a.end[(q0 + g) * N + rows[j]] = after[j];
-      if (!live_step) continue;
-      const int64_t offset = where.first + i * stride + rows[j];
-      if (a.out) a.out[offset] = after[j];
-      if (a.pre) a.pre[offset] = before[j];
-    }
-    if (kBackward && a.norms) {
-      square = warp_sum(square);
-      const int64_t t = a.T - 1 - (range.begin + i);
-      if (lane == 0) a.norms[(t * gridDim.x + blockIdx.x) * kClusterWarps + warp] = square;
+      if (a.end && any_step && q0 + g < a.sequences) a.end[(q0 + g) * N + row0 + j] = last[j];
+      if (has_sums())
+        a.sums[sums_at(row0 + j)] = total[j].sum, a.sums[sums_size() + sums_at(row0 + j)] = total[j].error;
     }
   }
+};
 
-  __device__ __forceinline__ void finish() {
+// The maps of a block, and the steps of its sequences.
+template <class Traits>
+struct ClusterSteps {
+  static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward;
+  static constexpr int kHeld = Traits::kHeld;
+  using Thread = ClusterThread<Traits>;
+
+  ClusterMaps<Traits> maps;
+  const ClusterMemory<Traits> at;
+  float4 weights1[Traits::kRegisters1][Traits::kVectors];
+  float4 weights2[Traits::kRegisters2 ? Traits::kRegisters2 : 1][Traits::kVectors];
+
+  __device__ __forceinline__ ClusterSteps(const ScanArgs& a, const ScanPlan& plan, unsigned char* memory)
+      : maps(a, plan, cluster_rank()),
+        at(plan.chunks1 * kChunk, kFactored ? plan.chunks2 * kChunk : 0, plan.shared_chunks, maps.order.streamed > 0) {
+    maps.chunks = reinterpret_cast<float*>(memory + at.chunks), maps.ring = reinterpret_cast<float*>(memory + at.ring);
+    maps.load_shared();
+    maps.load_registers(weights1, maps.packed1, maps.registers1);
+    if constexpr (Traits::kRegisters2 > 0) maps.load_registers(weights2, maps.packed2, maps.registers2);
+  }
+  __device__ __forceinline__ void first_product(const Thread& self, int i, float (&v)[kHeld]) {
+    const bool last_set = self.set == Traits::kSets - 1;
+    ClusterProduct<Traits> product;
+    self.state.wait(i - 1);
+    const float* const from = self.state.place(i - 1);
+    product.clear();
+    maps.multiply_registers(product, weights1, maps.registers1, from, at.pitch1);
+    maps.multiply_rest(product, 0, maps.rest1, from + maps.registers1 * kChunk, at.pitch1, last_set);
+    product.finish(v, self.partial);
+  }
+  __device__ __forceinline__ void second_product(const Thread& self, int i, float (&v)[kHeld]) {
+    const bool last_set = self.set == Traits::kSets - 1;
+    ClusterProduct<Traits> product;
+    self.y.wait(i);
+    product.clear();
+    if constexpr (Traits::kRegisters2 > 0)
+      maps.multiply_registers(product, weights2, maps.registers2, self.y.data, at.pitch2);
+    maps.multiply_rest(product, maps.rest1, maps.order.count, self.y.data + maps.registers2 * kChunk, at.pitch2,
+                       last_set);
+    product.finish(v, self.partial);
+  }
+  // Factored: the first half of a step, up to y.
+  __device__ __forceinline__ void begin_step(Thread& self, int i) {
+    float v[kHeld];
+    first_product(self, i, v);
 #pragma unroll
-    for (int j = 0; j < kHeld; j++)
-      if (kBackward && a.sums && unit[j])
-        a.sums[sums_at(rows[j])] = total[j].sum, a.sums[sums_size() + sums_at(rows[j])] = total[j].error;
+    for (int j = 0; j < kHeld; j++) v[j] *= self.scale[j];
+    self.y.send(v, i);
+  }
+  // The rest of a step: the state.
+  __device__ __forceinline__ void end_step(Thread& self, int i, float (&before)[kHeld], float (&after)[kHeld]) {
+    if constexpr (kFactored) second_product(self, i, before);
+    else first_product(self, i, before);
+#pragma unroll
+    for (int j = 0; j < kHeld; j++) before[j] += self.input.x[j];
+    self.end_step(before, after, self.live(i), self.state.place(i - 1));
+    self.pass(i, after);
   }
 };
 
 template <class Traits>
 __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const ScanArgs a, const ScanPlan plan) {
-  constexpr bool kFactored = Traits::kFactored;
-  constexpr int kHeld = Traits::kHeld;
-  ClusterThread<Traits> self(a, plan);
-  ClusterMaps<Traits> maps(a, plan, self.rank);
-  const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
-  const ClusterMemory<Traits> at(columns1, columns2, plan.shared_chunks, maps.order.streamed > 0);
+  constexpr bool kFactored = Traits::kFactored, kTwo = Traits::kSets > 1;
   unsigned char* const memory = dynamic_shared<unsigned char>();
-  maps.chunks = reinterpret_cast<float*>(memory + at.chunks), maps.ring = reinterpret_cast<float*>(memory + at.ring);
-  self.start_vectors(memory, at, columns1, columns2);
-  maps.load_shared();
-  float4 weights1[Traits::kRegisters1][Traits::kVectors];
-  float4 weights2[Traits::kRegisters2 ? Traits::kRegisters2 : 1][Traits::kVectors];
-  maps.load_registers(weights1, maps.packed1, maps.registers1);
-  if constexpr (Traits::kRegisters2 > 0) maps.load_registers(weights2, maps.packed2, maps.registers2);
-  self.start_rows();
+  ClusterThread<Traits> one(a, plan, 0), other(a, plan, Traits::kSets - 1);
+  ClusterSteps<Traits> steps(a, plan, memory);
+  const int columns1 = plan.chunks1 * kChunk, columns2 = kFactored ? plan.chunks2 * kChunk : 0;
+  one.start_vectors(memory, steps.at, columns1, columns2);
+  one.start_rows();
+  if constexpr (kTwo) {
+    other.start_vectors(memory, steps.at, columns1, columns2);
+    other.start_rows();
+  }
   __syncthreads();
   cluster_sync();  // every block's vectors and barriers are there before anybody sends
 
-  const int length = self.range.end - self.range.begin;
-  if (Traits::kTensor || self.has_rows1() || self.has_rows2()) {
-    maps.start_ring();
+  const int length = one.range.end - one.range.begin;
+  if (Traits::kTensor || one.has_rows1() || one.has_rows2()) {
+    float before[Traits::kHeld], last[Traits::kHeld] = {}, other_last[Traits::kHeld] = {};
+    steps.maps.start_ring();
 #pragma unroll 1
     for (int i = 0; i < length; i++) {
-      ClusterProduct<Traits> product;
-      const bool live_step = i >= self.where.begin && i < self.where.end;
-      float v[kHeld], before[kHeld], square = 0;
-      if (i > 0) self.state.wait(i - 1);
-      const float* const from = self.state.place(i - 1);
-      product.clear();
-      maps.multiply_registers(product, weights1, maps.registers1, from, at.pitch1);
-      maps.multiply_rest(product, 0, maps.rest1, from + maps.registers1 * kChunk, at.pitch1);
-      product.finish(v, self.partial);
       if constexpr (kFactored) {
-#pragma unroll
-        for (int j = 0; j < kHeld; j++) v[j] *= self.scale[j];
-        self.y.send(v, i, self.size);
-        self.fetch_input(i + 1);
-        self.y.wait(i);
-        product.clear();
-        if constexpr (Traits::kRegisters2 > 0)
-          maps.multiply_registers(product, weights2, maps.registers2, self.y.data, at.pitch2);
-        maps.multiply_rest(product, maps.rest1, maps.order.count, self.y.data + maps.registers2 * kChunk, at.pitch2);
-        product.finish(v, self.partial);
+        steps.begin_step(one, i);
+        if constexpr (kTwo) steps.begin_step(other, i);
       }
-#pragma unroll
-      for (int j = 0; j < kHeld; j++) before[j] = v[j] + self.input.x[j];
-      self.end_step(before, v, square, live_step, from);
-      if (a.cut) {
-        float passed[kHeld];
-        self.replace_cut(v, passed);
-        self.state.send(passed, i, self.size);
-      } else {
-        self.state.send(v, i, self.size);
+      steps.end_step(one, i, before, last);
+      one.fetch_input(i + 1);
+      if constexpr (kTwo) other.fetch_input(i + 1);
+      one.publish(i, before, last, one.live(i));
+      if constexpr (kTwo) {
+        steps.end_step(other, i, before, other_last);
+        other.publish(i, before, other_last, other.live(i));
       }
-      if (!kFactored) self.fetch_input(i + 1);
-      self.publish(i, length, before, v, square, live_step);
-      self.input = self.next;
     }
     cp_async_wait<0>();
-    if (length > 0) self.state.wait(length - 1);
-    self.finish();
+    one.state.wait(length - 1);
+    one.finish(last, length > 0);
+    if constexpr (kTwo) {
+      other.state.wait(length - 1);
+      other.finish(other_last, length > 0);
+    }
   }
   __syncwarp();
   cluster_sync();  // nobody leaves while others may still send to it

@@ -3,9 +3,8 @@
 // A block has 64 rows. 128 neighbouring columns of them are a chunk. A lane has the same number of 16-byte vectors of
 // every chunk, whichever products are used:
 //
-//   FMA units      8 vectors: 4 neighbouring columns in each half of the chunk, of 4 of the 8 rows of its warp. Lanes l
-//                  and l ^ 1 have the same columns, and their loads of the state are served together. The sums of a row
-//                  are spread over 16 lanes of one warp.
+//   FMA units      8 vectors: 4 neighbouring columns of each of the 8 rows of its warp, so that a load of the state
+//                  serves 8 rows. The sums of a row are spread over the lanes of one warp.
 //   tensor cores   8 vectors (float32 words) or 4 (pairs of bfloat16): its operands of the products of all 64 rows with
 //                  16 of the columns. The sums of a row are spread over the warps, and meet in shared memory. A group
 //                  of 8 sequences fills the columns of a product.
@@ -30,21 +29,23 @@ constexpr int kClusterThreads = 256, kClusterWarps = 8;
 constexpr int kClusterRows = 64;  // rows of a block
 constexpr int kChunk = 128;       // columns of a chunk
 
-template <bool factored, bool backward, int group, int precision>
+template <bool factored, bool backward, int group, int sets, int precision, int activation>
 struct ClusterTraits {
   static constexpr bool kFactored = factored, kBackward = backward, kTensor = precision != kIeee;
-  static constexpr int kGroup = group, kPrecision = precision;  // sequences of a cluster; of enum ScanPrecision
+  // A kernel of one activation has no resets, leak, tokens, act_param or norms, and stores the states only.
+  static constexpr int kActivation = activation;
+  static constexpr bool kPlain = activation != kAnyActivation;
+  static constexpr int kPrecision = precision;        // of enum ScanPrecision
+  static constexpr int kGroup = group, kSets = sets;  // sequences that are multiplied at a time; sets of them
+  static constexpr int kSequences = kGroup * kSets;   // of a cluster
   static constexpr int kVectors = precision == kBfloat16 ? 4 : 8;
   static constexpr int kChunkWords = kVectors * 4 * kClusterThreads;  // of 4 bytes, [warp][vector][lane][4]
-  // Chunks that 255 registers leave room for beside the sums, which are 4 group on the FMA units, 16 or 32 on tensor
+  // Chunks that 255 registers leave room for beside the sums, which are 8 group on the FMA units, 16 or 32 on tensor
   // cores, and the operands. Half of them for each map, so that both products read as little of shared memory.
-  static constexpr int kInRegisters = precision == kIeee   ? (group <= 4 ? 4
-                                                              : factored ? 2
-                                                                         : 3)
-                                      : precision == kTf32 ? 4
-                                                           : 8;
+  static constexpr int kInRegisters = precision == kBfloat16 ? 8 : group == 4 && sets == 2 ? 3 : 4;
   static constexpr int kRegisters2 = factored ? kInRegisters / 2 : 0, kRegisters1 = kInRegisters - kRegisters2;
-  // After a product, a lane has kHeld of its 4 rows, of one sequence, and kCopies lanes have the same ones (LaneRows).
+  // After a product, a lane has kHeld of its warp's rows, of one sequence, and kCopies lanes have the same ones
+  // (LaneRows).
   static constexpr int kHeld = group <= 4 ? 1 : group / 4, kCopies = group <= 4 ? 4 / group : 1;
   // Floats between two sequences of a vector, beyond its columns: the lanes of a tensor core's operand read four
   // columns of every sequence at a time, which would lie in the same banks.
@@ -58,17 +59,17 @@ struct ClusterTraits {
 };
 
 // What a lane has of its warp's 8 rows of every sequence after a product: kHeld rows from `row` on, of sequence
-// `sequence`. Even lanes have the first four rows, odd lanes the others.
+// `sequence`.
 template <class Traits>
 struct LaneRows {
   int row, sequence;
   __device__ __forceinline__ explicit LaneRows(int lane) {
-    const int held = lane / 2 * Traits::kHeld / Traits::kCopies;
-    row = 4 * (lane % 2) + held % 4, sequence = held / 4;
+    const int held = lane * Traits::kHeld / Traits::kCopies;
+    row = held % 8, sequence = held / 8;
   }
-  // A lane that has row 4 * half + j of a sequence, as element j % kHeld.
-  static __device__ __forceinline__ int lane_of(int sequence, int half, int j) {
-    return 2 * ((4 * sequence + j) * Traits::kCopies / Traits::kHeld) + half;
+  // A lane that has this row of a sequence, as element row % kHeld.
+  static __device__ __forceinline__ int lane_of(int sequence, int row) {
+    return (8 * sequence + row) * Traits::kCopies / Traits::kHeld;
   }
 };
 
@@ -80,9 +81,9 @@ struct ClusterMemory {  // the block's shared memory, in bytes
       : pitch1(columns1 + Traits::kPadding), pitch2(columns2 ? columns2 + Traits::kPadding : 0) {
     constexpr int64_t kWord = sizeof(float);
     barriers = 0;
-    state = 2 * sizeof(Mbarrier);
-    y = state + kWord * Traits::kVectorCopies * Traits::kGroup * pitch1;
-    partial = y + kWord * Traits::kGroup * pitch2;
+    state = 2 * Traits::kSets * sizeof(Mbarrier);
+    y = state + kWord * Traits::kVectorCopies * Traits::kSequences * pitch1;
+    partial = y + kWord * Traits::kSequences * pitch2;
     chunks = partial + kWord * kClusterWarps * Traits::kPartialFloats;
     ring = chunks + kWord * shared_chunks * Traits::kChunkWords;
     total = ring + (streams ? kWord * Traits::kChunkWords : 0);
@@ -112,8 +113,7 @@ template <int kPrecision>
 __device__ __forceinline__ float packed_word(const MapSource& map, int row0, int end, int column, int warp, int vector,
                                              int lane, int e) {
   auto value = [&](int row, int c) { return row < end ? map.at(row, c) : 0.f; };
-  if constexpr (kPrecision == kIeee)
-    return value(row0 + 8 * warp + 4 * (lane % 2) + vector % 4, column + 64 * (vector / 4) + 4 * (lane / 2) + e);
+  if constexpr (kPrecision == kIeee) return value(row0 + 8 * warp + vector, column + 4 * lane + e);
   const int tile = kPrecision == kBfloat16 ? vector : vector / 2;
   const int row = row0 + 16 * tile + 2 * (lane / 4) + e % 2, first = column + 16 * warp + 4 * (lane % 4);
   if constexpr (kPrecision == kBfloat16) {
@@ -140,39 +140,37 @@ __global__ void __launch_bounds__(256)
 
 // --------------------------------------------------------------------------------------------------------- products
 
-// The sums of a lane's 4 rows of every sequence over its columns, [sequence][row].
+// The sums of a warp's 8 rows of every sequence over a lane's columns, [sequence][row].
 template <class Traits>
 struct FmaProduct {
   static constexpr int kGroup = Traits::kGroup;
-  static constexpr int kParts = 2;  // of a chunk, with an operand each
   struct Operand {
     float4 x[kGroup];
   };
-  float sums[4 * kGroup];
+  float sums[8 * kGroup];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int k = 0; k < 4 * kGroup; k++) sums[k] = 0;
+    for (int k = 0; k < 8 * kGroup; k++) sums[k] = 0;
   }
-  // This thread's columns of a part of a chunk; `vector` begins with the first column of the chunk.
-  static __device__ __forceinline__ Operand load(const float* vector, int pitch, int part) {
+  // This lane's columns of a chunk; `vector` begins with the first column of the chunk.
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
     Operand operand;
 #pragma unroll
     for (int s = 0; s < kGroup; s++)
-      operand.x[s] =
-          *reinterpret_cast<const float4*>(vector + s * pitch + kChunk / kParts * part + 4 * (threadIdx.x % 32 / 2));
+      operand.x[s] = *reinterpret_cast<const float4*>(vector + s * pitch + 4 * (threadIdx.x % 32));
     return operand;
   }
   __device__ __forceinline__ void multiply(int vector, const float4 w, const Operand& operand) {
 #pragma unroll
     for (int s = 0; s < kGroup; s++) {
-      float& sum = sums[4 * s + vector % 4];
+      float& sum = sums[8 * s + vector];
       const float4 x = operand.x[s];
       sum = fmaf(w.x, x.x, sum), sum = fmaf(w.y, x.y, sum), sum = fmaf(w.z, x.z, sum), sum = fmaf(w.w, x.w, sum);
     }
   }
   __device__ __forceinline__ void finish(float (&rows)[Traits::kHeld], float*) {
-    reduce_scatter<16, 4 * kGroup, 2>(sums, threadIdx.x % 32 / 2);
+    reduce_scatter<32>(sums, threadIdx.x % 32);
 #pragma unroll
     for (int j = 0; j < Traits::kHeld; j++) rows[j] = sums[j];
   }
@@ -186,7 +184,6 @@ struct FmaProduct {
 template <class Traits>
 struct TensorProduct {
   static constexpr int kPrecision = Traits::kPrecision, kTiles = kClusterRows / 16;
-  static constexpr int kParts = 1;
   struct Operand {
     uint32_t words[2][2];
   };
@@ -198,7 +195,7 @@ struct TensorProduct {
 #pragma unroll
       for (int i = 0; i < 4; i++) sums[tile][i] = 0;
   }
-  static __device__ __forceinline__ Operand load(const float* vector, int pitch, int) {
+  static __device__ __forceinline__ Operand load(const float* vector, int pitch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float4 four = *reinterpret_cast<const float4*>(vector + lane / 4 * pitch + 16 * warp + 4 * (lane % 4));
     const float x[4] = {four.x, four.y, four.z, four.w};
@@ -258,19 +255,24 @@ using ClusterProduct = std::conditional_t<Traits::kTensor, TensorProduct<Traits>
 // 16 chunks.
 struct ChunkOrder {
   int count, streamed;
+  unsigned first;  // a bit for each chunk of the first map
   unsigned ring;
-  __device__ ChunkOrder(int count, int streamed) : count(count), streamed(streamed), ring(0) {
+  __device__ ChunkOrder(int first_count, int count, int streamed)
+      : count(count), streamed(streamed), first((1u << first_count) - 1), ring(0) {
     for (int r = 0; r < count; r++)
       if ((r + 1) * streamed / count != r * streamed / count) ring |= 1u << r;
   }
   __device__ __forceinline__ bool streams(int r) const { return ring >> r & 1; }
   // Of the chunks before r, those that stay in shared memory.
   __device__ __forceinline__ int shared_before(int r) const { return r - __popc(ring & ((1u << r) - 1)); }
-  // The first chunk of the ring behind r, or from the beginning again.
-  __device__ __forceinline__ int streamed_after(int r) const {
-    const unsigned behind = ring & ~((2u << r) - 1);
-    return __ffs(static_cast<int>(behind ? behind : ring)) - 1;
+  // The next chunk of the ring after r: of the same map, from its beginning again for the next set of sequences, or of
+  // the other map.
+  __device__ __forceinline__ int streamed_after(int r, bool last_set) const {
+    const unsigned same = ring & (first >> r & 1 ? first : ~first), others = ring & ~same,
+                   behind = same & ~((2u << r) - 1);
+    return __ffs(static_cast<int>(behind ? behind : last_set && others ? others : same)) - 1;
   }
+  __device__ __forceinline__ int first_streamed() const { return __ffs(static_cast<int>(ring)) - 1; }
 };
 static_assert(2 * kClusterRows * 16 / kChunk <= 31, "a bit for every chunk");
 
@@ -294,7 +296,7 @@ struct ClusterMaps {
         registers2(in_registers(plan.chunks2, Traits::kRegisters2)),
         rest1(plan.chunks1 - registers1),
         lane_words(threadIdx.x / 32 * kVectors * 128 + 4 * (threadIdx.x % 32)),
-        order(rest1 + plan.chunks2 - registers2, rest1 + plan.chunks2 - registers2 - plan.shared_chunks) {
+        order(rest1, rest1 + plan.chunks2 - registers2, rest1 + plan.chunks2 - registers2 - plan.shared_chunks) {
     packed1 = a.packed1 + static_cast<int64_t>(rank) * plan.chunks1 * Traits::kChunkWords + lane_words;
     packed2 = a.packed2 + static_cast<int64_t>(rank) * plan.chunks2 * Traits::kChunkWords + lane_words;
   }
@@ -331,7 +333,7 @@ struct ClusterMaps {
   // Ask for the first chunk of the ring.
   __device__ __forceinline__ void start_ring() const {
     if (!order.streamed) return;
-    const float* const from = source(order.streamed_after(order.count));
+    const float* const from = source(order.first_streamed());
 #pragma unroll
     for (int v = 0; v < kVectors; v++) fetch(from, v);
   }
@@ -340,7 +342,7 @@ struct ClusterMaps {
   template <int kMost>
   static __device__ __forceinline__ void multiply_registers(Product& product, const float4 (&weights)[kMost][kVectors],
                                                             int count, const float* vector, int pitch) {
-    if (kAhead && count == kMost) {
+    if (kAhead && __builtin_expect(count == kMost, 1)) {
 #pragma unroll
       for (int c = 0; c < kMost; c++) multiply_chunk(product, weights[c], vector + c * kChunk, pitch);
       return;
@@ -350,58 +352,56 @@ struct ClusterMaps {
       if (c < count) multiply_chunk(product, weights[c], vector + c * kChunk, pitch);
   }
   // product += the chunks [r0, r1) outside registers, times `vector` from the first of their columns on
-  __device__ __forceinline__ void multiply_rest(Product& product, int r0, int r1, const float* vector, int pitch) {
+  __device__ __forceinline__ void multiply_rest(Product& product, int r0, int r1, const float* vector, int pitch,
+                                                bool last_set) {
+    if (__builtin_expect(r0 >= r1, 1)) return;
     if constexpr (kAhead) {
       if (!order.streamed) return multiply_shared(product, r0, r1, vector, pitch);
     }
 #pragma unroll 1
     for (int r = r0; r < r1; r++, vector += kChunk) {
       if (order.streams(r)) {
-        multiply_streamed(product, r, vector, pitch);
+        multiply_streamed(product, r, vector, pitch, last_set);
         continue;
       }
       const float* const words = chunks + order.shared_before(r) * Traits::kChunkWords + lane_words;
-#pragma unroll
-      for (int part = 0; part < kParts; part++) multiply_part(product, load_part(words, vector, pitch, part), part);
+      multiply_loaded(product, load(words, vector, pitch));
     }
   }
 
  private:
-  static constexpr int kParts = Product::kParts, kOfPart = kVectors / kParts;  // parts of a chunk; their vectors
   // Whether operands are loaded while those before them are multiplied: two warps of a scheduler do not hide the
   // latency of shared memory. There are registers for it with up to 4 sequences.
   static constexpr bool kAhead = !Traits::kTensor && Traits::kGroup <= 4;
 
   static __device__ __forceinline__ void multiply_chunk(Product& product, const float4 (&weights)[kVectors],
                                                         const float* vector, int pitch) {
+    const typename Product::Operand x = Product::load(vector, pitch);
 #pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      const typename Product::Operand x = Product::load(vector, pitch, part);
-#pragma unroll
-      for (int v = part * kOfPart; v < (part + 1) * kOfPart; v++) product.multiply(v, weights[v], x);
-    }
+    for (int v = 0; v < kVectors; v++) product.multiply(v, weights[v], x);
   }
-  struct Part {
+  struct Chunk {
     typename Product::Operand x;
-    float4 weights[kOfPart];
+    float4 weights[kVectors];
   };
-  static __device__ __forceinline__ Part load_part(const float* words, const float* vector, int pitch, int part) {
-    Part loaded;
-    loaded.x = Product::load(vector, pitch, part);
+  static __device__ __forceinline__ Chunk load(const float* words, const float* vector, int pitch) {
+    Chunk loaded;
+    loaded.x = Product::load(vector, pitch);
 #pragma unroll
-    for (int v = 0; v < kOfPart; v++) loaded.weights[v] = vector_at(words, part * kOfPart + v);
+    for (int v = 0; v < kVectors; v++) loaded.weights[v] = vector_at(words, v);
     return loaded;
   }
-  static __device__ __forceinline__ void multiply_part(Product& product, const Part& loaded, int part) {
+  static __device__ __forceinline__ void multiply_loaded(Product& product, const Chunk& loaded) {
 #pragma unroll
-    for (int v = 0; v < kOfPart; v++) product.multiply(part * kOfPart + v, loaded.weights[v], loaded.x);
+    for (int v = 0; v < kVectors; v++) product.multiply(v, loaded.weights[v], loaded.x);
   }
   // product += chunk r, which is in the ring; fetches the next one. A vector is read while the one before is
   // multiplied.
-  __device__ __forceinline__ void multiply_streamed(Product& product, int r, const float* vector, int pitch) const {
-    const float* const later = source(order.streamed_after(r));
+  __device__ __forceinline__ void multiply_streamed(Product& product, int r, const float* vector, int pitch,
+                                                    bool last_set) const {
+    const float* const later = source(order.streamed_after(r, last_set));
     const float* const words = ring + lane_words;
-    typename Product::Operand x = Product::load(vector, pitch, 0);
+    const typename Product::Operand x = Product::load(vector, pitch);
     cp_async_wait<kVectors - 1>();
     float4 weights = vector_at(words, 0);
 #pragma unroll
@@ -412,24 +412,31 @@ struct ClusterMaps {
         coming = vector_at(words, v + 1);
       }
       product.multiply(v, weights, x);
-      if (v + 1 < kVectors && (v + 1) % kOfPart == 0) x = Product::load(vector, pitch, (v + 1) / kOfPart);
       fetch(later, v);
       weights = coming;
     }
   }
-  // multiply_rest where all chunks are in shared memory.
+  // multiply_rest where all chunks are in shared memory: a vector of weights is read while that before the last one is
+  // multiplied, and the state of a chunk while the chunk before is.
   __device__ __forceinline__ void multiply_shared(Product& product, int r0, int r1, const float* vector, int pitch) {
-    if (r0 >= r1) return;
+    constexpr int kEarly = Traits::kGroup > 2 ? 2 : 4;
     const float* words = chunks + r0 * Traits::kChunkWords + lane_words;
-    Part even = load_part(words, vector, pitch, 0);
+    typename Product::Operand x = Product::load(vector, pitch);
+    float4 weights[kEarly];
+#pragma unroll
+    for (int v = 0; v < kEarly; v++) weights[v] = vector_at(words, v);
 #pragma unroll 1
     for (int r = r0; r < r1; r++) {
-      const Part odd = load_part(words, vector, pitch, 1);
-      multiply_part(product, even, 0);
-      const bool last = r + 1 == r1;  // loads its first part again, and does not use it
-      words += last ? 0 : Traits::kChunkWords, vector += last ? 0 : kChunk;
-      even = load_part(words, vector, pitch, 0);
-      multiply_part(product, odd, 1);
+      const bool last = r + 1 == r1;  // loads from its own beginning again, and does not use it
+      const float* const later = words + (last ? 0 : Traits::kChunkWords);
+      vector += last ? 0 : kChunk;
+      const typename Product::Operand coming = Product::load(vector, pitch);
+#pragma unroll
+      for (int v = 0; v < kVectors; v++) {
+        product.multiply(v, weights[v % kEarly], x);
+        weights[v % kEarly] = vector_at(v + kEarly < kVectors ? words : later, (v + kEarly) % kVectors);
+      }
+      x = coming, words = later;
     }
   }
 };

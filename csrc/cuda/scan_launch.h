@@ -81,17 +81,29 @@ void with_resident_kernel(bool backward, int columns, int group, const ScanArgs&
     else with_value<2, 4, 8, 12>(columns, choose);
   });
 }
-// Call f with the ClusterTraits of such a kernel; a group of 8 alone has precisions below IEEE.
+// The fewest sequences of a cluster that form two sets. A set of 8 would leave no registers for the maps, and fewer
+// than 4 have little to multiply while the others travel.
+template <bool kFactored>
+constexpr int kLeastOfTwoSets = kFactored ? 8 : 4;
+
+// Call f with the ClusterTraits of such a kernel. A group of 8 alone has precisions below IEEE; tanh has kernels of its
+// own, whose steps are shorter.
 template <bool kFactored, class F>
-void with_cluster_traits(bool backward, int group, int precision, F f) {
+void with_cluster_traits(bool backward, int group, int precision, const ScanArgs& a, F f) {
+  const bool plain =
+      a.activation == act::Tanh::number && a.out && !a.cut && !a.tokens && !a.leak && !a.pre && !a.sums && !a.norms;
   with_direction(backward, [&](auto direction) {
     constexpr bool kBackward = decltype(direction)::value;
     if (precision == kIeee)
-      with_value<1, 2, 4, 8>(group,
-                             [&](auto g) { f(ClusterTraits<kFactored, kBackward, decltype(g)::value, kIeee>()); });
+      with_value<1, 2, 4, 8>(group, [&](auto g) {
+        constexpr int kGroup = decltype(g)::value, kSets = kGroup >= kLeastOfTwoSets<kFactored> ? 2 : 1;
+        if (plain) f(ClusterTraits<kFactored, kBackward, kGroup / kSets, kSets, kIeee, act::Tanh::number>());
+        else f(ClusterTraits<kFactored, kBackward, kGroup / kSets, kSets, kIeee, kAnyActivation>());
+      });
     else
-      with_value<kTf32, kBfloat16>(precision,
-                                   [&](auto p) { f(ClusterTraits<kFactored, kBackward, 8, decltype(p)::value>()); });
+      with_value<kTf32, kBfloat16>(precision, [&](auto p) {
+        f(ClusterTraits<kFactored, kBackward, 8, 1, decltype(p)::value, kAnyActivation>());
+      });
   });
 }
 
@@ -200,14 +212,14 @@ double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   const int chunks = plan.chunks1 + plan.chunks2, outside = chunks_outside<Traits>(plan);
   const double chunk_bytes = 4.0 * Traits::kChunkWords, outputs = Traits::kFactored ? 2 : 1;
   const int on_tensor_cores = Traits::kVectors * 8 * kClusterWarps / 4;
-  const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kGroup);
-  const double of_state = 4.0 * Traits::kGroup * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
+  const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kSequences);
+  const double of_state = 4.0 * Traits::kSequences * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
   const double shared = outside * chunk_bytes / 128 + chunks * of_state;
   const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 25;
   const double product = Traits::kTensor ? std::max({multiply, shared, from_l2}) : std::max(multiply, shared) + from_l2;
-  const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kGroup / 2;
-  const double vectors = 4.0 * kChunk * Traits::kGroup * chunks, exchanges = outputs * 440 + vectors / 18;
-  const int64_t waves = divide_up(divide_up(sequences, Traits::kGroup), clusters);
+  const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kSequences / 2;
+  const double vectors = 4.0 * kChunk * Traits::kSequences * chunks, exchanges = outputs * 440 + vectors / 18;
+  const int64_t waves = divide_up(divide_up(sequences, Traits::kSequences), clusters);
   return static_cast<double>(waves) * (product + outputs * sums + exchanges);
 }
 
@@ -239,12 +251,12 @@ int fit_cluster(const ScanArgs& a, const ScanOverrides& overrides, const DeviceL
   const int clusters =
       std::min(max_active_clusters(cluster_scan_kernel<Traits>, shape), limits.multiprocessors / plan.cluster);
   if (!clusters) return 0;
-  const int64_t used = divide_up(a.sequences, Traits::kGroup), words = plan.cluster * Traits::kChunkWords;
-  plan.group = Traits::kGroup, plan.precision = Traits::kPrecision;
+  const int64_t used = divide_up(a.sequences, Traits::kSequences), words = plan.cluster * Traits::kChunkWords;
+  plan.group = Traits::kSequences, plan.precision = Traits::kPrecision;
   plan.shared_chunks = shared_chunks, plan.shared_bytes = bytes();
   plan.blocks = static_cast<int>(used * plan.cluster);
-  plan.norm_columns = plan.blocks * kClusterWarps;
-  plan.sums_rows = static_cast<int>(used * Traits::kGroup);
+  plan.norm_columns = plan.blocks * Traits::kSets * kClusterWarps;
+  plan.sums_rows = static_cast<int>(used * Traits::kSequences);
   plan.packed1 = words * plan.chunks1, plan.packed2 = words * plan.chunks2;
   return clusters;
 }
@@ -266,7 +278,7 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   double clocks = 0, measured = 0;
   int clusters = 0;  // that the device holds at one time
   auto fit = [&](int group, int precision, ScanPlan& filled) {
-    with_cluster_traits<kFactored>(backward, group, precision, [&](auto traits) {
+    with_cluster_traits<kFactored>(backward, group, precision, a, [&](auto traits) {
       using Traits = decltype(traits);
       clusters = fit_cluster<Traits>(a, overrides, limits, filled);
       if (!clusters) return;
@@ -357,7 +369,7 @@ void run_scan(ScanArgs a, bool backward, const ScanPlan& plan, void* stream_addr
       launch(resident_scan_kernel<Traits>, at, a, plan.group);
     });
   } else {
-    with_cluster_traits<kFactored>(backward, plan.group, plan.precision,
+    with_cluster_traits<kFactored>(backward, plan.group, plan.precision, a,
                                    [&](auto traits) { run_cluster<decltype(traits)>(a, plan, stream); });
   }
 }

@@ -31,6 +31,7 @@ void cp_async_if(bool condition, void* shared, const void* global) {
 }
 inline float minimum(float a, float b) { return isnan(a) || isnan(b) ? NAN : a < b ? a : b; }
 inline float maximum(float a, float b) { return isnan(a) || isnan(b) ? NAN : a > b ? a : b; }
+inline void prefetch(const void*) {}
 inline void cp_async_commit() { cuda_host::current->copy_group++; }
 template <int groups>
 void cp_async_wait() {

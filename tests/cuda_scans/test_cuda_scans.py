@@ -109,7 +109,7 @@ def test_parity_of_the_path_that_is_chosen(op: str, N: int, inputs: str) -> None
 @pytest.mark.parametrize("op", OPS)
 def test_parity_of_large_clusters(op: str, N: int, K: int, overrides: dict[str, int], override: Any) -> None:
     override({"path": CLUSTER, **overrides})
-    check(scan_problem(op, B=3, T=3, N=N, **({"K": K} if op == "factored_scan" else {})))
+    check(scan_problem(op, B=7, T=3, N=N, **({"K": K} if op == "factored_scan" else {})))
 
 
 @pytest.mark.parametrize(("K", "size", "group"), [(1, 4, 2), (3, 8, 1), (13, 8, 4)])

@@ -203,6 +203,7 @@ def test_lower_precision_is_as_bad_as_it_says_and_no_worse(op: str, precision: s
 # Clusters of every group of sequences, with chunks of the map in registers, in shared memory, and read from L2.
 CLUSTERS: list[tuple[int, dict[str, int]]] = [(300, {"cluster": 8, "group": group}) for group in (1, 2, 4, 8)]
 CLUSTERS += [(300, {"cluster": 8, "group": 4, "shared_chunks": 0}), (600, {"cluster": 16, "group": 8})]
+CLUSTERS += [(600, {"cluster": 16, "group": 8, "shared_chunks": 0})]
 
 
 def need_clusters(op: str) -> None:
@@ -212,11 +213,14 @@ def need_clusters(op: str) -> None:
 
 
 @pytest.mark.parametrize(("N", "overrides"), CLUSTERS, ids=str)
+@pytest.mark.parametrize("inputs", ["tokens", "dense"])
 @pytest.mark.parametrize("op", OPS)
-def test_clusters_of_every_group(op: str, N: int, overrides: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_of_every_group(
+    op: str, inputs: str, N: int, overrides: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_clusters(op)
     monkeypatch.setattr(_call, "overrides", {"path": 1, **overrides})
-    problem = scan_problem(op, B=21, T=9, N=N, inputs="tokens")
+    problem = scan_problem(op, B=21, T=9, N=N, inputs=inputs)
     check(problem, torch.float32, "cuda")
     check(problem, torch.float32, "cuda", lengths=some_lengths(21, 9, "any"), message_clip=0.3)
 
