@@ -12,30 +12,42 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
 
 Sizes = Mapping[str, int]
 
 
-def _parameter(s: Sizes, size: str = "act_param_size") -> int:
+_PARAMETRIC = {row.number: name for name, row in ACTIVATIONS.items() if row.parameter is not None}
+
+
+def _parameter(s: Sizes, size: str) -> int:
     """Elements of a parameter of the units: 1 or N."""
     return 1 if s.get(size) == 1 else s["N"]
 
 
+def _act_param(s: Sizes) -> int:
+    """Elements of the activation's parameter."""
+    if s.get("act_param_size") == 0 and (name := _PARAMETRIC.get(s["activation"])):
+        raise InputError(f"act_param has no elements: {name} needs 1 or N = {s['N']}")
+    return _parameter(s, "act_param_size")
+
+
 def _scan(s: Sizes) -> dict[str, int]:
-    B, T, N, D, every = s["B"], s["T"], s["N"], s["D"], s["checkpoint_every"]
-    columns, rows = s["K"] or N, T * B
+    B, T, N, D, K, every = s["B"], s["T"], s["N"], s["D"], s["K"], s["checkpoint_every"]
+    rows = T * B
     return {
-        **dict.fromkeys(("first", "second"), N * columns),
         **dict.fromkeys(("h0", "reset_state"), B * N),
         **dict.fromkeys(("hs", "pre"), rows * N),
         **dict.fromkeys(("tokens", "resets"), rows),
         **dict.fromkeys(("ckpt", "states"), (-(-T // every) * B if every else rows) * N),
-        "scale": columns,
+        "first": N * K,
+        "scale": K,
+        "second": N * (K or N),
         "x": rows * D,
         "weight": N * D,
         "bias": N,
-        "act_param": _parameter(s),
+        "act_param": _act_param(s),
         "leak": _parameter(s, "leak_size"),
         "lengths": B,
         "grad_map": N * N,
@@ -69,7 +81,7 @@ def _peephole(s: Sizes) -> dict[str, int]:
 
 
 def _activation(s: Sizes) -> dict[str, int]:
-    return {**dict.fromkeys(("x", "y"), s["rows"] * s["N"]), "act_param": _parameter(s)}
+    return {**dict.fromkeys(("x", "y"), s["rows"] * s["N"]), "act_param": _act_param(s)}
 
 
 def _linear_cross_entropy(s: Sizes) -> dict[str, int]:
@@ -100,6 +112,8 @@ def _modal(s: Sizes) -> dict[str, int]:
 
 
 def _cayley(s: Sizes) -> dict[str, int]:
+    if s["K"] > s["N"]:
+        raise InputError(f"cayley: m has shape [..., {s['N']}, {s['K']}]: accepted are at most as many columns as rows")
     return {**dict.fromkeys(("m", "g", "out"), s["batch"] * s["N"] * s["K"]), "lr": s["batch"]}
 
 
@@ -130,7 +144,10 @@ class _Elements(dict[str, int]):
 
 @functools.lru_cache(maxsize=64)
 def _cached(kernel: str, names: tuple[str, ...], values: tuple[int, ...]) -> dict[str, int]:
-    return _Elements(ELEMENTS[kernel](dict(zip(names, values, strict=True))))
+    sizes = dict(zip(names, values, strict=True))
+    if sizes.get("T", 1) < 1:
+        raise InputError(f"{kernel}: the tensors have no time steps: accepted are T >= 1")
+    return _Elements(ELEMENTS[kernel](sizes))
 
 
 def check(kernel: str, name: str, tensor: Tensor, dtype: torch.dtype, device_type: str, elements: int) -> None:

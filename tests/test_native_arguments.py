@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import GruProblem, run_scan, scan_problem, with_resets
+from module_kinds import EVERY, made
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import cpu, functional
 from orthokern.cpu import _call
 from orthokern.diagnostics import tap
 from orthokern.errors import InputError
-from orthokern.nn import PeepholeLSTM
+from orthokern.nn import LSTM, PeepholeLSTM
 
 LIST = Path(__file__).resolve().parents[1] / "csrc" / "cpu" / "select.h"
 
@@ -134,11 +138,149 @@ def test_a_tensor_of_another_size_dtype_or_device_is_an_error(calls: list[Call])
                     _call.call(name, dtype, sizes, {**tensors, key: changed})
 
 
-@pytest.mark.parametrize("op", ["dense_scan", "gru_scan"])
-def test_data_exchanged_between_forward_and_backward_is_an_error(op: str) -> None:
-    """autograd does not notice it: the tensor keeps its version."""
-    w = torch.randn(12 if op == "gru_scan" else 4, 4, requires_grad=True)
-    hs = getattr(functional, op)(torch.randn(3, 2, len(w)), w)
-    w.data = w.data[:-1].clone()
-    with pytest.raises(InputError, match=f"^{op}_bwd: (w|second) must have {4 * len(w) + 4} elements, got "):
-        hs.sum().backward()
+@pytest.fixture
+def one_thread() -> None:
+    """The threads of many small calls would wait for each other."""
+    torch.set_num_threads(1)
+
+
+def exchanges(tensor: Tensor) -> list[Tensor]:
+    """Tensors of other shapes, and one of another dtype."""
+    t = tensor.detach()
+    whole = t if t.ndim else t.reshape(1)
+    shapes = [whole[: len(whole) // 2], whole[..., : whole.shape[-1] // 2], torch.cat([whole, whole]), whole[..., :1]]
+    shapes += [torch.cat([whole, whole], -1), whole.reshape(-1), whole.reshape(1, -1), whole[None], whole[:0]]
+    if whole.ndim > 1:
+        shapes.append(whole.mT)
+    other = torch.float64 if t.dtype is torch.float32 else torch.float32 if t.is_floating_point() else torch.int32
+    return [*(shape.clone() for shape in shapes), t.mT if t.ndim > 1 else whole.new_zeros(()), t.to(other)]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of ops of the package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "orthokern":
+            self.calls.append((func, tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_thread")
+@torch.no_grad()
+def test_every_op_survives_tensors_of_other_shapes() -> None:
+    """Each tensor of each op in turn, as after an exchange of its ``data``: an error or a result, also with the address
+    sanitizer (CONTRIBUTING.md)."""
+    with Recorder() as recorder, torch.enable_grad():
+        call_scans()
+        call_other_ops()
+        functional.skew_exp(torch.randn(2, 4, 4, requires_grad=True)).sum().backward()
+        functional.linear_cross_entropy(torch.randn(3, 4), torch.randn(6, 4), None, torch.tensor([0, 1, 5]))
+        functional.cayley(torch.randn(3, 6, 2), torch.randn(3, 6, 2), torch.rand(3))
+    names = {func.name().removeprefix("orthokern::") for func, _ in recorder.calls}
+    defined = {
+        name.removeprefix("orthokern::") for name in torch._C._dispatch_get_all_op_names() if "orthokern::" in name
+    }
+    assert names == defined
+    alike = {(func, *(type(a) for a in args)): (func, args) for func, args in recorder.calls}
+    for func, args in alike.values():
+        for index, argument in enumerate(args):
+            optional = str(func._schema.arguments[index].type) == "Optional[Tensor]"
+            if not optional and not isinstance(argument, Tensor):
+                continue
+            others = exchanges(argument) if isinstance(argument, Tensor) else [torch.ones(4), torch.ones(4, 4)]
+            for other in (*others, None):
+                with contextlib.suppress(RuntimeError, InputError, ZeroDivisionError):  # those of torch, and our own
+                    func(*args[:index], other, *args[index + 1 :])
+
+
+def differentiable_calls() -> Iterator[tuple[dict[str, Tensor], Any]]:
+    """(tensors by name, a function of them) for every differentiable function and module."""
+
+    def leaves(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+        return {name: torch.randn(shape, requires_grad=True) for name, shape in shapes.items()}
+
+    ids = {"lengths": torch.tensor([3, 2]), "resets": torch.tensor([[True, False], [False, True], [False, False]])}
+    tokens, target = torch.tensor([[0, 1], [2, 3], [4, 0]]), torch.tensor([[0, 4], [1, 3], [2, 2]])
+    state = {"h0": (2, 4), "reset_state": (2, 4)}
+    for inputs, every in itertools.product(
+        ({"x": (3, 2, 4)}, {"x": (3, 2, 5), "weight": (4, 5), "bias": (4,)}), (0, 2)
+    ):
+        options: dict[str, Any] = {"activation": "prelu", "checkpoint_every": every}
+        tensors = leaves(u=(4, 3), s=(3,), v=(4, 3), act_param=(4,), **state, **inputs) | ids
+        yield tensors, lambda tensors, o=options: functional.factored_scan(**tensors, **o)
+        tensors = leaves(w=(4, 4), act_param=(1,), **state, **inputs) | ids
+        if "weight" in inputs:
+            tensors["x"] = tokens
+        yield tensors, lambda tensors, o=options: functional.dense_scan(**tensors, **o)
+    for n in (4, 260):  # from 256 on, the gradients of the factors are computed without that of W
+        leak = torch.full((n,), 0.5, requires_grad=True)
+        tensors = leaves(x=(3, 2, n), u=(n, 2), s=(2,), v=(n, 2), h0=(2, n)) | {"leak": leak}
+        yield tensors, lambda tensors: functional.factored_scan(**tensors)
+    for variant in ("torch", "kanai"):
+        tensors = leaves(x=(3, 2, 12), w=(12, 4), bias=(12,), **state) | ids
+        yield tensors, lambda tensors, v=variant: functional.gru_scan(**tensors, variant=v)
+    for algorithm in ("modal", "sequential"):
+        options = {"activation": "identity", "algorithm": algorithm}
+        tensors = leaves(x=(3, 2, 4), w=(4, 4), h0=(2, 4))
+        yield tensors, lambda tensors, o=options: functional.dense_scan(**tensors, **o)
+        tensors = leaves(matrix=(4, 4), readout=(5, 4), weight=(4, 5), bias=(4,), readout_bias=(5,), h0=(2, 4))
+        tensors |= {"x": tokens, "target": target}
+        yield tensors, lambda tensors, o=options: functional.scan_cross_entropy(**tensors, **o).loss
+    tensors = leaves(hidden=(3, 2, 4), weight=(5, 4), bias=(5,)) | {"target": target}
+    yield tensors, lambda tensors: functional.linear_cross_entropy(**tensors)
+    for name in ("prelu", "modrelu", "leaky_relu"):
+        yield leaves(x=(3, 4), act_param=(4,)), lambda tensors, n=name: functional.activation(name=n, **tensors)
+    yield leaves(x=(2, 4, 4)), lambda tensors: functional.skew_exp(**tensors)
+    for module in [*(made(kind) for kind in EVERY), LSTM(3, 6)]:
+        tensors = {name: parameter for name, parameter in module.named_parameters()} | leaves(input=(3, 2, 3))
+        yield tensors, lambda tensors, module=module: module(tensors["input"])[0]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:u_l0 is no longer orthonormal")
+def test_data_exchanged_between_forward_and_backward() -> None:
+    """autograd does not notice it: the tensor keeps its version. The backward raises an error or has a result, also
+    with the address sanitizer (CONTRIBUTING.md)."""
+    errors = 0
+    for tensors, function in differentiable_calls():
+        for tensor in tensors.values():
+            kept = tensor.data
+            for other in exchanges(tensor):
+                result = function(tensors)
+                tensor.data = other
+                try:
+                    torch.autograd.grad(result.square().sum(), [t for t in tensors.values() if t.requires_grad])
+                except InputError as error:
+                    assert "\n" not in str(error)
+                    errors += 1
+                except (RuntimeError, IndexError, TypeError) as error:  # those of torch
+                    assert "orthokern" not in str(error)
+                finally:
+                    tensor.data = kept
+    assert errors > 300
+
+
+@pytest.mark.parametrize("kind", ["rnn", "low rank", "gru"])
+def test_buffers_of_a_frozen_module_are_exchanged_between_steps(kind: str) -> None:
+    frozen: Any = made(kind).frozen()
+    x = torch.randn(2, 3)
+    expected = frozen.step(x)[0]
+    for buffer in frozen.buffers():
+        kept = buffer.data
+        for other in exchanges(buffer):
+            buffer.data = other
+            with contextlib.suppress(RuntimeError, InputError):
+                frozen.step(x)
+        buffer.data = kept
+    assert torch.equal(frozen.step(x)[0], expected)
+
+
+def test_a_tensor_whose_storage_was_freed_is_an_error() -> None:
+    bias = torch.ones(4)
+    bias.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="dense_scan_fwd: bias has no memory: its storage was freed"):
+        functional.dense_scan(torch.ones(2, 1, 3), torch.eye(4), weight=torch.ones(4, 3), bias=bias)

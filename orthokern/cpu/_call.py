@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from orthokern._elements import check, elements_of
+from orthokern.errors import InputError
 
 _C: Any
 try:
@@ -105,7 +106,8 @@ class Prepared:
         self, name: str, dtype: torch.dtype, sizes: Mapping[str, Any], fixed: Mapping[str, Tensor | None]
     ) -> None:
         self._name, self._dtype, self._elements = name, dtype, elements_of(name, sizes)
-        self._held: list[Tensor] = [tensor for tensor in fixed.values() if tensor is not None]
+        # aliases: a tensor whose ``data`` is exchanged gives up its memory
+        self._held: list[Tensor] = [tensor.detach() for tensor in fixed.values() if tensor is not None]
         addresses = _addresses(name, dtype, self._elements, fixed, self._held)
         self._fixed = {**sizes, **addresses, "dtype": _DTYPES[dtype]}
 
@@ -135,5 +137,7 @@ def _addresses(
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
             copies.append(tensor)
-        addresses[key] = tensor.data_ptr()
+        address = addresses[key] = tensor.data_ptr()
+        if not address and elements[key]:  # a null pointer would stand for None
+            raise InputError(f"{name}: {key} has no memory: its storage was freed")
     return addresses

@@ -35,7 +35,7 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
     """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
     x, tokens = args.x, None
-    if x is not None and not x.is_floating_point():
+    if x is not None and not x.is_floating_point() and args.weight is not None:
         x, tokens = None, x
     K, size, leak_size = (0 if t is None else t.shape[-1] for t in (args.first, args.act_param, args.leak))
     D = N if args.weight is None else args.weight.shape[1]

@@ -50,6 +50,13 @@ def untraced(function: Function) -> Function:
     return call
 
 
+def _refuse_shapes(name: str, error: Exception) -> None:
+    """Raise InputError for an error of shapes that cannot be unpacked: those of a tensor whose ``data`` was exchanged
+    after the checks, or of a call of ``torch.ops``."""
+    if not isinstance(error, InputError):
+        raise InputError(f"{name}: the shapes of the tensors do not fit together: {error}") from error
+
+
 class CustomOp:
     """An op whose kernel serves all devices. See ``custom_op``."""
 
@@ -89,14 +96,19 @@ class CustomOp:
         return stacked, (0,) * len(stacked)
 
     def _guarded(self, function: Function) -> Function:
-        """A kernel or fake that raises InputError for tensors that are 0-dimensional or not strided:
-        ``torch.ops.orthokern`` can be called without the checks of ``orthokern.functional``."""
+        """A kernel or fake that raises InputError for tensors that are missing, 0-dimensional or not strided:
+        ``torch.ops.orthokern`` can be called without the checks of ``orthokern.functional``, and takes None for every
+        tensor."""
         arguments = self.overload._schema.arguments
         tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type) and a.name not in _NUMBERS]
+        required = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
 
         @functools.wraps(function)
         def call(*given: Any) -> Any:
             given = (*given, *self.defaults[len(given) :])
+            for index, name in required:
+                if given[index] is None:
+                    raise InputError(f"{self.name}: {name} is None: accepted is a tensor")
             for index, name in tensors:
                 tensor = given[index]
                 if tensor is not None and (tensor.ndim == 0 or tensor.layout is not torch.strided):
@@ -104,7 +116,11 @@ class CustomOp:
                     raise InputError(
                         f"{self.name}: {name} is a {kind} tensor: accepted is a strided one of at least one dimension"
                     )
-            results = function(*given)
+            try:
+                results = function(*given)
+            except (ValueError, IndexError) as error:
+                _refuse_shapes(self.name, error)
+                raise
             return filled(results, given) if isinstance(results, tuple) else results
 
         return call
@@ -139,11 +155,15 @@ class CustomOp:
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
-            if recorded:
-                result = backward(ctx, saved, *grads)
-            else:  # without create_graph nothing is recorded: call the kernels of the ops without autograd
-                with torch._C._AutoDispatchBelowAutograd():
+            try:
+                if recorded:
                     result = backward(ctx, saved, *grads)
+                else:  # without create_graph nothing is recorded: call the kernels of the ops without autograd
+                    with torch._C._AutoDispatchBelowAutograd():
+                        result = backward(ctx, saved, *grads)
+            except (ValueError, IndexError) as error:
+                _refuse_shapes(f"backward of {self.name}", error)
+                raise
             return (*result, *(None,) * (len(ctx.needs_input_grad) - len(result)))
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}

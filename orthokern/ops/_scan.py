@@ -20,6 +20,7 @@ from orthokern._scan_contract import (
     split_tensors,
 )
 from orthokern.dispatch import Support
+from orthokern.errors import InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_leak, check_lengths, check_tokens, no_second_derivative
 from orthokern.ops._dispatcher import can_bypass_dispatcher
@@ -105,6 +106,9 @@ class ScanOp:
     def _backend_module(self, args: ScanArgs, T: int) -> Any:
         """The module of the backend that serves a call of T steps. Checks values."""
         second = args.second
+        if (args.first is None) != (args.scale is None):
+            missing = "first" if args.first is None else "scale"
+            raise InputError(f"{self.name}: {missing} is None: accepted are both of first and scale, or neither")
         module = dispatch.resolve(
             self.name,
             args.backend,
@@ -132,6 +136,10 @@ class ScanOp:
         self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
     ) -> ScanGradients:
         """The results of the backward of the backend that serves a call."""
+        if args.x is None and (args.weight is not None or args.checkpoint_every):
+            raise InputError(f"{self.name}_bwd: x is None: it is needed with a weight or checkpoints")
+        if pre is None and args.keeps_pre:
+            raise InputError(f"{self.name}_bwd: pre is None: it is needed with a leak or with {args.activation}")
         backward = getattr(self._backend_module(args, grad_hs.shape[0]), f"{self.name}_bwd")
         grads: ScanGradients = backward(args, grad_hs, states, pre if args.keeps_pre else None, needs)
         if needs.norm:
@@ -295,7 +303,7 @@ def without_m(args: ScanArgs, grad_hs: Tensor) -> bool:
     rank. Without checkpoints, since delta_t of all steps is stored."""
     if args.first is None or args.checkpoint_every or torch.compiler.is_compiling():
         return False
-    N, K = args.second.shape
+    N, K = args.second.shape[0], args.second.shape[-1]  # whose data may have been exchanged since the checks
     return N >= 256 and min(4 * grad_hs.shape[0] * grad_hs.shape[1], 8 * K) <= N
 
 

@@ -21,6 +21,7 @@ from orthokern._scan_contract import (
     split_tensors,
 )
 from orthokern.dispatch import Support
+from orthokern.errors import InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._checks import gru_args
 from orthokern.ops._common import check_lengths, no_second_derivative
@@ -177,6 +178,8 @@ def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields
 
 def _gradients(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """The results of the backward of the backend that serves a call."""
+    if states.pre is None and not args.kanai:
+        raise InputError('gru_scan_bwd: pre is None: it is needed in variant "torch"')
     grads: GruGradients = _backend_module(args, grad_hs.shape[0]).gru_scan_bwd(args, grad_hs, states, needs)
     if needs.norm:
         _taps.record("gru_scan", grads.norm)
