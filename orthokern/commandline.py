@@ -118,6 +118,8 @@ def integer(minimum: int, maximum: int | None = None, *, none: bool = False) -> 
             value = int(text) if "e" not in text.lower() else int(float(text)) if float(text).is_integer() else None
         except (ValueError, OverflowError):
             value = None
+        if maximum is not None and (value is None or not minimum <= value <= maximum):
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
         if value is not None and value > most:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {most}")
         if value is None or value < minimum:
@@ -273,6 +275,8 @@ class Parser(argparse.ArgumentParser):
             options = [option.lstrip("-") for action in self._actions for option in action.option_strings]
             name = unknown[0].split("=")[0]
             guess = nearest(name.lstrip("-"), options) if name.startswith("-") else None
+            other = {"--epochs": "iterations", "--iterations": "epochs"}.get(name)  # a task may count in one alone
+            guess = other if other in options else guess
             raise InputError(
                 f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
                 + (f": did you mean --{guess}?" if guess else "; see --help")

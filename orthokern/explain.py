@@ -146,7 +146,10 @@ def main(argv: list[str] | None = None) -> int:
     """Print the text. Returns the exit code: 0, or 2 for a bad argument."""
 
     def body() -> int:
-        options = _parser().parse(argv)
+        arguments = sys.argv[1:] if argv is None else argv
+        if arguments and arguments[0] in ops.NAMES:
+            raise InputError(f"unknown argument {arguments[0]}: did you mean --op {arguments[0]}?")
+        options = _parser().parse(arguments)
         if options and "op" not in options:
             raise InputError(f"--{next(iter(options))} describes a call: give --op too, one of {', '.join(ops.NAMES)}")
         say(explain(options.pop("op", None), **options))

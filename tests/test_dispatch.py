@@ -231,6 +231,7 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--op", "factored_scan", "--algorithm", "bogus"], "unknown algorithm 'bogus': accepted: auto, sequential"),
         (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
         (["--N", "600"], "--N describes a call: give --op too, one of factored_scan, dense_scan"),
+        (["factored_scan"], "unknown argument factored_scan: did you mean --op factored_scan"),
         (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
         (["--op", "factored_scan", "--N", "8", "--K", "9"], "factored_scan: N=8, K=9; accepted: K of at most N"),
     ],

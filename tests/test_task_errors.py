@@ -24,6 +24,8 @@ copy | --T 5 --backend gpu | --backend: unknown backend 'gpu'
 copy | --T 5 --device gpu | --device: 'gpu' is not a device
 copy | --T 5 --device meta | --device: 'meta': this project runs on cpu and cuda devices
 copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
+copy | --T 5 --epochs 5 | unknown option --epochs: did you mean --iterations?
+word_lm | --data {ptb} --delta 0.2 --clip 5 | --delta with --clip: --clip replaces the constraint
 copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
@@ -38,14 +40,14 @@ adding | --T 10 --init glorot | --init glorot with --margin 0.1
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
 adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
 adding | --T 10 --schedule sine | unknown schedule 'sine'
-adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer of at most 9223372036854775807
+adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer from 0 to 9223372036854775807
 adding | --optimizer adam --beta1 1.0 | beta1: '1.0' is not a number of at least 0 and below 1
 adding | --eps 0 | eps: '0' is not a number of at least 1e-30
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
 adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
 adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
 adding | --slope=-1e300 --nonlinearity prelu | --slope: '-1e300' is beyond 1e+30
-adding | --threads 2147483648 | --threads: '2147483648' is not an integer of at most 1024
+adding | --threads 2147483648 | --threads: '2147483648' is not an integer from 1 to 1024
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
@@ -59,6 +61,7 @@ pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --a
 pixel_mnist | --data {mnist} --average 1 | '1' is not a number of at least 0 and below 1 or none
 adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
+pixel_mnist | --data {mnist}/.. | has it
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
 pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
@@ -71,7 +74,7 @@ char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at 
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
 char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
-temporal_order | --bits 4 | --bits: '4' is not an integer of at most 3
+temporal_order | --bits 4 | --bits: '4' is not an integer from 2 to 3
 temporal_order | --T 9 | '9' is not an integer of at least 10
 random_permutation | --goal 101 | at most 100
 random_permutation | --start learnt | did you mean 'learned'

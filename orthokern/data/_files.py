@@ -29,7 +29,9 @@ def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
         except FileNotFoundError:
             continue
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
-    raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}")
+    below = next((path.parent for name in names for path in folder.glob(f"*/{name}")), None)
+    hint = "" if below is None else f"; {below} has it"
+    raise InputError(f"missing data file {names[0]}{others}; looked for in {folder.absolute()}{hint}")
 
 
 def text_of(path: Path, content: bytes) -> str:

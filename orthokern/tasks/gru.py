@@ -90,6 +90,8 @@ class GruOptions(DataOptions):
 
     def complete(self) -> None:
         super().complete()
+        if self.constraint is None and self.clip is not None and self.delta is not None:
+            raise InputError("--delta with --clip: --clip replaces the constraint; --constraint projection has both")
         self.fill(
             init_std=1.0 / math.sqrt(self.hidden),
             variant="torch" if self.model == "torch-gru" else "kanai",
