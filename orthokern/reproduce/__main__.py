@@ -47,9 +47,10 @@ def _names() -> str:
 
 
 def _epilog() -> str:
+    names = "\n".join(textwrap.fill(line, 100, subsequent_indent=24 * " ") for line in _names().splitlines())
     return f"""\
 experiments:
-{_names()}
+{names}
 
 examples:
   python -m orthokern.reproduce table1 --data data --quick         scaled down, takes minutes

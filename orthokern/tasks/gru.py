@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from orthokern import init as init_
 from orthokern._gru_parameters import CONSTRAINED_INPUTS
+from orthokern.commandline import say
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.errors import InputError
 from orthokern.nn import GRU
@@ -183,6 +184,8 @@ class GruTask(Experiment):
 
     def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         if self.initial_loss is None:
+            if current_shard().first:
+                say("evaluating the untrained model, in the time of iteration 1")
             self.model.eval()
             with torch.no_grad():
                 self.initial_loss = self.measure("validation")

@@ -171,7 +171,9 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
             run.log.append(record)
         _check_finite(result.metrics)
         epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
-        times = f"{smoothed_ms:.0f} ms per iteration, {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
+        times = f"{smoothed_ms:.0f} ms per iteration"
+        if task.time_steps > 1:
+            times += f", {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
         text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
         progress.update(state.iteration, text, force=over or state.reached)
         stopped = result.stop if several else stop.signal
