@@ -49,7 +49,7 @@ def check(problem: Problem, dtype: torch.dtype, lengths: Tensor | None = None, *
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [True, False])
-@pytest.mark.parametrize("steps", [4, 16])
+@pytest.mark.parametrize("steps", [4, 6, 16])
 def test_parity(steps: int, tokens: bool, dtype: torch.dtype, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one span and in several, in every order of blocks and threads."""
     monkeypatch.setattr(cuda, "span_steps", lambda inputs, readout: steps)

@@ -52,15 +52,17 @@ def _run(
     *,
     start: int = 0,
     reverse: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over x, the steps of a call from ``start`` on, whose states are written to z: Note [Modal chunks].
 
     z0: float64, or None for zeros; before: (states of the forward scan in the dtype of x, the one before them in
-    float64). Returns (the state after the last step; with ``before`` terms [2, *, M] of the gradients of re and im).
+    float64). Returns (the state after the last step, forward only if T is a multiple of ``chunk``; with ``before`` terms
+    [2, *, M] of the gradients of re and im).
     """
     (T, B), M, (h, h0), ids = x.shape[:2], len(inputs.re), before, not x.is_floating_point()
     table = inputs.table if ids else None
-    chunk = chunk_length(T, B * M)
+    chunk = chunk_length(T, B * M) if chunk is None else min(chunk, T)
     chunks = -(-T // chunk)
     space = inputs.re.new_empty(min(chunks, 2), chunks, B, 2 * M)
     sums = inputs.re.new_empty(2, 0 if h is None else chunks * B, M)
@@ -93,9 +95,11 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     count = lengths.sum().double() if reduction == "mean" and lengths is not None else None
     scale = 1.0 / (T * B) if reduction == "mean" and lengths is None else 1.0
     length = span_steps(inputs, readout)
+    chunk = chunk_length(length, B * len(re))
+    length = -(-length // chunk) * chunk  # the state after a span is that after its last chunk
     starts = [z0.double()]
     for start in range(0, T - length, length):
-        starts.append(_run(inputs, x[start : start + length], starts[-1], start=start)[0])
+        starts.append(_run(inputs, x[start : start + length], starts[-1], start=start, chunk=chunk)[0])
     losses, right = re.new_empty(T, B), torch.empty(T, B, dtype=torch.uint8, device=re.device)
     states, adjoints, carry = [], [], None  # of the profile, the last span first
     grad_x = torch.empty_like(x) if need_grad and table is None else None
@@ -103,7 +107,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     for start, first in reversed(list(zip(range(0, T, length), starts, strict=True))):
         span = slice(start, start + length)
         z = z0.new_empty(len(x[span]), *z0.shape)
-        _run(inputs, x[span], first, z, start=start)
+        _run(inputs, x[span], first, z, start=start, chunk=chunk)
         d = torch.nn.functional.linear(z, weight, bias)
         sizes = {"dtype": native.DTYPES[dtype], "T": len(z), "B": B, "C": len(weight), "start": start, "scale": scale}
         own = {"logits": d, "target": target[span], "losses": losses[span], "right": right[span]}
@@ -116,7 +120,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
         new = {"weight": sum_over_rows(d, z), "bias": d.sum((0, 1), dtype=torch.float64)}
         g = d @ weight
         delta = torch.empty_like(g, dtype=torch.float64)
-        carry, terms = _run(inputs, g, carry, delta, (z, first), start=start, reverse=True)
+        carry, terms = _run(inputs, g, carry, delta, (z, first), start=start, reverse=True, chunk=chunk)
         new["values"] = terms.sum(1)
         if table is not None:
             new["table"] = sum_by_id(x[span], delta, len(table))
