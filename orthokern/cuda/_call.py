@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern._activations import ACTIVATIONS
 from orthokern._elements import check, elements_of
 from orthokern._scan_contract import ScanArgs
 
@@ -54,9 +55,9 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     more: tuple[int, ...] = ()
     ids = args.x is not None and not args.x.is_floating_point()
     if isinstance(args, ScanArgs):
-        act_size, leak_size = (0 if t is None else t.shape[0] for t in (args.act_param, args.leak))
+        act_size, leak_size = (-1 if t is None else t.shape[0] for t in (args.act_param, args.leak))
         K, D = 0 if args.first is None else args.second.shape[1], N if args.weight is None else args.weight.shape[1]
-        more = (K, D, act_size, leak_size, args.checkpoint_every)
+        more = (K, D, act_size, leak_size, args.checkpoint_every, ACTIVATIONS[args.activation].number)
     index = args.h0.get_device() if device.type == DEVICE else None
     copies = {}
     expected = _expected(args.op, args.__class__, tuple(saved), ids, (B, steps, N, *more))
@@ -75,7 +76,7 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
 @functools.lru_cache(maxsize=1024)
 def _expected(op: str, kind: Any, saved: tuple[str, ...], ids: bool, sizes: tuple[int, ...]) -> list[Any]:
     """(name, dtype, number of elements) of the arguments of a scan and of what is saved; no dtype for an option."""
-    letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every")
+    letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every", "activation")
     elements = elements_of(f"{op}_bwd", dict(zip(letters, sizes, strict=False)))
     result: list[Any] = []
     for name in (*kind._fields, *saved):
