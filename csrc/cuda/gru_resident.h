@@ -28,7 +28,8 @@
 
 namespace orthokern::cuda {
 
-constexpr int kGruAhead = 4;  // steps of prefetch of the inputs: about 2 us, above the latency of memory
+constexpr int kNormSteps = 16;  // steps whose squares are summed together
+constexpr int kGruAhead = 4;    // steps of prefetch of the inputs: about 2 us, above the latency of memory
 
 struct GruMemory {                    // layout of the shared memory of a block, in bytes
   static constexpr int kVectors = 7;  // largest number of vectors of a sequence

@@ -27,8 +27,6 @@
 
 namespace orthokern::cuda {
 
-constexpr int kNormSteps = 16;  // gru_resident.h: steps whose squares are summed together
-
 // How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step does. many: a block has several sequences.
 // activation: a number of common/activations.h, or kAnyActivation. inputs: where the inputs of a step come from, which
 // kAnyInputs leaves to the arguments. cuts: the calls with ScanArgs::cut or leak, whose sequences are multiplied one at
