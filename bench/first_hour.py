@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "bench" / "first_hour_cases.py"
-PROBE = ROOT / "bench" / "probe.cu"
 START_SECONDS = 60.0  # of a process of cases before its first case
 CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
 CHECKS = 2  # the group of the stages that check results
@@ -87,13 +86,6 @@ def gpu_name() -> str:
     return lines[0].strip() if process.returncode == 0 and lines else ""
 
 
-def nvcc() -> str:
-    """The compiler that setup.py would take: of CUDACXX, CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda."""
-    homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates = [os.environ.get("CUDACXX", ""), *(f"{home}/bin/nvcc" for home in homes if home), "nvcc"]
-    return next(filter(None, map(shutil.which, [*filter(None, candidates), "/usr/local/cuda/bin/nvcc"])), "")
-
-
 def case_names() -> tuple[str, ...]:
     """The cases of first_hour_cases.py, which imports torch: asked for in a process of its own."""
     code = f"import sys; sys.path.insert(0, {str(CASES.parent)!r}); import first_hour_cases as c; print(*c.cases())"
@@ -101,18 +93,6 @@ def case_names() -> tuple[str, ...]:
     if process.returncode:
         raise SystemExit(f"first_hour: {CASES.name} does not load:\n{process.stderr.strip()}")
     return tuple(process.stdout.split())
-
-
-def probe_command(dry: bool, folder: Path, capability: str) -> tuple[str, ...]:
-    """Compiles bench/probe.cu and runs it."""
-    program, include = str(folder / "probe"), f"-I{ROOT / 'csrc'}"
-    if dry:
-        host = ROOT / "tests" / "cuda_host"
-        flags = f"-std=c++17 {include} -O1 -U_FORTIFY_SOURCE -DORTHOKERN_CUDA_HOST -I{host} -w -x c++"
-        build = f"{os.environ.get('CXX') or 'g++'} {flags} {PROBE} {host / 'runtime.cpp'} -o {program}"
-    else:
-        build = f"{nvcc()} -std=c++17 {include} -O3 -arch=sm_{capability} {PROBE} -o {program}"
-    return ("sh", "-c", f"{build} && {program}")
 
 
 def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Stage]:
@@ -129,11 +109,10 @@ def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Sta
     check = (sanitizer, "--error-exitcode", "3", sys.executable, str(CASES), *some)
     build = ("env", "ORTHOKERN_CUDA=1", f"ORTHOKERN_CUDA_ARCHS={capability}", sys.executable, "-m", "pip", "install")
     if dry:
-        return [Stage("probe", 1, 300, probe_command(dry, folder, capability)), Stage("cases", 2, 1200, cases=names)]
+        return [Stage("cases", 1, 1200, cases=names)]
     return [
         *([] if prebuilt else [Stage("build", 0, 600, (*build, "--no-build-isolation", "--no-deps", "-e", str(ROOT)))]),
         Stage("versions", 1, 60, cases=("versions",)),
-        Stage("probe", 1, 60, probe_command(dry, folder, capability), missing="" if nvcc() else "nvcc not found"),
         Stage("parity", CHECKS, 120, cases=checks),
         Stage("tests-cuda", CHECKS, 150, (*cuda, "-k", "not triton")),
         Stage("tests-triton", CHECKS, 150, (*triton, "-k", "triton")),
@@ -190,9 +169,8 @@ class Runner:
         finally:
             self.end(process)
         text = log.read_text(errors="replace")
-        rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"name"')]  # of the probe
         last = [line for line in text.splitlines() if line.strip()][-1:] or ["no output"]
-        details: Record = {"rows": rows} if rows else {"said": last[0][:200]}
+        details: Record = {"said": last[0][:200]}
         if status:
             details["error"] = f"exit status {status}: {last[0][:200]}"
         self.record(stage.name, "failed" if status else "ok", since, **details)
@@ -283,7 +261,7 @@ def shown(value: Any) -> str:
 
 
 def report(records: Sequence[Record], title: str, dry: bool) -> str:
-    """One page: what failed first, then the results with their bars, and the probe."""
+    """One page: what failed first, then the results with their bars."""
     counts = {status: sum(r["status"] == status for r in records) for status in ("ok", "failed", "cut off")}
     lines = [f"# First hour on {title}", "", ", ".join(f"{n} {status}" for status, n in counts.items()), ""]
     if dry:
@@ -302,9 +280,6 @@ def report(records: Sequence[Record], title: str, dry: bool) -> str:
             lines.append("| " + " | ".join(cells) + " |")
         elif "said" in r:
             lines.append(f"| {r['name']} | {r['seconds']} s | | {r['status']} | {r['said'].replace('|', '/')} |")
-    lines += ["", "## Probe", "", "| probe | size | value |", "| --- | --- | ---: |"]
-    for r in records:
-        lines += [f"| {x['name']} | {x['size']} | {shown(x['value'])} {x['unit']} |" for x in r.get("rows", [])]
     return "\n".join(lines) + "\n"
 
 

@@ -38,11 +38,11 @@ def test_a_dry_run_goes_through_every_case(request: pytest.FixtureRequest, scrip
     process = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stdout[:3000] + process.stderr
     records = json.loads((bundle / "results.json").read_text())
-    assert [r["name"] for r in records] == ["probe", *script.case_names()]
+    assert [r["name"] for r in records] == list(script.case_names())
     assert {path.name for path in bundle.iterdir()} == {"report.md", "results.json", "logs.txt.gz"}
     text = (bundle / "report.md").read_text()
     assert ", 0 failed, 0 cut off" in text and "A dry run on the CPU" in text
-    assert "| exchange | 16 blocks, 32 KiB |" in text
+    assert "| rnn-N64-B1 |" in text
 
 
 CHILD = """
@@ -84,9 +84,9 @@ def test_verdicts(script: Any) -> None:
 
 
 def test_a_name_that_nothing_begins_with(script: Any) -> None:
-    plan = [script.Stage("probe", 1, 60), script.Stage("times", 3, 60, cases=("rnn-N64", "gru-N64"))]
+    plan = [script.Stage("parity", 1, 60), script.Stage("times", 3, 60, cases=("rnn-N64", "gru-N64"))]
     assert [s.cases for s in script.chosen(plan, ["gru"])] == [("gru-N64",)]
-    with pytest.raises(SystemExit, match="nothing begins with 'tims'; accepted: probe, rnn-N64, gru-N64"):
+    with pytest.raises(SystemExit, match="nothing begins with 'tims'; accepted: parity, rnn-N64, gru-N64"):
         script.chosen(plan, ["tims"])
 
 
