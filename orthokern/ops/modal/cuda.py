@@ -57,8 +57,8 @@ def _run(
     """The recurrence over x, the steps of a call from ``start`` on, whose states are written to z: Note [Modal chunks].
 
     z0: float64, or None for zeros; before: (states of the forward scan in the dtype of x, the one before them in
-    float64). Returns (the state after the last step, forward only if T is a multiple of ``chunk``; with ``before`` terms
-    [2, *, M] of the gradients of re and im).
+    float64). Returns (the state after the last step, forward only for a multiple of ``chunk`` steps; with ``before``
+    terms [2, *, M] of the gradients of re and im).
     """
     (T, B), M, (h, h0), ids = x.shape[:2], len(inputs.re), before, not x.is_floating_point()
     table = inputs.table if ids else None
