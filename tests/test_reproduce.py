@@ -23,7 +23,7 @@ from runs import settings_of
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import runner
 from orthokern.reproduce.report import figure_name, labels, markdown
-from orthokern.reproduce.spec import Experiment, over_seeds
+from orthokern.reproduce.spec import Experiment, is_planned, over_seeds
 from orthokern.training import read_metrics
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -116,6 +116,12 @@ def test_a_row_shows_the_command_of_its_numbers(reproduce: Command) -> None:
     reproduce.add(replace(TOY, runs=(first, replace(second, options=(*second.options, "--lr", "0.5")))))
     reproduce("toy", "--report")
     assert reproduce.states() == ["done", "other settings"] and "--lr 0.5" in reproduce.rows()[1]["command"]
+
+
+def test_a_margin_by_the_length_is_that_of_the_command() -> None:
+    run = replace(TOY.runs[0], task="copy", options=("--preset", "paper", "--T", "200", "--model", "rnn"))
+    assert is_planned(vars(settings_of("copy", run.options)), run, quick=False)
+    assert not is_planned(vars(settings_of("copy", run.options, T=500)), run, quick=False)
 
 
 @pytest.mark.parametrize(

@@ -202,5 +202,6 @@ def planned(run: Run, quick: bool) -> dict[str, Any]:
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:
     """Whether the settings of a run folder are those that the command line of a run names, but for its length."""
-    named = named_settings(run, quick)
+    # the margin "by T" of a preset of the copy task is a number in the settings of a run
+    named = {name: value for name, value in named_settings(run, quick).items() if value != "by T"}
     return all(settings.get(name) == named[name] for name in named.keys() - FREE_SETTINGS)
