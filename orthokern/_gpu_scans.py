@@ -227,7 +227,7 @@ class _States:
         self.entered = self.pre = None  # frees their memory
         entered = self.entered = new_results(args)(high - low + 1, *args.h0.shape)
         entered[0] = self.saved[segment]
-        if args._replace(checkpoint_every=0).keeps_pre:
+        if args.reads_pre:
             self.pre = new_results(args)(high - low, *args.h0.shape)
         start = entered[0] if resets is None else started(entered[0], resets[low], args.reset_state)
         inputs = _input_of(args, args.x[low:high])

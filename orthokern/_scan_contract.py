@@ -110,9 +110,14 @@ class ScanArgs(NamedTuple):
         return self.x.shape[0]
 
     @property
+    def reads_pre(self) -> bool:
+        """Whether the backward reads the pre-activations."""
+        return self.leak is not None or ACTIVATIONS[self.activation].needs_input
+
+    @property
     def keeps_pre(self) -> bool:
         """Whether the forward saves the pre-activations for the backward."""
-        return (self.leak is not None or ACTIVATIONS[self.activation].needs_input) and not self.checkpoint_every
+        return self.reads_pre and not self.checkpoint_every
 
 
 class ScanStates(NamedTuple):

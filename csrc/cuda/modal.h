@@ -23,7 +23,7 @@ struct ModalArgs {
   const double* re;        // [M]
   const double* im;        // [M]
   const double* z0;        // [B, 2M], the state before the first step, or reverse after the last one
-  double* ends;            // [chunks, B, 2M]: the state that each chunk ends with; from zero if there are several
+  double* ends;            // [chunks, B, 2M]: the states that chunks end with; of several, from z0 or from zero
   double* states;          // [chunks, B, 2M]: the state after each chunk; null for one chunk
   void* z;                 // [T, B, 2M], as x, or double; null: only `ends` and `states`
   const void* h;           // X [T, B, 2M]: states of the forward scan, for `sums`; or null

@@ -87,7 +87,7 @@ template <bool kFactored>
 constexpr int kLeastOfTwoSets = kFactored ? 8 : 4;
 
 // Call f with the ClusterTraits of such a kernel. A group of 8 alone has precisions below IEEE; tanh has kernels of its
-// own, whose steps are shorter.
+// own in IEEE float32, whose steps are shorter.
 template <bool kFactored, class F>
 void with_cluster_traits(bool backward, int group, int precision, const ScanArgs& a, F f) {
   const bool plain =

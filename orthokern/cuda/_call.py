@@ -48,9 +48,9 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
 
 
 def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list[Any]]:
-    """The arguments of a scan of ``steps`` steps, ``ScanArgs`` or ``GruArgs``, and the tensors ``saved`` of a backward,
-    in the form that kernels need. InputError for a tensor whose size is not that of the call: its ``data`` was
-    exchanged."""
+    """The arguments of a scan of ``steps`` steps (``ScanArgs``, ``GruArgs`` or ``PeepholeInputs``) and the tensors
+    ``saved`` of a backward, in the form that kernels need. InputError for a tensor whose size is not that of the call:
+    its ``data`` was exchanged."""
     device, (B, N) = args.h0.device, args.h0.shape
     more: tuple[int, ...] = ()
     ids = args.x is not None and not args.x.is_floating_point()

@@ -121,6 +121,8 @@ class Scan(_gpu_scans.Scan):
     def _run_steps(self, sizes: dict[str, Any], args: dict[str, Tensor | None]) -> None:
         """A library product and one kernel per step."""
         start, backward, precision = args["start"], self.sizes["backward"], self.plan["precision"]
+        if args["leak"] is not None and not backward:  # the kernel reads (1 - l) h_{t-1} from the state, in float32
+            precision = min(precision, _PRECISIONS["tf32"])
         shape, new = (self.sizes["sequences"], self.sizes["N"]), self.args.second.new_empty
         dtype = torch.bfloat16 if precision == _PRECISIONS["bf16"] else torch.float32  # of the products' factors
         state = new(shape, dtype=dtype).zero_() if start is None else start.view(shape).to(dtype, copy=True)
@@ -139,7 +141,7 @@ class Scan(_gpu_scans.Scan):
                 multiply(rows, own["last"], own["product"])
                 end_step(step=step)
 
-        of_scan = {name: value for name, value in sizes.items() if name != "backward"}
+        of_scan = {name: value for name, value in sizes.items() if name != "backward"} | {"precision": precision}
         with ieee_products():
             run_steps("scan", (backward, precision), of_scan, args, tensors, launch, min(sizes["chunk"], sizes["T"]))
 
