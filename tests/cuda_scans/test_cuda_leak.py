@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import KINDS, OP_PATHS, PATHS, check, run
-from helpers import assert_each_result_alone, assert_same_bits, scan_problem, some_lengths, with_resets
+from helpers import assert_each_result_alone, assert_same_bits, run_scan, scan_problem, some_lengths, with_resets
 
 from orthokern import _gpu_scans
 from orthokern.cuda import _scan
@@ -59,6 +59,17 @@ def test_what_units_carry_from_window_to_window(path: str, override: Any, monkey
         assert_same_bits(plain, run(one.to(torch.float32), lengths=lengths))
         again = run(one.to(torch.float32), lengths=lengths, checkpoint_every=4)
         assert_same_bits(plain, again, skip=("ckpt", "pre"))
+
+
+@pytest.mark.parametrize("op", ["factored_scan", "dense_scan"])
+def test_the_state_of_library_steps_is_float32(op: str, override: Any) -> None:
+    """The kernel of a step adds (1 - l) h_{t-1} from the state that is multiplied: no bfloat16 for "bf16" either."""
+    override("library")
+    problem = scan_problem(op, B=5, T=19, N=34, leak=34, gap=-1.0)
+    tf32, bf16 = (run(problem.to(torch.float32), precision=precision) for precision in ("tf32", "bf16"))
+    assert_same_bits({"hs": tf32["hs"]}, {"hs": bf16["hs"]})
+    exact = run_scan(problem, "reference")["hs"]
+    assert (bf16["hs"] - exact).abs().max() < 1e-2 * exact.abs().max()
 
 
 @pytest.mark.parametrize("path", ["resident", "cluster-4", "library", "low-rank"])
