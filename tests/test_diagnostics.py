@@ -360,6 +360,6 @@ def test_the_eigenvalues_of_a_low_rank_are_those_of_the_latent_matrix() -> None:
     record = diagnostics.diagnose_recurrence(rnn)
     assert record["spectral_radius"] == pytest.approx(float(expected[-1]))
     assert record["eigenvalue_moduli"]["min"] == pytest.approx(float(expected[0]))
-    states, last = torch.randn(7, 2, 40, dtype=torch.float64), rnn.latent_matrix()
-    h = states @ rnn.recurrent_matrix().mT
-    torch.testing.assert_close(rnn.latent(h), rnn.latent(states) @ last.mT)
+    states = torch.randn(7, 2, 40, dtype=torch.float64)
+    after = states @ rnn.recurrent_matrix().mT
+    torch.testing.assert_close(rnn.latent(after), rnn.latent(states) @ rnn.latent_matrix().mT)

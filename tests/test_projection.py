@@ -292,6 +292,3 @@ def test_wrong_choices_and_values() -> None:
             SpectralNormProjection(GRU(2, 3), **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"constrained matrix 0 \(shape \[2, 2\]\) has NaN or infinite entries"):
         SpectralNormProjection([torch.full((2, 2), float("nan"))]).step()
-
-
-# ---- stacked models --------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Layers(nn.Module):
 
         Raises:
             orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.
-            InputError: the module is a PeepholeLSTM.
+            InputError: the module is an LSTM or a PeepholeLSTM.
 
         Example::
 
