@@ -118,13 +118,12 @@ def integer(minimum: int, maximum: int | None = None, *, none: bool = False) -> 
             value = int(text) if "e" not in text.lower() else int(float(text)) if float(text).is_integer() else None
         except (ValueError, OverflowError):
             value = None
-        if maximum is not None and (value is None or not minimum <= value <= maximum):
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
-        if value is not None and value > most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most {most}")
-        if value is None or value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
-        return value
+        if value is not None and minimum <= value <= most:
+            return value
+        accepted = f"of at least {minimum}" if value is None or value < minimum else f"of at most {most}"
+        if maximum is not None:
+            accepted = f"from {minimum} to {maximum}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer {accepted}")
 
     return parse
 

@@ -104,6 +104,13 @@ def test_vmap_over_margins(margins: Any, spectrum_map: str) -> None:
         torch.testing.assert_close(gradients["u_l0"][index], torch.autograd.grad(value, [model.u_l0])[0])
 
 
+def test_margin_after_a_change_of_dtype() -> None:
+    model = made("factorized", margin=0.1, dtype=torch.float32).double()
+    p, x = model.spectrum_l0.detach().fill_(3.0), torch.randn(5, 2, D, dtype=torch.float64)
+    mapped = torch.vmap(lambda values: torch.func.functional_call(model, {"spectrum_l0": values}, (x,)))
+    torch.testing.assert_close(mapped(p.unsqueeze(0))[0][0], model(x)[0].detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 6])], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
 def test_compile(kind: str, lengths: Tensor | None) -> None:

@@ -61,7 +61,7 @@ from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._checks import whole
 from orthokern.ops._register import untraced
 
-__all__ = ["INITS", "OPTIMIZER_STATES", "ExpRNN"]
+__all__ = ["INITS", "ExpRNN"]
 
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")

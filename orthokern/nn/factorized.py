@@ -112,6 +112,13 @@ class FactorizedRNN(Recurrent):
         margin = self._tensor("spectrum_l0").detach().new_full((), value)
         self.register_buffer("margin_of_model", margin, persistent=False)
 
+    def _apply(self, *args: Any, **options: Any) -> FactorizedRNN:
+        super()._apply(*args, **options)
+        margin = self._buffers.get("margin_of_model")
+        if margin is not None:  # a change of the dtype rounds it, and `to_empty` leaves it without a value
+            margin.fill_(torch.nan if self.margin is None else self.margin)
+        return self
+
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
         respect to the parameter."""
@@ -196,7 +203,7 @@ class FactorizedRNN(Recurrent):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._register_margin()  # without a value after `to_empty`
+        self._register_margin()  # still on the meta device after a load with assign=True
         local_metadata, *_, errors = args
         saved = local_metadata.get("spectrum")
         if saved is not None and saved != self._meaning():

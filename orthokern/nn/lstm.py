@@ -111,11 +111,11 @@ class LSTM(Layers):
     ) -> Tensor:
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
+        if lengths is not None and readable(lengths):
+            check_lengths(lengths, x.shape[0])
         states = torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
         if lengths is None:
             return states
-        if readable(lengths):
-            check_lengths(lengths, x.shape[0])
         return states * (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).unsqueeze(-1)
 
     def extra_repr(self) -> str:

@@ -182,7 +182,8 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
 
-        Raises InputError, before any part steps, for a learning rate that is not finite or below 0.
+        Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and where a
+        scheduler has given one rate to groups that had different ones.
         """
         loss = None
         if closure is not None:

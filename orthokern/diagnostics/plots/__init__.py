@@ -2,8 +2,8 @@
 
 Functions named compare_... draw one run or several, those named plot_... one run, and `plot_latent` a module. They
 return the figure, or None if no record has the fields that the plot needs; `save` writes it. Figures are built without
-pyplot: no global state, no window, and a shorter import. `legend`, `x` and `title`, in `common`, are
-explained in `compare_curves`. The colours can be distinguished by colour-blind readers.
+pyplot: no global state, no window, and a shorter import. `legend`, `x` and `title`, in `common`, are explained in
+`compare_curves`. The colours can be distinguished by colour-blind readers.
 
 InputError is raised for a setting that no run has, for x = "epoch" if the length of an epoch is unknown for a run, and
 if matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
