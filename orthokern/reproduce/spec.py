@@ -23,6 +23,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from orthokern.errors import InputError
+
 # settings that may differ between two parts of a run, and the length of a run
 FREE_SETTINGS = frozenset(
     "backend checkpoint_every device diagnose_every epochs iterations minutes plots preset threads".split()
@@ -202,6 +204,10 @@ def planned(run: Run, quick: bool) -> dict[str, Any]:
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:
     """Whether the settings of a run folder are those that the command line of a run names, but for its length."""
-    # the margin "by T" of a preset of the copy task is a number in the settings of a run
-    named = {name: value for name, value in named_settings(run, quick).items() if value != "by T"}
-    return all(settings.get(name) == named[name] for name in named.keys() - FREE_SETTINGS)
+    named = named_settings(run, quick)
+    command = importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND
+    try:
+        completed = vars(command.complete({**settings, **named}))  # a preset may leave a value to the other settings
+    except InputError:
+        return False
+    return all(settings.get(name) == completed[name] for name in named.keys() - FREE_SETTINGS)
