@@ -7,7 +7,6 @@ python -m orthokern.tasks         list the training tasks
 python -m orthokern.tasks.TASK    train a network on a task
 python -m orthokern.reproduce     experiments of the papers
 python -m orthokern.diagnostics   plots and tables of run folders
-python -m orthokern.compare       time and accuracy beside torch.nn.RNN
 python -m orthokern.explain       the backend of a call, and why
 
 Each has --help. Documentation: docs/README.md"""

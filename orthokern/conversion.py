@@ -1,7 +1,7 @@
 """Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's, with the same parameters.
 
-``orthokern.convert`` is the function of this module. ``python -m orthokern.compare`` runs it on a model and compares
-the results and times of both.
+``orthokern.convert`` is the function of this module. ``orthokern.compare.compare`` runs it on a model and compares the
+results and times of both.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from orthokern.tasks import copy
 
 TASKS = tasks.names()
 COMMANDS = {name: f"orthokern.tasks.{name}" for name in TASKS} | {
-    "compare": "orthokern.compare.__main__",
     "diagnostics": "orthokern.diagnostics.__main__",
     "explain": "orthokern.explain",
     "reproduce": "orthokern.reproduce.__main__",

@@ -1,10 +1,8 @@
-"""python -m orthokern.compare: agreement, disagreement that must be detected, and one line for each mistake."""
+"""orthokern.compare: agreement, disagreement that must be detected, and one line for each mistake."""
 
 from __future__ import annotations
 
 import copy
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import InputError
-from orthokern.compare import compare, measure
-from orthokern.compare.__main__ import main
-from orthokern.compare.result import Errors
+from orthokern import compare as room
+from orthokern.compare import Errors, compare
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +71,9 @@ def test_what_is_frozen_runs_forward_only() -> None:
 
 
 @pytest.mark.parametrize(("part", "change"), [(0, 1e-4), (1, 1e-3)], ids=["outputs", "gradients"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_wrong_kernel_is_seen(
-    part: int, change: float, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    true_convert = measure.convert
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_kernel_is_seen(part: int, change: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_convert = room.convert
 
     def wrong(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hs = output[0]
@@ -89,19 +84,18 @@ def test_a_wrong_kernel_is_seen(
         conversion.module.register_forward_hook(wrong)
         return conversion
 
-    monkeypatch.setattr(measure, "convert", convert)
-    sizes = ["--input", "3", "--hidden", "5", "--batch", "2", "--time", "4", "--rounds", "1"]
-    assert main([*sizes, "--dtype", dtype]) == 1
-    text = capsys.readouterr().out
+    monkeypatch.setattr(room, "convert", convert)
+    result = compare(nn.RNN(3, 5, dtype=dtype), torch.randn(4, 2, 3, dtype=dtype), rounds=1)
+    text = str(result)
+    assert not result.agree and text.endswith("torch and orthokern DISAGREE")
     lines = [line for line in text.splitlines() if "MORE THAN" in line]
     assert any(line.startswith(("error of outputs", "error of gradients")[part]) for line in lines)
-    assert text.endswith("torch and orthokern DISAGREE\n")
 
 
 @pytest.mark.parametrize("bad", [1, 3])
 def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit on the kink of relu is no disagreement; what disagrees at every draw is. The weights come back."""
-    true_errors, seen = measure._errors, []
+    true_errors, seen = room._errors, []
 
     def errors(theirs: nn.Module, ours: nn.Module, *rest: Any) -> Any:
         for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
@@ -110,7 +104,7 @@ def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPat
         outputs, gradients = true_errors(theirs, ours, *rest)
         return (Errors(0.0, 1.0, 1.0, 0.1), gradients) if len(seen) <= bad else (outputs, gradients)
 
-    monkeypatch.setattr(measure, "_errors", errors)
+    monkeypatch.setattr(room, "_errors", errors)
     module = nn.RNN(2, 3, nonlinearity="relu")
     result = compare(module, torch.randn(4, 2, 2), rounds=1)
     assert result.agree == (bad == 1) and ("agreed at draw 2" in str(result)) == (bad == 1)
@@ -118,82 +112,32 @@ def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(seen[0], module.weight_ih_l0)
 
 
-# ---- factories for --module
-
-
 class Model(nn.Module):
-    def __init__(self, run: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, run: Callable[[nn.RNN, Tensor], Tensor]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(5, 3) if options else None
-        self.rnn = nn.RNN(3, 4, **options)
-        self.run = run
+        self.rnn, self.run = nn.RNN(3, 4), run
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.run(self, *inputs)
-
-
-FACTORIES: dict[str, Callable[[], Any]] = {
-    "model": lambda: nn.GRU(3, 4),
-    "embedded": lambda: Model(lambda m, ids: m.rnn(m.embedding(ids)), batch_first=True),
-    "with_input": lambda: (nn.GRU(3, 4), torch.randn(6, 2, 3)),
-    "raises": lambda: torch.ones(2) @ torch.ones(3),
-    "only_lstm": lambda: (nn.Sequential(nn.LSTM(2, 2)), torch.randn(3, 2, 2)),
-    "random": lambda: Model(lambda m, x: m.rnn(x)[0] + torch.rand(())),
-    "meta": lambda: nn.GRU(3, 4, device="meta"),
-    "in_place": lambda: Model(lambda m, x: torch.relu_(m.rnn(x)[0])),
-}
-
-
-@pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("models_to_compare")
-    module.__dict__.update(FACTORIES)
-    monkeypatch.setitem(sys.modules, "models_to_compare", module)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.rnn, x)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("module", "options", "text"),
     [
-        ["--module=models_to_compare:model", "--dtype=float64", "--batch=2", "--time=3"],
-        ["--module=models_to_compare:embedded", "--batch=2", "--time=6"],
-        ["--cell=gru", "--layers=2", "--hidden=3", "--time=4"],
-        ["--cell=rnn", "--hidden=3", "--time=4", "--seed=4", "--threads=1"],
-    ],
-    ids=" ".join,
-)
-def test_command_line(models: None, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--rounds=1"]) == 0
-    told = capsys.readouterr()
-    assert told.err == "" and "swapped " in told.out and told.out.endswith("torch and orthokern agree\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--module=no_such_package.models:build", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("--module=models_to_compare:raises", "the factory raised RuntimeError: inconsistent tensor size"),
-        ("--module=models_to_compare:only_lstm", "to swap; 0 (torch.nn.LSTM(2, 2)): orthokern.nn.LSTM"),
-        ("--module=models_to_compare:random", "forward of Model draws random numbers"),
-        ("--module=models_to_compare:meta", "GRU or an input is on the device meta; accepted: tensors with values"),
-        ("--module=models_to_compare:in_place", "backward of Model raised RuntimeError: one of the variables needed"),
-        ("--module=models_to_compare:model --hidden=3", "--hidden has no effect with --module"),
-        ("--backend=cuda", "backend 'cuda' cannot serve"),
-        (f"--batch={2**53}", "there is not enough memory"),
+        (nn.Sequential(nn.LSTM(3, 2)), {}, r"to swap; 0 \(torch.nn.LSTM\(3, 2\)\): orthokern.nn.LSTM"),
+        (Model(lambda rnn, x: rnn(x)[0] + torch.rand(())), {}, "forward of Model draws random numbers"),
+        (nn.GRU(3, 4, device="meta"), {}, "GRU or an input is on the device meta; accepted: tensors with values"),
+        (nn.GRU(3, 4), {"rounds": 0}, "rounds must be"),
+        (3, {}, "module must be"),
     ],
 )
-def test_mistakes(models: None, arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "backend=cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(arguments.split()) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and text in told.err, told.err
+def test_mistakes(module: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        compare(module, torch.randn(6, 2, 3), **options)
 
 
-def test_wrong_arguments() -> None:
+def test_numbers_that_are_not_finite_do_not_agree() -> None:
     assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
-    for module, options in ((nn.GRU(2, 3), {"rounds": 0}), (3, {})):
-        with pytest.raises(InputError, match="must be"):
-            compare(module, torch.randn(2, 2, 2), **options)  # type: ignore[arg-type]
     model = nn.GRU(3, 4)
     nn.init.constant_(model.weight_hh_l0, torch.nan)  # it would agree with anything that is NaN as well
     with pytest.raises(InputError, match="no output of the model is a finite number, also in float64"):

@@ -1,11 +1,12 @@
-"""The comparison: runs both models on the same inputs, compares the results with float64, and times them in turns."""
+"""Compare a model that uses torch.nn.RNN or torch.nn.GRU with the same model on orthokern: time, memory, results."""
 
 from __future__ import annotations
 
 import copy
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +15,114 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from orthokern import dispatch
-from orthokern.compare.result import Comparison, Errors, Times
-from orthokern.conversion import Conversion, convert
-from orthokern.errors import BackendUnavailable, InputError, require
+from orthokern.conversion import Conversion, Report, convert
+from orthokern.errors import InputError, require
+
+__all__ = ["Comparison", "Errors", "Times", "compare"]
 
 # The error of orthokern against float64 may be FACTOR times that of torch, plus FLOOR units of rounding of the largest
 # value: two orders of summation differ by that much. Where a unit of relu lies within rounding of its kink, the two may
 # take different branches, and a gradient then differs by more. TRIALS draws that all disagree are no such accident.
 FACTOR, FLOOR, TRIALS = 4.0, 64.0, 3
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of torch and orthokern in ms, one per round. The rounds alternate between the two."""
+
+    torch: tuple[float, ...]
+    orthokern: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median time of torch divided by that of orthokern: above 1, orthokern is faster."""
+        return statistics.median(self.torch) / statistics.median(self.orthokern)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Largest differences of one kind of result, each relative to the largest value of its tensor.
+
+    Attributes:
+        torch: difference between torch and the same computation in float64.
+        orthokern: difference between orthokern and the computation in float64.
+        between: difference between torch and orthokern.
+        allowed: the largest `orthokern` that counts as agreement.
+    """
+
+    torch: float
+    orthokern: float
+    between: float
+    allowed: float
+
+    @property
+    def agree(self) -> bool:
+        """Whether `orthokern` is at most `allowed`; False for NaN."""
+        return self.orthokern <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`. str() is a report.
+
+    Attributes:
+        head: description of the model, the inputs and the versions.
+        report: the report of `orthokern.convert`.
+        backends: one line per replaced module: the selected backend and its op.
+        forward, backward: times in ms; backward is None if no output depends on a parameter.
+        kept_mib: MiB that torch and orthokern keep from forward to backward, without parameters and inputs.
+        peak_mib: peak MiB allocated on a CUDA device; None on a CPU.
+        outputs, gradients: `Errors` of outputs, and of the gradients for parameters and floating-point inputs;
+            gradients is None if backward is None.
+        notes: remarks about the run.
+    """
+
+    head: str
+    report: Report
+    backends: tuple[str, ...]
+    forward: Times
+    backward: Times | None
+    kept_mib: tuple[float, float]
+    peak_mib: tuple[float, float] | None
+    outputs: Errors
+    gradients: Errors | None
+    notes: tuple[str, ...]
+
+    @property
+    def agree(self) -> bool:
+        """Whether outputs and gradients agree."""
+        return self.outputs.agree and (self.gradients is None or self.gradients.agree)
+
+    def __str__(self) -> str:
+        rows = [("", "torch", "orthokern", "")]
+        for name, times in (("forward, ms", self.forward), ("backward, ms", self.backward)):
+            if times is not None:
+                rows.append((name, _spread(times.torch), _spread(times.orthokern), _faster(times.ratio)))
+        for name, sizes in (("kept for backward, MiB", self.kept_mib), ("peak, MiB", self.peak_mib)):
+            if sizes is not None:
+                rows.append((name, f"{sizes[0]:.2f}", f"{sizes[1]:.2f}", ""))
+        for name, errors in (("error of outputs", self.outputs), ("error of gradients", self.gradients)):
+            if errors is not None:
+                more = "" if errors.agree else "MORE THAN "
+                text = f"{more}allowed {errors.allowed:.1e}; differ by {errors.between:.1e}"
+                rows.append((name, f"{errors.torch:.1e}", f"{errors.orthokern:.1e}", text))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        table = [
+            "  ".join([row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]).rstrip()
+            for row in rows
+        ]
+        verdict = "torch and orthokern agree" if self.agree else "torch and orthokern DISAGREE"
+        parts = [self.head, str(self.report), *self.backends, "", *table, "", *self.notes, verdict]
+        return "\n".join(parts)
+
+
+def _spread(values: tuple[float, ...]) -> str:
+    """Median, and the least and the largest."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.2f} times faster" if ratio >= 1.0 else f"{1.0 / ratio:.2f} times SLOWER"
 
 
 def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | None = None, seed: int = 0) -> Comparison:
@@ -50,10 +151,9 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     require(type(rounds) is int and rounds >= 1, "rounds", "an integer of at least 1", repr(rounds))
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     kind = type(module).__name__
-    if any(t.is_meta for t in (*module.parameters(), *module.buffers(), *tensors(inputs))):
+    if any(t.is_meta for t in (*module.parameters(), *module.buffers(), *_tensors(inputs))):
         raise InputError(f"{kind} or an input is on the device meta; accepted: tensors with values")
-    with user_errors(f"copying {kind}"):
-        theirs = copy.deepcopy(module)
+    theirs = copy.deepcopy(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
     if not report.swapped:
@@ -75,23 +175,6 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     return Comparison(head, report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes))
 
 
-def first_line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-@contextmanager
-def user_errors(action: str) -> Iterator[None]:
-    """Converts an error in a user's code to an InputError of one line."""
-    try:
-        yield
-    except (InputError, BackendUnavailable, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise InputError(f"{action} raised {first_line(error)}") from error
-
-
 def _without_dropout(module: nn.Module) -> list[str]:
     """Disables dropout; returns the note about it."""
     notes = []
@@ -103,12 +186,12 @@ def _without_dropout(module: nn.Module) -> list[str]:
     return notes
 
 
-def tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """All tensors in an output or input: of tuples, lists and dictionaries."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """An input with every tensor changed; a PackedSequence keeps its sizes."""
 
     def of_leaf(leaf: Any) -> Any:
@@ -124,21 +207,19 @@ class _Run:
 
     def __init__(self, inputs: tuple[Any, ...], seed: int) -> None:
         self.inputs, self.seed = inputs, seed
-        self.device = next((t.device for t in tensors(inputs)), torch.device("cpu"))
+        self.device = next((t.device for t in _tensors(inputs)), torch.device("cpu"))
         self.with_backward = True
         self._cotangents: list[Tensor] = []
 
     def fresh_inputs(self) -> tuple[Any, ...]:
         """The inputs, with gradients for those that require them."""
-        result: tuple[Any, ...] = mapped(self.inputs, lambda t: t.detach().requires_grad_(t.requires_grad))
+        result: tuple[Any, ...] = _mapped(self.inputs, lambda t: t.detach().requires_grad_(t.requires_grad))
         return result
 
     def forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
         """The floating-point tensors of the output."""
         torch.manual_seed(self.seed)
-        shapes = ", ".join(f"{list(t.shape)} {dispatch.dtype_name(t.dtype)}" for t in tensors(inputs))
-        with user_errors(f"forward of {type(module).__name__} with input {shapes}"):
-            outputs = [t for t in tensors(module(*inputs)) if t.is_floating_point()]
+        outputs = [t for t in _tensors(module(*inputs)) if t.is_floating_point()]
         if not outputs:
             raise InputError(f"forward of {type(module).__name__} returns no floating tensor: nothing to compare")
         return outputs
@@ -158,8 +239,7 @@ class _Run:
             generator = torch.Generator().manual_seed(self.seed)
             self._cotangents = [torch.randn(t.shape, generator=generator, device="cpu").to(t.device) for t in outputs]
         pairs = [(t, c.to(t.dtype)) for t, c in zip(outputs, self._cotangents, strict=True) if t.requires_grad]
-        with user_errors(f"backward of {type(module).__name__}"):
-            torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
+        torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
 
     def results(self, module: nn.Module, dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs, and the gradients of parameters and floating-point inputs."""
@@ -167,7 +247,7 @@ class _Run:
         def leaf(t: Tensor) -> Tensor:
             return t.detach().to(dtype or t.dtype, copy=True).requires_grad_() if t.is_floating_point() else t
 
-        inputs = mapped(self.inputs, leaf)
+        inputs = _mapped(self.inputs, leaf)
         module.zero_grad(set_to_none=True)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype or default)  # of the states that a forward makes with torch.zeros
@@ -178,7 +258,7 @@ class _Run:
         gradients: list[Tensor] = []
         if self.with_backward:
             self.backward(module, outputs)
-            leaves = [*module.parameters(), *(t for t in tensors(inputs) if t.is_floating_point())]
+            leaves = [*module.parameters(), *(t for t in _tensors(inputs) if t.is_floating_point())]
             gradients = [t.grad if t.grad is not None else torch.zeros_like(t) for t in leaves]
             module.zero_grad(set_to_none=True)
         return [t.detach() for t in outputs], gradients
@@ -246,7 +326,7 @@ def _largest(values: list[Tensor], others: list[Tensor]) -> float:
 def _kept_mib(module: nn.Module, run: _Run) -> float:
     """MiB of the storages that the graph of one forward holds, without those of parameters and inputs."""
     inputs = run.fresh_inputs()
-    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *tensors(inputs)]}
+    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *_tensors(inputs)]}
     sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -293,17 +373,14 @@ def _sample(module: nn.Module, run: _Run, inputs: tuple[Any, ...]) -> tuple[floa
         run.backward(module, outputs)
     end = now()
     module.zero_grad(set_to_none=True)
-    for t in tensors(inputs):
+    for t in _tensors(inputs):
         t.grad = None
     peak = torch.cuda.max_memory_allocated(run.device) / 2**20 if cuda else 0.0
     return middle - start, end - middle, peak
 
 
-# ---- text --------------------------------------------------------------------------------------------------------
-
-
 def _head(module: nn.Module, run: _Run) -> str:
-    shapes = ", ".join(f"{list(t.shape)} {dispatch.dtype_name(t.dtype)}" for t in tensors(run.inputs))
+    shapes = ", ".join(f"{list(t.shape)} {dispatch.dtype_name(t.dtype)}" for t in _tensors(run.inputs))
     cuda = run.device.type == "cuda"
     place = torch.cuda.get_device_name(run.device) if cuda else f"cpu, threads: {torch.get_num_threads()}"
     mode = "training" if module.training else "eval"
