@@ -83,7 +83,6 @@ def refused(folder: Path, collection: str = "nottingham") -> str:
 def test_wrong_arguments(tmp_path: Path) -> None:
     assert "missing data file nottingham.npz (nor Nottingham.mat)" in refused(tmp_path)
     assert "did you mean 'nottingham'" in refused(tmp_path, "notingham")
-    assert "does not exist" in refused(tmp_path / "no")
 
 
 def test_damaged_matlab_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -> None:
@@ -194,10 +193,6 @@ def test_windows_resume() -> None:
             ours, theirs = next(later), next(whole)
             assert torch.equal(ours.targets, theirs.targets) and torch.equal(ours.inputs, theirs.inputs)
             assert torch.equal(ours.fresh, theirs.fresh) and torch.equal(ours.valid, theirs.valid)
-    with pytest.raises(InputError, match="batch 3; expected: 4"):
-        rolls.windows(4, 7, torch.Generator()).load_state_dict(state)
-    with pytest.raises(InputError, match="total 89; expected: 4"):
-        random_rolls([5]).windows(3, 7, torch.Generator()).load_state_dict(state)
 
 
 def test_whole_pieces_for_evaluation() -> None:

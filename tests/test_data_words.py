@@ -38,14 +38,6 @@ def test_only_a_newline_ends_a_line(tmp_path: Path, mark: str) -> None:
     assert words.text(words.train) == f"the{mark}cat <unk> <eos> a dog <eos>"
 
 
-def test_the_limit(tmp_path: Path) -> None:
-    assert len(load_words(folder(tmp_path), limit=6).vocabulary) == 6
-    with pytest.raises(InputError, match=r"ptb.train.txt has 6 distinct words, <eos> included; accepted: at most 5"):
-        load_words(tmp_path, limit=5)
-    with pytest.raises(InputError, match="limit must be an integer of at least 2"):
-        load_words(tmp_path, limit=1)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

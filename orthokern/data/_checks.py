@@ -1,17 +1,6 @@
-"""Checks that readers and generators share."""
-
-import os
-from pathlib import Path
-from typing import Any
+"""A check that readers, generators and diagnostics share."""
 
 from orthokern.errors import InputError
-
-
-def as_path(name: str, value: str | Path) -> Path:
-    """The value as a path; InputError for another type."""
-    if not isinstance(value, str | os.PathLike):
-        raise InputError(f"{name} must be a path, got {value!r}")
-    return Path(value)
 
 
 def integer(name: str, value: int, minimum: int = 1, maximum: int | None = None) -> int:
@@ -20,12 +9,3 @@ def integer(name: str, value: int, minimum: int = 1, maximum: int | None = None)
         most = "" if maximum is None else f" and at most {maximum}"
         raise InputError(f"{name} must be an integer of at least {minimum}{most}, got {value!r}")
     return value
-
-
-def check_state(state: dict[str, Any], own: dict[str, Any], *names: str) -> None:
-    """Rejects the saved state of an iterator over other data or with other options: entries `names` must be equal."""
-    if not isinstance(state, dict) or state.keys() != own.keys():
-        raise InputError(f"the saved order of the data must have the entries {', '.join(own)}")
-    for name in names:
-        if state[name] != own[name]:
-            raise InputError(f"the saved order of the data has {name} {state[name]}; expected: {own[name]}")

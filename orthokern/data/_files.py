@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from orthokern._files import read_file
-from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
 
-def data_folder(folder: str | Path) -> Path:
-    """The path, if it is a folder; InputError otherwise."""
-    path = as_path("folder", folder)
-    if not os.path.exists(path):
-        raise InputError(f"the data folder {path} does not exist (looked for at {path.absolute()})")
-    if not os.path.isdir(path):
-        raise InputError(f"{path} is a file; expected: the folder that holds the data files")
-    return path
-
-
-def read_first(folder: Path, names: Sequence[str]) -> tuple[Path, bytes]:
+def read_first(folder: str | Path, names: Sequence[str]) -> tuple[Path, bytes]:
     """Path and content of a file that may have several names: the first one that exists is read."""
+    folder = Path(folder)
     for path in (folder / name for name in names):
         try:
             return path, read_file(path)

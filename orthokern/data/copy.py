@@ -1,9 +1,8 @@
 """The copy task of Hochreiter & Schmidhuber (1997): remember ten symbols for T steps, then output them in order.
 
-step      0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
-arjovsky  a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
-exprnn    a a a a a a a a | - - - ... - - - - | # - - - - - - -    T blanks, the marker, K-1 blanks
-target    - - - - - - - - | - - - ... - - - - | a a a a a a a a    blank until the last K steps
+step    0 ......... K-1 | K ............... | ........... L-1    K symbols to recall, L = T + 2 K steps
+input   a a a a a a a a | - - - ... - - - # | - - - - - - - -    T-1 blanks, the marker, K blanks
+target  - - - - - - - - | - - - ... - - - - | a a a a a a a a    blank until the last K steps
 """
 
 import math
@@ -13,16 +12,16 @@ from torch import Tensor
 
 from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError
 
-LAYOUTS = ("arjovsky", "exprnn")
 _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of token ids, as modules accept them
 
 
 class CopyTask(Generator):
     """Generator of the copy task of Hochreiter and Schmidhuber 1997: remember K symbols for T steps, then output them.
 
-    A batch has tokens and targets, [T + 2 K, B] of `dtype` each.
+    A batch has tokens and targets, [T + 2 K, B] of `dtype` each. The first recalled symbol is due at the step after the
+    marker (Arjovsky et al. 2015).
 
     Token ids: 0 is the blank, 1 ... `symbols` are the symbols, `symbols + 1` is the marker. Target classes: 0 is the
     blank, 1 ... `symbols` the symbols.
@@ -31,8 +30,6 @@ class CopyTask(Generator):
         T: number of steps over which the symbols are remembered, at least 1.
         symbols: number of different symbols, at least 1 (8 in all papers that report the task).
         recall: number of symbols to remember, K, at least 1 (10 in all papers).
-        layout: "arjovsky": the first recalled symbol is due at the step after the marker (Arjovsky et al. 2015,
-            Vorontsov et al. 2017). "exprnn": it is due at the step of the marker (expRNN and geotorch).
         dtype: dtype of tokens and targets; uint8 needs an eighth of the memory of int64.
 
     Attributes:
@@ -51,15 +48,10 @@ class CopyTask(Generator):
         True
     """
 
-    def __init__(
-        self, T: int, symbols: int = 8, recall: int = 10, layout: str = "arjovsky", dtype: torch.dtype = torch.int64
-    ) -> None:
+    def __init__(self, T: int, symbols: int = 8, recall: int = 10, dtype: torch.dtype = torch.int64) -> None:
         self.T = integer("T", T)
         self.symbols = integer("symbols", symbols)
         self.recall = integer("recall", recall)
-        if layout not in LAYOUTS:
-            raise unknown_name("layout", layout, LAYOUTS)
-        self.layout = layout
         if dtype not in _DTYPES or torch.iinfo(dtype).max <= self.symbols:
             raise InputError(f"dtype must be uint8, int16, int32 or int64 and hold {self.symbols + 1}, got {dtype}")
         self.dtype = dtype
@@ -67,7 +59,7 @@ class CopyTask(Generator):
         self.num_ids = symbols + 2
         self.num_classes = symbols + 1
         self.marker = symbols + 1
-        self.marker_step = recall + T - 1 if layout == "arjovsky" else recall + T
+        self.marker_step = recall + T - 1
         self.baseline = recall * math.log(symbols) / self.length
 
     def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import check_state, integer
-from orthokern.data._files import data_folder, read_first
+from orthokern.data._checks import integer
+from orthokern.data._files import read_first
 from orthokern.errors import InputError, unknown_name
 
 NOTES = 88
@@ -126,7 +126,7 @@ class RollWindows:
 
     def __init__(self, rolls: Rolls, batch: int, steps: int, generator: torch.Generator) -> None:
         self.rolls = rolls
-        self.batch = integer("batch", batch)
+        integer("batch", batch)
         self.steps = integer("steps", steps)
         self.generator = generator
         self._to_predict = rolls.lengths - 1
@@ -160,14 +160,10 @@ class RollWindows:
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a checkpoint may contain: tensors and integers."""
         state = {"generator": self._drawn_from.clone(), "drawn": len(self._order) > 0, "next": self._next}
-        state |= {"pieces": self._pieces.clone(), "begin": self._begin.clone()}
-        return state | {"steps": self.steps, "total": self.rolls.predictions}
+        return state | {"pieces": self._pieces.clone(), "begin": self._begin.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state returned by `state_dict` of an iterator over the same pieces."""
-        check_state(state, self.state_dict(), "steps", "total")
-        if len(state["pieces"]) != self.batch:
-            raise InputError(f"the saved order of the data has batch {len(state['pieces'])}; expected: {self.batch}")
         self.generator.set_state(state["generator"])
         self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64)
         if state["drawn"]:
@@ -196,7 +192,7 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
     if collection not in tuple(COLLECTIONS):  # also for what cannot be hashed
         raise unknown_name("collection", collection, COLLECTIONS)
     mat, npz = COLLECTIONS[collection]
-    path, content = read_first(data_folder(folder), [f"{npz}.npz", f"{mat}.mat"])
+    path, content = read_first(folder, [f"{npz}.npz", f"{mat}.mat"])
     read = _read_mat if path.suffix == ".mat" else _read_npz
     return Music(*(_rolls(f"{path}: {split} piece", read(path, content, split)) for split in SPLITS))
 

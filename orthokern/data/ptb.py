@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.data._checks import as_path, check_state, integer
-from orthokern.data._files import data_folder, read_first, text_of
+from orthokern.data._checks import integer
+from orthokern.data._files import read_first, text_of
 from orthokern.errors import InputError
 
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
@@ -93,11 +93,6 @@ class Sentences:
     def lengths(self) -> Tensor:
         """[n] int64: steps of each sentence, one less than its number of tokens."""
         return self.offsets.diff() - 1
-
-    @property
-    def targets(self) -> int:
-        """Number of targets in all sentences."""
-        return int(self.lengths.sum())
 
     def text(self, index: int) -> str:
         """The text of a sentence, as in a word file."""
@@ -198,12 +193,10 @@ class SentenceBatches:
     def state_dict(self) -> dict[str, Any]:
         """The state of the generator at the start of the epoch, and the position, in types that a checkpoint may
         contain."""
-        state = {"generator": self._drawn_from.clone(), "epoch": self.epoch, "position": self.position}
-        return state | {"sentences": len(self.sentences), "batch": self.batch, "bucket": self.bucket}
+        return {"generator": self._drawn_from.clone(), "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state returned by `state_dict` of an iterator over the same sentences."""
-        check_state(state, self.state_dict(), "sentences", "batch", "bucket")
         self.generator.set_state(state["generator"])
         self.epoch, self.position = state["epoch"], state["position"]
         if self.epoch < 0:
@@ -234,8 +227,7 @@ def load_ptb(folder: str | Path, *, max_length: int | None = 300) -> Ptb:
         batch = next(ptb.train.batches(50, torch.Generator().manual_seed(0)))
         batch.inputs.shape  # [P], all tokens of the batch
     """
-    path = data_folder(folder)
-    files = [read_first(path, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]) for part in ("train", "valid", "test")]
+    files = [read_first(folder, [f"ptb.{part}.txt", f"ptb.char.{part}.txt"]) for part in ("train", "valid", "test")]
     return Ptb(*(_sentences(*file, max_length) for file in files))
 
 
@@ -260,7 +252,7 @@ def read_sentences(path: str | Path, *, max_length: int | None = 300) -> Sentenc
         >>> len(sentences), sentences.text(1)
         (2, ' and so on \\n')
     """
-    path = as_path("path", path)
+    path = Path(path)
     return _sentences(*read_first(path.parent, [path.name]), max_length)
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
-from orthokern.data._files import data_folder, read_first, text_of
+from orthokern.data._files import read_first, text_of
 from orthokern.errors import InputError
 
 END, UNKNOWN = "<eos>", "<unk>"
@@ -43,12 +42,11 @@ class Words:
         return " ".join(self.vocabulary[i] for i in ids.tolist())
 
 
-def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
+def load_words(folder: str | Path) -> Words:
     """Reads and checks ptb.train.txt, ptb.valid.txt and ptb.test.txt, which have one sentence per line.
 
     Args:
         folder: folder of the files.
-        limit: largest size of the vocabulary, including <eos>; at least 2.
 
     Returns:
         Words, on the CPU. Words of the validation and test files that are not in the training file become <unk>.
@@ -63,21 +61,15 @@ def load_words(folder: str | Path, *, limit: int = 10_000) -> Words:
         >>> words.text(words.train)
         'a rose is a rose <eos> is <unk> <eos>'
     """
-    integer("limit", limit, minimum=2)
-    path = data_folder(folder)
-    texts = {part: _words(*read_first(path, [f"ptb.{part}.txt"])) for part in ("train", "valid", "test")}
+    texts = {part: _words(*read_first(folder, [f"ptb.{part}.txt"])) for part in ("train", "valid", "test")}
     counts = Counter(texts["train"])
-    if len(counts) > limit:
-        raise InputError(
-            f"{path / 'ptb.train.txt'} has {len(counts)} distinct words, {END} included; accepted: at most {limit}"
-        )
     vocabulary = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: index for index, word in enumerate(vocabulary)}
     for part, words in texts.items():
         foreign = next((word for word in words if word not in ids), None)
         if foreign is not None and UNKNOWN not in ids:
             raise InputError(
-                f"{path / f'ptb.{part}.txt'} has the word {foreign!r}, which the training file lacks; "
+                f"{Path(folder) / f'ptb.{part}.txt'} has the word {foreign!r}, which the training file lacks; "
                 f"expected: a training file with {UNKNOWN} for such words"
             )
     unknown = ids.get(UNKNOWN, 0)

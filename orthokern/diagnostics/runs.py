@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from orthokern._files import count, json_lines, number, read_object
-from orthokern.data._checks import as_path
 from orthokern.errors import InputError
 
 Record = dict[str, Any]
@@ -112,7 +111,7 @@ def load_run(folder: Path | str) -> RunRecord:
         >>> run.settings["T"], run.last("loss")
         (100, 2.0)
     """
-    path = as_path("folder", folder)
+    path = Path(folder)
     if not os.path.isdir(path):
         raise InputError(f"no such run folder: {path}")
     config = _object(path / "config.json")

@@ -34,7 +34,6 @@ class WordOptions(GruOptions):
 
     GROUP = "the task"
     data: str = data_option("the Penn Treebank's text files")
-    vocabulary: int = option(10_000, "largest vocabulary of the training text", low=2)
     goal: float | None = option(None, "stop at this validation perplexity; none", above=1.0)
     decay: float = option(1.1, "divisor of the learning rate after every epoch", low=1.0)
     decay_after: int = option(10, "epochs at the initial rate")
@@ -83,7 +82,7 @@ class WordLm(GruTask):
 
     def __init__(self, settings: WordOptions) -> None:
         super().__init__(settings)
-        self.data = load_words(settings.data, limit=settings.vocabulary)
+        self.data = load_words(settings.data)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
         self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
