@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
@@ -34,19 +34,14 @@ EXIT_INTERRUPTED = 130
 def write(text: str, stream: TextIO | None = None) -> None:
     """Writes text and flushes it, to standard output unless `stream` is given.
 
-    A character that the encoding of the stream does not have is written as its escape. Errors of the stream are
-    ignored: it may have been closed before the process started, its reader may have ended (`... | head`), or its disk
-    may be full.
+    Errors of the stream are ignored: its reader may have ended (`... | head`), or its disk may be full.
     """
-    stream = sys.stdout if stream is None else stream
     try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
+        print(text, end="", file=stream, flush=True)
     except (OSError, ValueError):  # the rest of the buffer must not cause an error at the end of the interpreter
         with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
+            os.dup2(null, (stream or sys.stdout).fileno())
             os.close(null)
 
 
@@ -62,13 +57,9 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Converts an error message to one line of at most 1000 characters, in which long words are shortened."""
-
-    def shortened(text: str, longest: int) -> str:
-        return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 4 :]}"
-
-    words = (shortened(word, 160) for word in printable(" ".join(text.split())).split(" "))
-    return shortened(" ".join(words), 1000)
+    """Converts an error message to one line of at most 1000 characters."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= 1000 else f"{line[:740]}...{line[-250:]}"
 
 
 # ---- the main function -----------------------------------------------------------------------------------------------
@@ -81,13 +72,9 @@ def command(body: Callable[[], int]) -> int:
         The exit code of `body`; EXIT_BAD_INPUT for an InputError, a BackendUnavailable or an OSError;
         EXIT_INTERRUPTED for a KeyboardInterrupt.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:  # closed: the next file would get the number of this stream, and its output
-            os.open(os.devnull, os.O_RDWR)
-        if number and getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # for characters that its encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         with without_compiler():
             return body()
@@ -185,22 +172,6 @@ def device(text: str) -> str:
     return text
 
 
-def file_name(text: str) -> str:
-    """An argparse type: a valid file name. The file need not exist."""
-    try:
-        valid = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        valid = False
-    if not valid:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
-    return text
-
-
-def path(text: str) -> Path:
-    """An argparse type: `file_name`, as a Path."""
-    return Path(file_name(text))
-
-
 # ---- the parser ------------------------------------------------------------------------------------------------------
 
 
@@ -263,11 +234,6 @@ class Parser(argparse.ArgumentParser):
             else:
                 self._print_basic_help()
             raise SystemExit(0)
-        for word in arguments:
-            option, _, value = word.partition("=")
-            # argparse would drop the value, as the end of options, and treat the option as one without a value.
-            if value == "--" and option in self._option_string_actions:
-                raise InputError(f"{option}: '--' is not accepted as the value of an option")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
             # without the dashes, which all options have in common

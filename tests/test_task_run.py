@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,6 @@ def test_the_result_is_that_of_the_command_line(tmp_path: Path, capsys: pytest.C
     assert result.settings["margin"] == 0.2 and result.settings["seed"] == 5 and result.settings["plots"] is False
     assert result.task == "copy" and result.folder == tmp_path / "function"
     assert result.message.startswith("not solved: ")
-
-
-def test_runs_in_threads(tmp_path: Path) -> None:
-    """One after the other: they would share random generators, and leave the output of the process redirected."""
-    output, settings = sys.stdout, {**SETTINGS, "iterations": 30}
-    expected = [tasks.run("copy", tmp_path / f"alone-{seed}", seed=seed, threads=1, **settings) for seed in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(tasks.run, "copy", tmp_path / f"{i}", seed=i, threads=1, **settings) for i in range(3)]
-        found = [job.result() for job in jobs]
-    assert sys.stdout is output
-    for one, alone in zip(found, expected, strict=True):
-        assert one.message.split(",")[0] == alone.message.split(",")[0]
-        assert [record["loss"] for record in one.records] == [record["loss"] for record in alone.records]
 
 
 def test_a_run_that_diverges_has_its_records(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern.commandline import Parser, Settings, command, one_of, path, printable, say
+from orthokern.commandline import Parser, Settings, command, one_of, printable, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.drawing import FIGURES, draw_comparison, draw_run, usual_figures
 from orthokern.diagnostics.runs import RunRecord, load_run
@@ -58,7 +58,7 @@ def _names(text: str) -> list[str]:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.diagnostics", description=DESCRIPTION, epilog=EXAMPLES)
-    parser.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     group = parser.add_argument_group("what to draw")
     kind = one_of("figure", (*FIGURES, "all", "none"))
     text = f"{', '.join(FIGURES)}; all: every figure that the records have data for; none: only the table (default all)"
@@ -76,8 +76,8 @@ def _parser() -> Parser:
     group.add_argument("--x", type=one_of("x", plots.AXES), metavar="NAME", help=text)
     group = parser.add_argument_group("output")
     text = "folder for pictures (default: the folder of the run; for several runs: comparison/)"
-    group.add_argument("--out", type=path, metavar="DIR", help=text)
-    group.add_argument("--table", type=path, metavar="FILE", help="also write the table to FILE, as Markdown")
+    group.add_argument("--out", type=Path, metavar="DIR", help=text)
+    group.add_argument("--table", type=Path, metavar="FILE", help="also write the table to FILE, as Markdown")
     return parser
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, integer, path, say
+from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, integer, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
@@ -70,8 +71,8 @@ SIGTERM or SIGHUP: the runs are then saved; repeat the command to continue.
 # option -> type (None: a flag), name of its value, help
 OPTIONS: dict[str, tuple[Any, str, str]] = {
     "quick": (None, "", "scaled down: takes minutes on two cores, shows the same trend"),
-    "data": (path, "DIR", "folder that contains the folders mnist, ptb and music (default data)"),
-    "out": (path, "DIR", "folder for runs and tables (default runs/reproduce)"),
+    "data": (Path, "DIR", "folder that contains the folders mnist, ptb and music (default data)"),
+    "out": (Path, "DIR", "folder for runs and tables (default runs/reproduce)"),
     "only": (str, "TEXT", "train only the runs with TEXT in their names"),
     "epochs": (integer(1), "N", "train for N epochs, instead of the number in the paper"),
     "iterations": (integer(1), "N", "train for N iterations, for tasks without a data set"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.training.options import defaults
 
 __all__ = ["Result", "names", "run"]
-
-_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     """Train one run of a task in this process, like its command line.
 
     The number of threads and the flushing of denormals are set for the whole process. Nothing is printed. The global
-    random generators are seeded with the setting `seed`. Since all of these belong to the process, runs in several
-    Python threads wait for each other: for runs in parallel, start processes.
+    random generators are seeded with the setting `seed`. Since all of these belong to the process, runs in parallel
+    need a process each.
 
     Args:
         task: a name, e.g. "copy", "adding" or "pixel_mnist"; see `names`.
@@ -103,7 +100,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         elif value != usual[name]:
             words.append(f"--{option}" if value else f"--no-{option}")
     stdout, stderr = io.StringIO(), io.StringIO()
-    with _LOCK, contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         code = command.main(words)
     lines = [*stdout.getvalue().strip().splitlines(), *stderr.getvalue().strip().splitlines()]
     message = lines[-1] if lines else ""

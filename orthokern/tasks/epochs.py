@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from orthokern._files import LARGEST_INTEGER
-from orthokern.commandline import file_name
 from orthokern.data import stream_rows
 from orthokern.errors import InputError
 from orthokern.training import Task
@@ -58,7 +57,7 @@ class Experiment(Task):
 
 def data_option(files: str) -> Any:
     """A field for the folder of a task's data; files: what is in it."""
-    return option("", f"folder with {files} (required)", convert=file_name, metavar="DIR", shown="", basic=True)
+    return option("", f"folder with {files} (required)", metavar="DIR", shown="", basic=True)
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ from orthokern.commandline import (
     Settings,
     command,
     device,
-    path,
     say,
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
@@ -193,9 +193,9 @@ class TaskCommand(Generic[Chosen]):
         add_options(parser, self.options, self.presets, self.preset_help)
         group = parser.add_argument_group("the run folder")
         text = "run folder, new or empty (default runs/<task>-<time>)"
-        group.add_argument("--out", type=path, metavar="DIR", help=text)
+        group.add_argument("--out", type=Path, metavar="DIR", help=text)
         text = "resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run"
-        group.add_argument("--resume", type=path, nargs="?", const=None, metavar="DIR", help=text)
+        group.add_argument("--resume", type=Path, nargs="?", const=None, metavar="DIR", help=text)
         parser.basic |= {"out", "resume"}
         return parser
 
