@@ -57,16 +57,6 @@ def test_bases_are_the_nearest_orthonormal_matrices() -> None:
     assert all(torch.equal(value, before[name]) for name, value in rnn.state_dict().items())
 
 
-def test_parameters_return_after_an_error() -> None:
-    model = nn.Linear(3, 2)
-    average, before = Average(model, 0.9), model.weight.detach().clone()
-    average.values[0].zero_()
-    with pytest.raises(KeyError), average.in_model():
-        assert not model.weight.any()
-        raise KeyError
-    assert torch.equal(model.weight, before)
-
-
 @pytest.mark.parametrize("model", ["factorized", "exprnn"])
 def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
