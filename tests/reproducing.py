@@ -59,6 +59,8 @@ class RunHere:
     def poll(self) -> int:
         return self.code
 
+    wait = poll
+
 
 class Command:
     """`python -m orthokern.reproduce` in a folder, with one thread per run."""

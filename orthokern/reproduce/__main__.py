@@ -13,7 +13,7 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
 from orthokern.reproduce.report import report
-from orthokern.reproduce.runner import Interrupted, Plan, train_all
+from orthokern.reproduce.runner import Plan, train_all
 from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
 
 EXIT_FAILED = 3
@@ -106,9 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
         args = _parser().parse(arguments)
         try:
             return _finish(_run(args))
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt as interrupt:  # with the signal: `train_all`
             say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
-            return 128 + interrupt.number if isinstance(interrupt, Interrupted) else EXIT_INTERRUPTED
+            return 128 + interrupt.args[0] if interrupt.args else EXIT_INTERRUPTED
 
     return command(body)
 

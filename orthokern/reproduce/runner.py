@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,9 @@ from orthokern.reproduce.page import read_json
 from orthokern.reproduce.spec import Run, each_once, planned
 from orthokern.training.checkpoint import write_atomically
 from orthokern.training.loop import EXIT_DIVERGED
+from orthokern.training.signals import StopRequest
 
 POLL = 0.2  # seconds between two polls of the child processes
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP has arrived.
-
-    Attributes:
-        number: the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
 
 
 @dataclass(frozen=True)
@@ -137,6 +124,18 @@ class _Child:
             self.process = subprocess.Popen(plan.command(run), stdout=log, stderr=subprocess.STDOUT)
         say(f"{run.name}: started, output in {self.log}")
 
+    def finish(self) -> str | None:
+        """Prints the end of the run, and returns its last line if it failed."""
+        code, name = self.process.wait(), self.run.name
+        line = self.last_line(code)
+        say(f"{name}: {line}")
+        if code == EXIT_BAD_INPUT:
+            raise InputError(f"{name}: {line.removeprefix('error: ')}")
+        if code == EXIT_DIVERGED:  # not to be repeated
+            content = json.dumps({"diverged": True, "message": line}, indent=2)
+            write_atomically(self.folder / "result.json", content.encode() + b"\n")
+        return line if code else None
+
     def last_line(self, code: int) -> str:
         """The last line of this process in the log; behind the signal that ended it, if one did."""
         lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
@@ -147,64 +146,38 @@ class _Child:
         return f"ended by {signal.Signals(-code).name}{why}; the last line was: {line}"
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise Interrupted, as SIGINT raises KeyboardInterrupt: else this process would end, and the
-    runs would go on without it. A signal that is ignored, as under nohup, stays ignored."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted(number)
-
-    previous: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        ended_by = (number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL)
-        previous = {number: signal.signal(number, interrupt) for number in ended_by}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@_interruptible()
 def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -> dict[str, str]:
     """Trains the runs that are not done, in each chain one after the other until one does not reach its goal. Returns
-    the last lines of the runs that failed, by name."""
+    the last lines of the runs that failed, by name. After SIGINT, SIGTERM or SIGHUP the runs are saved, and
+    KeyboardInterrupt(signal) is raised."""
     waiting = [chain for chain in chains if _next(chain, plan) is not None]
     if len(waiting) < len(chains):
         say(f"{len(chains) - len(waiting)} of {len(chains)} {what} are done already")
     children: list[_Child] = []
     failed: dict[str, str] = {}
-    try:
-        while waiting or children:
-            while waiting and len(children) < plan.jobs:
-                chain = waiting.pop(0)
-                run = _next(chain, plan)
-                assert run is not None
-                children.append(_Child(run, chain, plan))
-            time.sleep(POLL)
-            for child in list(children):
-                code, name = child.process.poll(), child.run.name
-                if code is None:
-                    continue
-                children.remove(child)
-                line = child.last_line(code)
-                say(f"{name}: {line}")
-                if code == EXIT_BAD_INPUT:
-                    raise InputError(f"{name}: {line.removeprefix('error: ')}")
-                if code == EXIT_DIVERGED:  # not to be repeated
-                    content = json.dumps({"diverged": True, "message": line}, indent=2)
-                    write_atomically(child.folder / "result.json", content.encode() + b"\n")
-                if code != 0:
-                    failed[name] = line
-                if _next(child.chain, plan) not in (None, child.run):  # neither the end nor an unfinished run
-                    waiting.insert(0, child.chain)
-    except BaseException:
-        for child in children:  # they save themselves
-            child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
-        for child in children:
-            child.process.wait()
-        raise
+    with StopRequest() as stop:
+        try:
+            while waiting or children:
+                while waiting and len(children) < plan.jobs:
+                    chain = waiting.pop(0)
+                    run = _next(chain, plan)
+                    assert run is not None
+                    children.append(_Child(run, chain, plan))
+                time.sleep(POLL)
+                if stop.signal is not None:
+                    raise KeyboardInterrupt(stop.signal)
+                for child in [each for each in children if each.process.poll() is not None]:
+                    children.remove(child)
+                    if (line := child.finish()) is not None:
+                        failed[child.run.name] = line
+                    if _next(child.chain, plan) not in (None, child.run):  # neither the end nor an unfinished run
+                        waiting.insert(0, child.chain)
+        except BaseException:
+            for child in children:  # they save themselves
+                child.process.send_signal(signal.SIGTERM)  # a shell lets background processes ignore SIGINT
+            for child in children:
+                child.process.wait()
+            raise
     return failed
 
 
