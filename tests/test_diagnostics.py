@@ -168,6 +168,10 @@ def test_numbers_of_every_recurrence(kind: str) -> None:
         assert result[f"eigenvalue_moduli{suffix}"]["min"] == pytest.approx(float(moduli.min()), abs=1e-5)
         assert result[f"eigenvalue_moduli{suffix}"]["mean"] == pytest.approx(float(moduli.mean()))
         assert sum(result[f"eigenvalue_angles{suffix}"]) == count
+        if kind != "dense":
+            states = torch.randn(7, 2, 6, dtype=torch.float64)
+            latent = module.latent(states, layer, reverse) @ module.latent_matrix(layer, reverse).mT
+            torch.testing.assert_close(module.latent(states @ w.mT, layer, reverse), latent)
     assert ("orthogonality_error" in result) == (kind != "dense")
     assert len(result) == 16 + (kind != "dense") and json.loads(json.dumps(result)) == result
     fewer = diagnostics.diagnose_recurrence(module, eigenvalues=False)
@@ -300,13 +304,6 @@ def test_a_damaged_run_is_one_line(
     assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
-def test_time_steps_of_a_run(tmp_path: Path) -> None:
-    assert load_run(write_run(tmp_path / "none", [{"iteration": 1}])).time_steps is None
-    assert load_run(write_run(tmp_path / "config", [], config={"time_steps": 7})).time_steps == 7
-    varying = [{"iteration": i, "time_steps": i} for i in (1, 2)]
-    assert load_run(write_run(tmp_path / "varying", varying)).time_steps is None
-
-
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 
@@ -349,17 +346,3 @@ def test_the_table_has_the_best_held_out_numbers_and_the_last_spectrum(tmp_path:
     assert by_name["best held-out bpc, at"] == ("1.5, 2", "–")
     assert by_name["s max"] == ("1.3", "–") and by_name["spectral radius"] == ("1.3", "–")
     assert {len(line) for line in (header, rule, first, second)} == {len(header)}, "aligned"
-
-
-def test_the_eigenvalues_of_a_low_rank_are_those_of_the_latent_matrix() -> None:
-    rnn = FactorizedRNN(3, 40, rank=4, margin=0.5).double()
-    torch.nn.init.normal_(rnn.spectrum_l0)
-    torch.nn.init.orthogonal_(rnn.v_l0)
-    expected = torch.linalg.eigvals(rnn.recurrent_matrix()).abs().sort().values[-4:]
-    torch.testing.assert_close(torch.linalg.eigvals(rnn.latent_matrix()).abs().sort().values, expected)
-    record = diagnostics.diagnose_recurrence(rnn)
-    assert record["spectral_radius"] == pytest.approx(float(expected[-1]))
-    assert record["eigenvalue_moduli"]["min"] == pytest.approx(float(expected[0]))
-    states = torch.randn(7, 2, 40, dtype=torch.float64)
-    after = states @ rnn.recurrent_matrix().mT
-    torch.testing.assert_close(rnn.latent(after), rnn.latent(states) @ rnn.latent_matrix().mT)

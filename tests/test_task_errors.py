@@ -25,6 +25,12 @@ copy | --T 5 --device gpu | --device: 'gpu' is not a device
 copy | --T 5 --device meta | --device: 'meta': this project runs on cpu and cuda devices
 copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
 copy | --T 5 --epochs 5 | unknown option --epochs: did you mean --iterations?
+word_lm | --data {ptb} --delta 0 | --delta: '0' is not a number above 0 and below 2
+word_lm | --data {ptb} --constraint projektion | did you mean 'projection'
+word_lm | --data {ptb} --dropout 1 | --dropout: '1' is not a number of at least 0 and below 1
+word_lm | --data {ptb} --model lstm | unknown model 'lstm'
+music | --data {ptb} --collection jsb | missing data file jsb_chorales.npz (nor JSB_Chorales.mat)
+music | --data {ptb} --lr 1e-3 --lr-floor 0.01 | --lr 0.001: below --lr-floor, 0.01, at which training ends
 word_lm | --data {ptb} --delta 0.2 --clip 5 | --delta with --clip: --clip replaces the constraint
 copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
@@ -52,7 +58,6 @@ adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silen
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
 adding | --T 10 --model exprnn --rebase-every 0 | --rebase-every: '0' is not an integer of at least 1
 adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
-adding | --T 10 --model nnrnn --no-triangle --triangle-decay 1 | --triangle-decay 1 with --no-triangle
 adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
 adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn

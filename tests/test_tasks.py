@@ -15,10 +15,11 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run, settings_of
 
-from orthokern.tasks import adding, char_lm, network, optimization, recurrent
+from orthokern.tasks import adding, char_lm, deep_mnist, network, optimization, recurrent
 from orthokern.training.distributed import Shard
 
 TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
+MODULES = (recurrent, char_lm, deep_mnist)  # that ask for their share of a batch
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
         "pixel_mnist": [*f"--data {mnist} --pool 4 --validation 60 --batch 20".split(), *common],
         "char_lm": [*f"--data {ptb} --length 40 --batch 25".split(), *common],
         "copy": [*"--T 5 --batch 20".split(), *common],
+        "deep_mnist": [*f"--data {mnist} --validation 60 --penalty 0.1".split(), *common],
     }
 
 
@@ -106,7 +108,7 @@ def test_char_lm_learns(tmp_path: Path, ptb: Path) -> None:
     assert result["test"]["bpc"] == pytest.approx(result["test"]["loss"] / math.log(2))
 
 
-@pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm"])
+@pytest.mark.parametrize("task", ["adding", "pixel_mnist", "char_lm", "deep_mnist"])
 def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
     # a cosine ends where the iterations do, so parts of other lengths have other rates
     options = [*small[task], "--schedule", "constant", *(["--goal", "0"] if task == "adding" else [])]
@@ -138,13 +140,13 @@ def test_a_run_goes_on_with_its_data_only(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, "deep_mnist"])
 def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes' losses and gradients average to those of one with the joint batch, up to rounding."""
     options = [*small[task], "--batch", "24"] if task == "char_lm" else small[task]
 
     def loss_and_gradients(rank: int, world: int) -> list[torch.Tensor]:
-        for module in (recurrent, char_lm):
+        for module in MODULES:
             monkeypatch.setattr(module, "current_shard", lambda: Shard(rank, world))
         experiment = build(task, options)
         experiment.next_batch()

@@ -125,7 +125,6 @@ class NetworkOptions(RunOptions):
         metavar="K",
         shown="never",
     )
-    triangle: bool = option(True, "nnrnn: omit T, for a normal matrix")
 
     def complete(self) -> None:
         super().complete()
@@ -147,9 +146,6 @@ class NetworkOptions(RunOptions):
             if value and self.model not in models:
                 option_name = name.replace("_", "-")
                 raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {self.model}")
-        decay = getattr(self, "triangle_decay", None)
-        if decay and not self.triangle:
-            raise InputError(f"--triangle-decay {decay:g} with --no-triangle: give one of the two")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
@@ -170,8 +166,6 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
             options["rebase_every"] = settings.rebase_every
         if settings.init in init.SKEW_ANGLES and settings.model != "nnrnn":
             options["max_angle"] = settings.max_angle
-        if settings.model == "nnrnn":
-            options["triangular"] = settings.triangle
         if settings.model == "factorized":
             options |= {"margin": settings.margin, "rank": settings.rank, "apply": settings.apply}
         rnn = module(inputs, hidden, **options)

@@ -41,7 +41,7 @@ LARGEST_SEED = 2**63 - 1
 # settings that only earlier versions had, and the values that runs have now
 REMOVED: Settings = {"spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport", "layout": "arjovsky"}
 REMOVED |= {"schur_mask": "block", "released_targets": False, "penalty_norm": "squared", "input_dropout": 0.0}
-REMOVED |= {"forget_bias": 1.0}
+REMOVED |= {"forget_bias": 1.0, "triangle": True}
 
 
 @dataclass(kw_only=True)
