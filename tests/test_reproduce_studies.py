@@ -14,7 +14,7 @@ from reproducing import Command, toy_command
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
-from orthokern.reproduce.search import Search
+from orthokern.reproduce.spec import Run
 
 NAME = "oinit-table1"
 SUBJECTS = command.STUDIES["constraint"]["subjects"]
@@ -25,20 +25,19 @@ def reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return toy_command(monkeypatch, capsys, tmp_path)
 
 
-def toy_search(name: str, *options: str, longest: int = 30) -> Search:
-    common = "--hidden 16 --eval-every 5 --eval-sequences 20 --no-plots --short-evaluations".split()
-    return Search(
-        name, "first symbol", name, "none", "random_permutation", (*common, *options), published=10, longest=longest
-    )
+def toy_search(name: str, *options: str) -> Run:
+    common = "--hidden 16 --eval-every 5 --eval-sequences 20 --no-plots --short-evaluations --iterations 10".split()
+    labels = {"problem": "first symbol", "network": name, "parameters": "none"}
+    published = {search.PUBLISHED: 10}
+    return Run(name, "random_permutation", (*common, *options), labels=labels, published=published)
 
 
 @pytest.fixture
-def searches(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> tuple[Search, Search]:
+def searches(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that solves everything up to its end (a goal of 0 %), one that solves nothing."""
-    easy = toy_search("easy", "--goal", "0", "--iterations", "10", longest=20)
-    hard = toy_search("hard", "--iterations", "10", "--lr", "1e-20")
-    monkeypatch.setattr(search, "read_searches", lambda spec: (easy, hard))
-    return easy, hard
+    both = toy_search("easy", "--goal", "0"), toy_search("hard", "--lr", "1e-20")
+    monkeypatch.setattr(search, "LONGEST", 20)
+    monkeypatch.setattr(search, "read_searches", lambda spec: both)
 
 
 @pytest.mark.usefixtures("searches")

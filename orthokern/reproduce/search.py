@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,55 +28,30 @@ from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
 
 STEP, LONGEST, QUICK_LONGEST = 10, 500, 30  # increment of T, and the largest T that is tried
+PUBLISHED = "longest T"
 
 
-@dataclass(frozen=True)
-class Search:
-    """One row: a problem and a network, trained at T = 10, 20, ... until it fails.
-
-    Attributes:
-        name: prefix of the names of its run folders.
-        problem, network, parameters: texts of the row in the table; parameters are the learning rates.
-        task: a module of orthokern.tasks with --T. Its runs end when they reach their goal.
-        options, quick: as those of `Run`, without --T.
-        published: the longest T in the paper, or None.
-        longest: the largest T that is tried.
-    """
-
-    name: str
-    problem: str
-    network: str
-    parameters: str
-    task: str
-    options: tuple[str, ...]
-    quick: tuple[str, ...] = ()
-    published: int | None = None
-    longest: int = LONGEST
-
-    def runs(self, quick: bool) -> dict[int, Run]:
-        """The runs by T."""
-        lengths = range(STEP, (QUICK_LONGEST if quick else self.longest) + 1, STEP)
-        options = self.options
-        return {T: Run(f"{self.name}-T{T}", self.task, (*options, "--T", str(T)), self.quick) for T in lengths}
-
-
-def read_searches(spec: Mapping[str, Any]) -> tuple[Search, ...]:
-    """The searches of a `[[study]]` table of specs/*.toml: a row of a problem has name, network, parameters, options
-    and the published T."""
+def read_searches(spec: Mapping[str, Any]) -> tuple[Run, ...]:
+    """The searches of a `[[study]]` table of specs/*.toml: runs without --T, which end when they reach their goal. A
+    row, of a problem or of all, has name, network, parameters, options and the published T."""
     return tuple(
-        Search(
+        Run(
             name=f"{problem['name']}-{name}",
-            problem=problem["problem"],
-            network=network,
-            parameters=parameters,
             task=problem["task"],
-            options=tuple(f"{problem['options']} {options} {spec['run_options']}".split()),
+            options=tuple(f"{options} {spec['run_options']}".format_map(problem).split()),
             quick=tuple(spec["quick"].split()),
-            published=published[0] if published else None,
+            labels={"problem": problem["problem"], "network": network, "parameters": parameters},
+            published={PUBLISHED: published[0]} if published else {},
         )
         for problem in spec["problems"]
-        for name, network, parameters, options, *published in problem["rows"]
+        for name, network, parameters, options, *published in (*problem["rows"], *spec["rows"])
     )
+
+
+def runs(search: Run, quick: bool) -> dict[int, Run]:
+    """The runs of a search by T = 10, 20, ..., which are trained until one fails."""
+    lengths = range(STEP, (QUICK_LONGEST if quick else LONGEST) + 1, STEP)
+    return {T: replace(search, name=f"{search.name}-T{T}", options=(*search.options, "--T", str(T))) for T in lengths}
 
 
 def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
@@ -93,7 +68,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     failed: dict[str, str] = {}
     try:
         if not args.get("report"):
-            failed = train_all(plan, [list(search.runs(plan.quick).values()) for search in chosen], "searches")
+            failed = train_all(plan, [list(runs(search, plan.quick).values()) for search in chosen], "searches")
     finally:
         files = report_searches(spec, searches, plan)
     # a search ends with a run that does not reach its goal
@@ -101,7 +76,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     return Outcome(files, failed)
 
 
-def look(search: Search, plan: Plan) -> Row:
+def look(search: Run, plan: Plan) -> Row:
     """The state of a search, read from its run folders.
 
     iterations: T -> number of iterations until solved. failed: the T that was not solved, or None. outcome: how the run
@@ -110,7 +85,7 @@ def look(search: Search, plan: Plan) -> Row:
     """
     state: Row = {"iterations": {}, "failed": None, "outcome": "", "complete": False, "seconds_by_length": {}}
     state |= {"machine": None, "length": None}
-    for T, run in search.runs(plan.quick).items():
+    for T, run in runs(search, plan.quick).items():
         if not plan.begun(run):
             return state
         folder = plan.run_folder(run)
@@ -133,16 +108,14 @@ def look(search: Search, plan: Plan) -> Row:
     return state | {"complete": True}
 
 
-def _cells(search: Search, state: Row) -> list[str]:
+def _cells(search: Run, state: Row) -> list[str]:
     """One row of the table."""
-    solved, published = state["iterations"], search.published
+    solved, published = state["iterations"], search.published.get(PUBLISHED)
     longest, known = state["longest"], state["longest"] is not None
     reached = f"≥ {longest}" if not state["complete"] or state["failed"] is None else str(longest)
     difference = "–" if published is None or not state["complete"] else f"{longest - published:+d}"
     return [
-        search.problem,
-        search.network,
-        search.parameters,
+        *search.labels.values(),
         "–" if published is None else str(published),
         reached if known else "–",
         difference,
@@ -153,7 +126,7 @@ def _cells(search: Search, state: Row) -> list[str]:
     ]
 
 
-def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: Plan) -> list[Path]:
+def report_searches(spec: Mapping[str, Any], searches: Sequence[Run], plan: Plan) -> list[Path]:
     """Writes the table (Markdown and JSON) and the figure (PNG) of the existing runs; returns the files."""
     name, title = spec["name"], spec["title"]
     rows: list[Row] = []
@@ -165,14 +138,14 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Search], plan: P
         state["longest"] = max(map(int, state["iterations"]), default=0) if known else None
         state["seconds"] = sum(state["seconds_by_length"].values())
         state["state"] = "not run" if not known else "done" if state["complete"] else "unfinished"
-        texts = {"name": search.name, "problem": search.problem, "network": search.network}
-        rows.append(texts | {"parameters": search.parameters, "published": search.published} | state)
+        problem, network, _ = search.labels.values()
+        rows.append({"name": search.name, **search.labels, "published": search.published.get(PUBLISHED)} | state)
         lengths = {int(T): count for T, count in state["iterations"].items()}
-        panels.setdefault(search.problem, {})[search.network] = lengths
+        panels.setdefault(problem, {})[network] = lengths
         length = plan.longer if state["length"] is None else state["length"]
-        options = plan.options(Run(search.name, search.task, search.options, search.quick), length)
+        options = plan.options(search, length)
         command = f"python -m orthokern.tasks.{search.task} {' '.join(options)} --T N"
-        trained.append((f"{search.problem}, {search.network}", f"`{command}`"))
+        trained.append((f"{problem}, {network}", f"`{command}`"))
     plan.folder.mkdir(parents=True, exist_ok=True)
     figure = drawn(plan.folder / f"{name}.png", lambda plots: plots.iterations_over_lengths(panels, title))
     headings = ["problem", "network", "parameters", "published longest T", "ours", "difference", "iterations at it"]

@@ -3,8 +3,10 @@
 A file has measures by key, `[[experiment]]` tables with the fields of `Experiment`, and their `[[experiment.runs]]`.
 The texts of a run are templates: it stands for a run for each of its `rows`, with the cells under the names in
 `columns`, and for each combination of the values in `over`. A column with the key of a measure holds published
-numbers, `seeds` the number of seeds; {index} counts the runs. `from` and `matching` (a regular expression) take runs of
-an earlier experiment. A note "= NAME" is that of the experiment NAME.
+numbers, or the column that `published` names for it; `seeds` is the number of seeds; {index} counts the runs. An
+experiment with `variants` stands for several: the cells under the names in its own `columns` are its fields, and are
+known to all templates; the cells of `rows` are then templates, too. `from` and `matching` (a regular expression) take
+runs of an earlier experiment. A note "= NAME" is that of the experiment NAME.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +140,24 @@ def read_experiments(specs: Mapping[str, dict[str, Any]]) -> dict[str, Experimen
     experiments: dict[str, Experiment] = {}
     for spec in specs.values():
         measures = {key: Measure(**values) for key, values in spec["measures"].items()}
-        for table in spec["experiment"]:
-            runs = tuple(run for block in table["runs"] for run in _expanded(block, measures, experiments))
+        for shared, row in ((table, row) for table in spec["experiment"] for row in table.get("variants", [()])):
+            variant = dict(zip(shared.get("columns", ()), row, strict=True))
+            table = {**shared, **{name: value for name, value in variant.items() if value != ""}}
+            blocks = table["runs"]
+            runs = tuple(run for block in blocks for run in _expanded(block, measures, experiments, variant))
             note = table.get("note", "")
             note = experiments[note[2:]].note if note.startswith("= ") else note
             columns = tuple(measures[key] for key in table["measures"])
-            values = {**table, "runs": runs, "measures": columns, "note": note}
-            experiments[table["name"]] = Experiment(**values)
+            own = {each.name: table[each.name] for each in fields(Experiment) if each.name in table}
+            experiments[table["name"]] = Experiment(**{**own, "runs": runs, "measures": columns, "note": note})
     return experiments
 
 
 def _expanded(
-    block: Mapping[str, Any], measures: Mapping[str, Measure], experiments: Mapping[str, Experiment]
+    block: Mapping[str, Any],
+    measures: Mapping[str, Measure],
+    experiments: Mapping[str, Experiment],
+    variant: Mapping[str, Any],
 ) -> Iterator[Run]:
     """The runs of an `[[experiment.runs]]` table."""
     if "from" in block:
@@ -158,15 +166,18 @@ def _expanded(
     over = block.get("over", {})
     combinations = itertools.product(block.get("rows", [()]), *over.values())
     for index, (row, *values) in enumerate(combinations):
+        row = [cell.format(**variant) if isinstance(cell, str) else cell for cell in row]
         cells = dict(zip(block.get("columns", ()), row, strict=False)) | dict(zip(over, values, strict=True))
-        texts = {**cells, "index": index}
+        texts = {**variant, **cells, "index": index}
+        measured = {column.format(**variant): key for key, column in block.get("published", {}).items()}
+        measured = {key: key for key in measures} | measured
         run = Run(
             name=block["name"].format(**texts),
-            task=block["task"],
+            task=block["task"].format(**texts),
             options=tuple(block["options"].format(**texts).split()),
             quick=tuple(block["quick"].format(**texts).split()),
             labels={heading: text.format(**texts) for heading, text in block["labels"].items()},
-            published={measures[key].title: cell for key, cell in cells.items() if key in measures and cell != ""},
+            published={measures[measured[x]].title: cell for x, cell in cells.items() if x in measured and cell != ""},
         )
         seeds = cells.get("seeds", block.get("seeds"))
         yield from (run,) if seeds is None else over_seeds(run, seeds)
