@@ -1,4 +1,4 @@
-"""Piano rolls: both file formats, windows, resuming, and bad files."""
+"""Piano rolls: both file formats, windows, and bad files."""
 
 from __future__ import annotations
 
@@ -178,36 +178,3 @@ def test_windows_go_through_every_piece() -> None:
         orders.append([next(i for i, piece in enumerate(expected) if torch.equal(piece, other)) for other in pieces])
         assert sorted(orders[-1]) == list(range(8))
     assert orders[0] != orders[1]
-
-
-def test_windows_resume() -> None:
-    rolls = random_rolls([2, 6, 8, 9, 15, 22, 4, 31])
-    for steps in (0, 1, 5, 12):
-        whole = rolls.windows(3, 7, torch.Generator().manual_seed(1))
-        for _ in range(steps):
-            next(whole)
-        state = whole.state_dict()
-        later = rolls.windows(3, 7, torch.Generator().manual_seed(99))
-        later.load_state_dict(state)
-        for _ in range(20):
-            ours, theirs = next(later), next(whole)
-            assert torch.equal(ours.targets, theirs.targets) and torch.equal(ours.inputs, theirs.inputs)
-            assert torch.equal(ours.fresh, theirs.fresh) and torch.equal(ours.valid, theirs.valid)
-
-
-def test_whole_pieces_for_evaluation() -> None:
-    rolls = random_rolls([5, 12, 2, 8, 21])
-    parts: dict[int, list[torch.Tensor]] = {}
-    group, pieces = -1, 0
-    for rows, window in rolls.whole(batch=2, steps=6):
-        if window.fresh[0]:
-            group, pieces = group + 1, rows
-        assert rows <= pieces and window.targets.shape[1] == rows
-        for row in range(rows):
-            here = parts.setdefault(2 * group + row, [])
-            here += [window.inputs[:1, row]] if window.fresh[row] else []
-            here.append(window.targets[window.valid[:, row], row])
-    expected = [4, 1, 3, 0, 2]  # by falling length
-    assert len(parts) == 5
-    for place, index in enumerate(expected):
-        assert torch.equal(torch.cat(parts[place]), rolls.piece(index).float())

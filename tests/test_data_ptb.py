@@ -1,4 +1,4 @@
-"""Characters of the Penn Treebank: tokens, lengths, batches, resuming, and bad files."""
+"""Characters of the Penn Treebank: tokens, lengths, batches, and bad files."""
 
 from __future__ import annotations
 
@@ -109,33 +109,10 @@ def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: in
     assert torch.equal(in_order, sentences.lengths.sort(descending=True).values)
 
 
-def test_parts_make_the_whole(tmp_path: Path) -> None:
-    """Two processes share each batch: together they have its sentences, and each knows the joint number of targets."""
+def test_a_batch_without_a_sentence_for_each_process(tmp_path: Path) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(23))))
-    whole, *parts = (sentences.batches(5, seeded(), bucket=2, part=part) for part in ((0, 1), (0, 2), (1, 2)))
-    for _ in range(10):
-        chunk, shares = next(whole), [next(part) for part in parts]
-        together = torch.cat([share.lengths for share in shares]).sort(descending=True).values
-        assert torch.equal(together, chunk.lengths)
-        assert all(part.joint_targets == len(chunk.targets) for part in parts)
     with pytest.raises(InputError, match="the last batch of an epoch has 3 of 23 sentences, fewer than 4 processes"):
         sentences.batches(5, seeded(), part=(0, 4))
-
-
-@pytest.mark.parametrize("steps", [0, 9, 10, 13])  # none, within an epoch, at its end, in the next
-def test_resume(tmp_path: Path, steps: int) -> None:
-    sentences = read_sentences(written(tmp_path, word_file(random_lines(100))))
-    stream = sentences.batches(10, seeded(5), bucket=3)
-    for _ in range(steps):
-        next(stream)
-    torch.save(stream.state_dict(), tmp_path / "state.pt")
-    resumed = sentences.batches(10, seeded(99), bucket=3)
-    next(resumed)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for _ in range(15):
-        ours, theirs = next(resumed), next(stream)
-        assert torch.equal(ours.inputs, theirs.inputs) and torch.equal(ours.targets, theirs.targets)
-        assert (resumed.epoch, resumed.position) == (stream.epoch, stream.position)
 
 
 GOOD = LINES[:2]

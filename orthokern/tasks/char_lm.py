@@ -4,6 +4,8 @@ A recurrent network reads a sentence character by character and predicts the nex
 independent and have different lengths (Vorontsov et al. 2017, section 3.1.2, Tables 3 and 4; data of
 `orthokern.data.load_ptb`). With --bptt the text is one stream of characters instead: it is cut into rows, and the state
 is carried from batch to batch (Kerg, Goyette et al. 2019, section 4.3; data of `orthokern.data.load_ptb_stream`).
+--data names the folder with the text, as words (ptb.train.txt, ptb.valid.txt, ptb.test.txt) or as characters
+(ptb.char.train.txt, ...). The test text is evaluated once, with the parameters that are best on the validation text.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def _texts() -> dict[str, Any]:
 
 
 def task_command(name: str, options: type[Any], build: Callable[[Any], Task]) -> TaskCommand[Any]:
-    """The command line of the task `name`; see `TaskCommand`."""
-    texts = _texts()
-    own = texts[name]
-    table = texts[own.get("presets_of", name)]
-    description = own["description"].replace("{mnist}", texts["shared"]["mnist"])
+    """The command line of the task `name`; see `TaskCommand`. Its description is the docstring of the module with
+    `build`, without its Notes."""
+    own = _texts()[name]
+    table = _texts()[own.get("presets_of", name)]
+    description = (sys.modules[build.__module__].__doc__ or "").partition("\nNote [")[0]
     presets = _presets(options, table) if "presets" in table else {}
     return TaskCommand(name, description, own["examples"], options, build, presets, table.get("preset_help"))
 

@@ -1,7 +1,10 @@
 """Deep feedforward MNIST: `python -m orthokern.tasks.deep_mnist --data FOLDER`.
 
-A network of ten tanh layers. It is so deep that it learns nothing from small random weights. It does learn if the
-weight matrices are made orthogonal, before or during training (Manchev & Spratling, section III-C, Tables III and IV).
+A network of ten tanh layers. It is so deep that it learns nothing from small random weights (--init normal). It does
+learn if the weight matrices are made orthogonal, before training (--init learned) or during training (--init normal
+--penalty X) (Manchev & Spratling, section III-C, Tables III and IV). --data names the folder with the four IDX files
+(train-images-idx3-ubyte, ...; gzip or not). The last --validation training images select the best parameters, with
+which the test images are evaluated once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """Polyphonic music: `python -m orthokern.tasks.music --data FOLDER --delta 0.2`.
 
 A GRU reads piano rolls and predicts the notes of the next time step, each of the 88 notes by a logistic unit (Kanai et
-al. 2017, section 4.1.2, Table 2). The data come from `orthokern.data.load_music`.
+al. 2017, section 4.1.2, Table 2). --data names the folder with Nottingham.mat, ..., or with nottingham.npz, ... of the
+same content (`orthokern.data.load_music`). --delta X constrains the spectral norm of the recurrent matrices to 2 - X,
+--clip X clips gradients instead. The learning rate decreases while the validation loss does not improve, and training
+ends when it is very small. The test pieces are evaluated once, with the best parameters.
 
     x_t in {0, 1}^88  ->  0.01 E x_t [200]  ->  two GRU layers of 200  ->  W h_t + b [88]  ->  logistic
 

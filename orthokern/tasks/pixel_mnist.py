@@ -1,7 +1,9 @@
 """Sequential MNIST: `python -m orthokern.tasks.pixel_mnist --data FOLDER [--permuted]`.
 
 A recurrent network reads an image one pixel at a time, in 784 steps, and then outputs its class (Le et al. 2015;
-Vorontsov et al. 2017, section 3.1.2, Tables 1 and 2).
+Vorontsov et al. 2017, section 3.1.2, Tables 1 and 2). --data names the folder with the four IDX files
+(train-images-idx3-ubyte, ...; gzip or not). The last --validation training images select the best parameters, with
+which the test images are evaluated once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The random permutation problem: `python -m orthokern.tasks.random_permutation --T 100`.
 
 A recurrent network reads T symbols and must output the first one at the end (Hochreiter & Schmidhuber 1997; Manchev &
-Spratling, section III-A). The data come from `orthokern.data.RandomPermutationTask`.
+Spratling, section III-A). The first symbol is one of two, the others are drawn from 98 more: the best guess without
+memory has a loss of ln 2 nats, the "baseline". The task is solved if --goal percent of new sequences are answered
+correctly. The data come from `orthokern.data.RandomPermutationTask`.
 """
 
 from __future__ import annotations

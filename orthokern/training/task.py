@@ -60,11 +60,6 @@ class Task(ABC):
     iterations_per_epoch: int | None = None
     evaluation_seconds: float = math.inf
 
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self.model
-
     @abstractmethod
     def next_batch(self) -> Any:
         """The next training batch. It may reuse the tensors of the previous one."""

@@ -48,28 +48,20 @@ def _lists(records: Records, key: str) -> tuple[np.ndarray, list[np.ndarray]]:
     return np.asarray([at for at, _ in rows], dtype=float), [np.asarray(values, dtype=float) for _, values in rows]
 
 
-def _normalized(run: RunRecord, key: str) -> Profiles | None:
-    """log10 of norms divided by the largest over time. Iterations with a zero gradient are left out, for example the
-    first one if the readout is initialised to zero."""
+def _decades(run: RunRecord, key: str, relative: bool = False) -> Profiles | None:
+    """log10 of norms, or of norms relative to the largest over time. Zero is replaced by the smallest norm above zero.
+    Iterations whose norms are not finite or all zero are left out, for example the first one if the readout is
+    initialised to zero."""
     data = _profiles(run, key)
     if data is None:
         return None
     at, steps, norms, label = data
     largest = norms.max(axis=1)  # NaN if any is
     kept = np.isfinite(largest) & (largest > 0)
-    decades = np.log10(np.maximum(norms[kept] / largest[kept, None], 1e-12))
-    return (at[kept], steps, decades, label) if kept.any() else None
-
-
-def _decades(run: RunRecord, key: str) -> Profiles | None:
-    """log10 of norms; a norm of zero is replaced by the smallest norm above zero."""
-    data = _profiles(run, key)
-    if data is None:
+    if not kept.any():
         return None
-    at, steps, norms, label = data
-    kept = np.isfinite(norms).all(axis=1)
-    positive = norms[kept][norms[kept] > 0]
-    return (at[kept], steps, np.log10(np.maximum(norms[kept], positive.min())), label) if positive.size else None
+    norms = norms[kept] / (largest[kept, None] if relative else 1.0)
+    return at[kept], steps, np.log10(np.maximum(norms, norms[norms > 0].min())), label
 
 
 def _angle_shares(run: RunRecord) -> Profiles | None:
@@ -135,7 +127,7 @@ def compare_gradients(runs: Sequence[RunRecord], **common: Any) -> Figure | None
         # At most six decades: with a wider range, one run with a vanishing gradient would use up all colours.
         return min(-1.0, max(-6.0, math.floor(low))), 0.0
 
-    return _heat_maps(runs, lambda run: _normalized(run, key), bar, limits, **common)
+    return _heat_maps(runs, lambda run: _decades(run, key, relative=True), bar, limits, **common)
 
 
 def compare_states(runs: Sequence[RunRecord], **common: Any) -> Figure | None:
