@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +217,6 @@ def test_runs_are_compared_in_one_picture_each(
     chosen = ["--figure", "curves", "--quantity", "spectrum.max,grad_norm", "--panel", "margin", "--out", "some/where"]
     assert command.main([*folders, *chosen]) == 0
     assert {path.name for path in Path("some/where").iterdir()} == {"curves-spectrum.max.png", "curves-grad_norm.png"}
-
-
-def test_invalid_settings_of_matplotlib(tmp_path: Path) -> None:
-    """A table can still be printed; a picture is refused with one line."""
-    words = [sys.executable, "-m", "orthokern.diagnostics", str(a_run(tmp_path / "run"))]
-    environment = {**os.environ, "MPLBACKEND": "nonsense"}
-    done = subprocess.run([*words, "--figure", "none"], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "| copy |" in done.stdout
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: matplotlib cannot be used: ") and "'nonsense'" in done.stderr
-    assert not list(tmp_path.glob("**/*.png"))
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,6 @@ class Rolls:
         """[n] int64: steps of each piece."""
         return self.offsets.diff()
 
-    @property
-    def predictions(self) -> int:
-        """Number of predicted steps: all steps except the first one of each piece."""
-        return len(self.notes) - len(self)
-
     def piece(self, index: int) -> Tensor:
         """[steps, 88] uint8."""
         return self.notes[self.offsets[index] : self.offsets[index + 1]]

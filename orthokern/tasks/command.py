@@ -29,7 +29,7 @@ def task_command(name: str, options: type[Any], build: Callable[[Any], Task]) ->
     `build`, without its Notes."""
     own = _texts()[name]
     table = _texts()[own.get("presets_of", name)]
-    description = (sys.modules[build.__module__].__doc__ or "").partition("\nNote [")[0]
+    description = (sys.modules[build.__module__].__doc__ or "").partition("\nNote ")[0]
     presets = _presets(options, table) if "presets" in table else {}
     return TaskCommand(name, description, own["examples"], options, build, presets, table.get("preset_help"))
 

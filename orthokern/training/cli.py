@@ -58,8 +58,8 @@ class RunOptions(Options):
     iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
         None,
-        "stop after X minutes of training time (resumed parts count), then evaluate and test, each for at most a "
-        "quarter of that time; schedules still span all iterations",
+        "stop after X minutes of training time (resumed parts count), then evaluate and test; schedules still span all "
+        "iterations",
         above=0.0,
     )
     seed: int = option(0, "seed of the model, the data and the held-out data", low=0, high=LARGEST_SEED, basic=True)
@@ -194,8 +194,8 @@ class TaskCommand(Generic[Chosen]):
         group = parser.add_argument_group("the run folder")
         text = "run folder, new or empty (default runs/<task>-<time>)"
         group.add_argument("--out", type=Path, metavar="DIR", help=text)
-        text = "resume the run in DIR (or in --out) with its settings; the result is that of an uninterrupted run"
-        group.add_argument("--resume", type=Path, nargs="?", const=None, metavar="DIR", help=text)
+        text = "resume the run in DIR with its settings; the result is that of an uninterrupted run"
+        group.add_argument("--resume", type=Path, metavar="DIR", help=text)
         parser.basic |= {"out", "resume"}
         return parser
 
@@ -217,16 +217,12 @@ class TaskCommand(Generic[Chosen]):
         return command(body)
 
     def _run(self, given: Settings, shard: Shard, started: float) -> int:
-        out, folder, resume = given.pop("out", None), given.get("resume"), "resume" in given
-        given.pop("resume", None)
-        if folder is not None and out is not None and out != folder:
+        resumed, out = given.pop("resume", None), given.pop("out", None)
+        if resumed is not None and out not in (None, resumed):
             raise InputError(
-                f"--resume {folder} and --out {out}: a run is resumed in its own folder; give one of the two"
+                f"--resume {resumed} and --out {out}: a run is resumed in its own folder; give one of the two"
             )
-        folder = folder or out
-        if resume and folder is None:
-            raise InputError("--resume needs the folder of the run: --resume DIR, or --resume with --out DIR")
-        run = distributed.on_first(lambda: RunFolder.open(folder, self.name)) if resume else None
+        run = None if resumed is None else distributed.on_first(lambda: RunFolder.open(resumed, self.name))
         try:
             settings = distributed.on_all(lambda: self._settings(given, run, shard))
             with _memory_errors(settings):
@@ -235,16 +231,16 @@ class TaskCommand(Generic[Chosen]):
                 if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
                     seed_all(settings.seed + shard.rank)
                 if run is None:
-                    create = lambda: RunFolder.create(folder, self.name, asdict(settings), task.facts())  # noqa: E731
+                    create = lambda: RunFolder.create(out, self.name, asdict(settings), task.facts())  # noqa: E731
                     run = distributed.on_first(create)
                 else:
                     stored = run.config["settings"]
                     run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
                     run.config |= task.facts()
                 if shard.first:
-                    say(f"{'resuming in' if resume else 'run folder'} {run.path}{task.headline()}")
+                    say(f"{'run folder' if resumed is None else 'resuming in'} {run.path}{task.headline()}")
                 loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
-                outcome = train(task, run, loop, resume=resume, started=started)
+                outcome = train(task, run, loop, resume=resumed is not None, started=started)
         finally:
             if run is not None:
                 run.close()

@@ -5,8 +5,7 @@ return the figure, or None if no record has the fields that the plot needs; `sav
 pyplot: no global state, no window, and a shorter import. `legend`, `x` and `title`, in `common`, are explained in
 `compare_curves`. The colours can be distinguished by colour-blind readers.
 
-InputError is raised for a setting that no run has, for x = "epoch" if the length of an epoch is unknown for a run, and
-if matplotlib rejects its own settings (MPLBACKEND, matplotlibrc).
+InputError is raised for a setting that no run has, and for x = "epoch" if the length of an epoch is unknown for a run.
 
 Long runs are downsampled: a curve of more than 1000 points is drawn as means over 1000 intervals of equal length,
 minima and maxima are taken over these intervals, and a heat map shows at most 600 columns.

@@ -28,11 +28,9 @@ LINES = ("-", "--", ":", "-.")
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float], title: str, **share: Any) -> tuple[Figure, Any]:
-    """A figure of `size` inches and its axes [rows, columns]. InputError if matplotlib rejects its own settings."""
-    try:
-        from matplotlib.figure import Figure
-    except ValueError as error:  # MPLBACKEND or a matplotlibrc
-        raise InputError(f"matplotlib cannot be used: {error}") from None
+    """A figure of `size` inches and its axes [rows, columns]."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **share)
     figure.suptitle(title, fontsize=11)
