@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,36 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {(error.strerror or type(error).__name__).lower()}") from None
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context manager: an OSError of the block, such as that of a full disk, has the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces the content of the file `path` atomically.
+
+    The temporary name is fixed (`<name>.tmp`), so that the temporary file of a killed process is overwritten by the
+    next one.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with naming(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def number(value: Any) -> float | None:

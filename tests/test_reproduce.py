@@ -153,7 +153,7 @@ def test_bad_input(reproduce: Command, tmp_path: Path) -> None:
         (["toy", "--data", tmp_path], "the runs of toy generate their data"),
         (["table5", "--jobs", "2"], "the runs of table5 are timed and run one at a time"),
         (["oinit-table1", "--report", "--only", "srnn"], "--only: has no effect with --report"),
-        (["oinit-table1", "--only", "none"], "no search of oinit-table1 has this text in its name; the searches are "),
+        (["oinit-table1", "--only", "none"], "no run of oinit-table1 has this text in its name; the runs are "),
         (["nnrnn-fisher", "--epochs", "3"], "--epochs: nnrnn-fisher does not accept it"),
         (["table1", "--data", tmp_path / "no"], "no such folder"),
         (["constraint"], "first train constraint-copy, constraint-adding"),

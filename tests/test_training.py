@@ -137,16 +137,6 @@ def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
 
 
 @pytest.mark.usefixtures("signals_not_ignored")
-def test_a_run_whose_end_is_moved_back_is_evaluated_where_it_stands(tmp_path: Path) -> None:
-    go(tmp_path / "run", Probe(at={7: lambda _: os.kill(os.getpid(), signal.SIGTERM)}))
-    assert go(tmp_path / "run", Probe(), resume=True, iterations=3).exit_code == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    saved = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
-    assert result["iteration"] == saved["evaluated_at"] == len(records(tmp_path / "run")) == 7
-    assert saved["evaluation"] == result["last"] and saved["best"] == result["best"]
-
-
-@pytest.mark.usefixtures("signals_not_ignored")
 def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(signals, "SAME", -1.0)
     with pytest.raises(KeyboardInterrupt):

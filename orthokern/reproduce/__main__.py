@@ -13,8 +13,8 @@ from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
 from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
 from orthokern.reproduce.report import report
-from orthokern.reproduce.runner import Plan, train_all
-from orthokern.reproduce.spec import Experiment, Run, planned, read_experiments, read_specs
+from orthokern.reproduce.runner import Plan, chosen, train_all
+from orthokern.reproduce.spec import Experiment, planned, read_experiments, read_specs
 
 EXIT_FAILED = 3
 
@@ -128,7 +128,7 @@ def _run(args: Mapping[str, Any]) -> Outcome:
         return PRODUCE[name](args, STUDIES[name])
     experiment = EXPERIMENTS[name]
     plan = _plan(experiment, args)
-    runs = _chosen(experiment, args.get("only", ""))
+    runs = chosen(experiment.runs, args.get("only", ""), name)
     failed: dict[str, str] = {}
     try:
         if not args.get("report"):
@@ -152,14 +152,6 @@ def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
         raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
     longer = (f"--{unit}", str(args[unit])) if unit in args else ()
     return Plan.of(args, output_folder(args), data, longer)
-
-
-def _chosen(experiment: Experiment, only: str) -> list[Run]:
-    runs = [run for run in experiment.runs if only in run.name]
-    if not runs:
-        names = ", ".join(run.name for run in experiment.runs)
-        raise InputError(f"--only {only}: no run of {experiment.name} has this text in its name; the runs are {names}")
-    return runs
 
 
 def _finish(outcome: Outcome) -> int:

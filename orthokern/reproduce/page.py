@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from orthokern._files import read_object
+from orthokern._files import read_object, write_atomically
 from orthokern._version import __version__
 from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Measure
-from orthokern.training.checkpoint import write_atomically
 
 
 def paragraph(text: str) -> str:

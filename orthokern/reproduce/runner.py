@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from orthokern._files import write_atomically
 from orthokern.commandline import EXIT_BAD_INPUT, say
 from orthokern.errors import InputError
 from orthokern.reproduce.page import read_json
 from orthokern.reproduce.spec import Run, each_once, planned
-from orthokern.training.checkpoint import write_atomically
 from orthokern.training.loop import EXIT_DIVERGED
 from orthokern.training.signals import StopRequest
 
@@ -82,6 +82,15 @@ class Plan:
         options += [] if self.device is None else ["--device", self.device]
         where = "--resume" if begun else "--out"
         return [sys.executable, "-m", f"orthokern.tasks.{run.task}", *options, where, str(self.run_folder(run))]
+
+
+def chosen(runs: Sequence[Run], only: str, experiment: str) -> list[Run]:
+    """The runs with a text in their names."""
+    result = [run for run in runs if only in run.name]
+    if not result:
+        names = ", ".join(run.name for run in runs)
+        raise InputError(f"--only {only}: no run of {experiment} has this text in its name; the runs are {names}")
+    return result
 
 
 def result_of(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from orthokern.diagnostics.runs import number_at, read_metrics
-from orthokern.errors import InputError
 from orthokern.reproduce.page import (
     Outcome,
     commands,
@@ -24,7 +23,7 @@ from orthokern.reproduce.page import (
     table,
 )
 from orthokern.reproduce.report import Row, machine_of, trained_for
-from orthokern.reproduce.runner import Plan, is_done, result_of, train_all
+from orthokern.reproduce.runner import Plan, chosen, is_done, result_of, train_all
 from orthokern.reproduce.spec import Run, planned
 
 STEP, LONGEST, QUICK_LONGEST = 10, 500, 30  # increment of T, and the largest T that is tried
@@ -57,18 +56,13 @@ def runs(search: Run, quick: bool) -> dict[int, Run]:
 def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed."""
     searches = read_searches(spec)
-    chosen = [search for search in searches if args.get("only", "") in search.name]
-    if not chosen:
-        names = ", ".join(search.name for search in searches)
-        raise InputError(
-            f"--only {args['only']}: no search of {spec['name']} has this text in its name; the searches are {names}"
-        )
+    selected = chosen(searches, args.get("only", ""), spec["name"])
     longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
     plan = Plan.of(args, output_folder(args), None, longer)
     failed: dict[str, str] = {}
     try:
         if not args.get("report"):
-            failed = train_all(plan, [list(runs(search, plan.quick).values()) for search in chosen], "searches")
+            failed = train_all(plan, [list(runs(search, plan.quick).values()) for search in selected], "searches")
     finally:
         files = report_searches(spec, searches, plan)
     # a search ends with a run that does not reach its goal

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.data import load_mnist, pixel_statistics
+from orthokern.data import pixel_statistics
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
@@ -67,17 +67,12 @@ class DeepOptions(DigitsOptions, DescentOptions):
     )
 
 
-def _sides(settings: DeepOptions) -> list[int]:
-    """Numbers of units, from the input to the output."""
-    return [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
-
-
 class DeepNetwork(nn.Module):
     """Layers of tanh units, and a linear readout; complete settings."""
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__()
-        sides = _sides(settings)
+        sides = [PIXELS, *[settings.hidden] * settings.layers, CLASSES]
         self.layers = nn.ModuleList(nn.Linear(sides[i], sides[i + 1]) for i in range(len(sides) - 1))
         with torch.no_grad():
             for layer in self.layers:
@@ -121,16 +116,11 @@ class DeepMnist(DigitsTask):
         self.settings = settings
         self.device = torch.device(settings.device)
         self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
-        data = load_mnist(settings.data, validation=settings.validation)
+        self.load()
         mean, deviation = torch.zeros(PIXELS), torch.full((PIXELS,), 255.0)
         if settings.standardize:
-            mean, deviation = pixel_statistics(data.train.images)
+            mean, deviation = pixel_statistics(self.train_set[0].cpu())
         self._mean, self._scale = mean.to(self.device), 1.0 / deviation.to(self.device)
-        self.train_set, self.validation_set, self.test_set = (
-            (part.images.to(self.device), part.labels.to(self.device))
-            for part in (data.train, data.validation, data.test)
-        )
-        self.begin_epochs()
         self.model = DeepNetwork(settings)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty)

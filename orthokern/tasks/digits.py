@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern.data import load_mnist
 from orthokern.errors import InputError
 from orthokern.tasks.epochs import DataOptions, Experiment, count_epochs, data_option, digest, epoch_order
 from orthokern.training.options import option
@@ -30,7 +31,7 @@ class DigitsOptions(DataOptions):
 class DigitsTask(Experiment):
     """Uses every training image once per epoch, in a new random order; evaluates after every epoch.
 
-    A subclass sets the training, validation and test sets, calls `begin_epochs`, and defines `_batch`.
+    A subclass calls `load`, and defines `_batch`.
     """
 
     EVALUATION_BATCH = 500  # images
@@ -42,9 +43,15 @@ class DigitsTask(Experiment):
     test_set: tuple[Tensor, Tensor]
     iterations_per_epoch: int
 
-    def begin_epochs(self) -> None:
-        """Converts the number of epochs to iterations."""
-        settings, count = self.settings, len(self.train_set[1])
+    def load(self) -> None:
+        """Reads the data, and converts the number of epochs to iterations."""
+        settings = self.settings
+        data = load_mnist(settings.data, validation=settings.validation)
+        self.train_set, self.validation_set, self.test_set = (
+            (self._arranged(part.images).to(self.device), part.labels.to(self.device))
+            for part in (data.train, data.validation, data.test)
+        )
+        count = len(self.train_set[1])
         if settings.batch > count:
             raise InputError(f"--batch {settings.batch}: there are {count} training images")
         # an incomplete last batch is left out; its images are read in other epochs
@@ -53,6 +60,10 @@ class DigitsTask(Experiment):
         self.data_digest = digest(*self.train_set)
         self.position = 0  # in batches
         self._order: tuple[int, Tensor] | None = None
+
+    def _arranged(self, images: Tensor) -> Tensor:
+        """images [n, 784] uint8 in the order in which they are read. Default: row by row."""
+        return images
 
     @abstractmethod
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:

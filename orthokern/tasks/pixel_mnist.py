@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
+from orthokern.data import pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
@@ -82,29 +82,22 @@ class PixelMnist(DigitsTask, RecurrentTask):
     def __init__(self, settings: PixelOptions) -> None:
         super().__init__(settings)
         self.time_steps = (28 // settings.pool) ** 2
-        data = load_mnist(settings.data, validation=settings.validation)
-        self.train_set = self._on_device(data.train.images, data.train.labels)
-        self.validation_set = self._on_device(data.validation.images, data.validation.labels)
-        self.test_set = self._on_device(data.test.images, data.test.labels)
+        self.load()
         self._scaling: tuple[Tensor, Tensor] | None = None  # mean and deviation [T, 1] of the training pixels
         if settings.standardize:
             mean, deviation = pixel_statistics(self.train_set[0].cpu())
             self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
-        self.begin_epochs()
         self.build(PixelModel(1, 10, settings))
 
-    def _on_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """images [n, 784] uint8, labels [n] -> pixels [n, T] uint8, in the order in which they are read; labels.
-
-        An image is contiguous: a batch of columns would read a cache line per pixel.
-        """
+    def _arranged(self, images: Tensor) -> Tensor:
+        """[n, T] uint8. An image is contiguous: a batch of columns would read a cache line per pixel."""
         pool = self.settings.pool
         if pool > 1:
             means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
             images = means.round().to(torch.uint8).flatten(1)
         if self.settings.permuted:
             images = images[:, pixel_permutation(self.settings.permutation_seed, self.time_steps)]
-        return images.contiguous().to(self.device), labels.to(self.device)
+        return images.contiguous()
 
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         pixels, labels = data

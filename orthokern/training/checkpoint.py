@@ -7,52 +7,20 @@ the old one, so that a process that is killed at any time leaves the old or the 
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from orthokern._files import write_atomically
 from orthokern.errors import CheckpointError
 
 FORMAT = "orthokern.checkpoint"
 VERSION = 1
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Context manager: an OSError of the block, such as that of a full disk, has the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the content of the file `path` atomically.
-
-    The temporary name is fixed (`<name>.tmp`), so that the temporary file of a killed process is overwritten by the
-    next one.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with naming(path):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:

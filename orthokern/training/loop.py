@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from orthokern._files import write_atomically
 from orthokern.diagnostics.drawing import draw_run
 from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
 from orthokern.training import distributed
-from orthokern.training.checkpoint import write_atomically
 from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.progress import Progress
@@ -136,9 +136,6 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     over = state.is_over(settings)
-    if over and not state.reached and 0 < state.iteration != state.evaluated_at:  # the end of the run was moved back
-        _evaluate(state, scheduled=False)
-        state.save()
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
@@ -227,7 +224,7 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
         evaluation = distributed.on_first(evaluate)
         score = task.score(evaluation)
         state.keep_best(score)
-    state.evaluation, state.evaluated_at = evaluation, state.iteration
+    state.evaluation = evaluation
     if scheduled and task.plateau is not None:
         task.plateau.step(score)
     state.reached = task.goal_reached(evaluation)

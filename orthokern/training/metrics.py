@@ -9,10 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from orthokern._files import json_lines
+from orthokern._files import json_lines, naming
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
-from orthokern.training.checkpoint import naming
 
 __all__ = ["HELD_OUT", "TIMING_FIELDS", "MetricsLog", "plain", "read_metrics"]
 

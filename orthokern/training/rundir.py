@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import read_object
+from orthokern._files import read_object, write_atomically
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
-from orthokern.training.checkpoint import write_atomically
 from orthokern.training.metrics import MetricsLog
 
 

@@ -37,7 +37,6 @@ class RunState:
         self.best: dict[str, Any] | None = None  # score and iteration of the best evaluation
         self.new_best: dict[str, Tensor] | None = None  # its parameters, until best.pt is written
         self.evaluation: dict[str, float] | None = None
-        self.evaluated_at: int | None = None  # the iteration of the evaluation
         self.reached = False
         self.earlier_seconds = 0.0
 
@@ -94,7 +93,6 @@ class RunState:
             self.iteration, self.earlier_seconds = payload["iteration"], payload["seconds"]
             self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
             self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
-            self.evaluated_at = payload["evaluated_at"]
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -136,7 +134,6 @@ class RunState:
             "rng_of_other_ranks": [rng for rng, _ in parts[1:]],
             "best": self.best,
             "evaluation": self.evaluation,
-            "evaluated_at": self.evaluated_at,
             "reached": self.reached,
         }
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from orthokern._files import write_atomically
 from orthokern.diagnostics.comparison import labels
 from orthokern.diagnostics.runs import RunRecord
 from orthokern.errors import InputError
@@ -57,18 +57,11 @@ def new_panels(titles: Sequence[str], title: str, height: float = 3.8, **share: 
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure as PNG, under a temporary name that is then renamed: a partial file is never visible under
-    `path`. The folder is created if necessary."""
+    """Writes a figure as PNG, atomically. The folder is created if necessary."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(buffer.getvalue())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(path, buffer.getvalue())
     return path
 
 
