@@ -94,12 +94,12 @@ def _modal(s: Sizes) -> dict[str, int]:
     state, C, K = 2 * s["B"] * M, s.get("C", 0), s.get("K", 0)
     return {
         **dict.fromkeys(("re", "im"), M),
-        **dict.fromkeys(("x", "z"), 2 * rows * M),
+        **dict.fromkeys(("x", "z", "h"), 2 * rows * M),
+        **dict.fromkeys(("z0", "h0"), state),
+        **dict.fromkeys(("tokens", "resets"), rows),
         **dict.fromkeys(("step_states", "step_adjoints"), K * state),
         "lengths": s["B"],
-        "tokens": rows,
         "table": D * 2 * M,
-        "z0": state,
         "pairs": 2 * P,
         "grad_pairs": 4 * P,
         "readout": C * 2 * M,

@@ -30,6 +30,7 @@ from orthokern.ops.factored_scan import factored_scan
 from orthokern.ops.gru_scan import gru_scan
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.loss import ScanLoss, scan_loss
+from orthokern.ops.rotation_scan import rotation_scan
 
 __all__ = [
     "ACTIVATIONS",
@@ -45,6 +46,7 @@ __all__ = [
     "modrelu",
     "oplu",
     "prelu",
+    "rotation_scan",
     "scan_cross_entropy",
     "skew_exp",
     "spectrum",

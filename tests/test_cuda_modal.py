@@ -16,9 +16,10 @@ from modal_problem import Problem, compare
 from torch import Tensor
 
 from orthokern import dispatch, functional
-from orthokern.cuda import _call
+from orthokern.cuda import _call, rotation_scan
 from orthokern.errors import InputError
 from orthokern.ops.modal import choice, cuda, reference
+from orthokern.reference import rotation_scan as exact_scan
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -33,7 +34,7 @@ def harness(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend "cuda" on CPU tensors, with chunks of 4 steps."""
     torch.set_num_threads(1)
     build.use(module, monkeypatch)
-    monkeypatch.setattr(cuda, "chunk_length", lambda T, lanes: min(T, 4))
+    monkeypatch.setattr(rotation_scan, "chunk_length", lambda T, lanes: min(T, 4))
     yield module
     module.set_schedule(*build.ORDERS["forward"])
 
@@ -61,15 +62,32 @@ def test_parity(steps: int, tokens: bool, dtype: torch.dtype, module: Any, monke
         check(problem, dtype, lengths, reduction="sum" if index % 2 else "mean")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 4, 5, 16, 19])
+def test_adjoint_and_resets(T: int, dtype: torch.dtype) -> None:
+    """A reset in the first and in the last step of a chunk, in none of its steps, and in all."""
+    problem = Problem(5, T, 4, D=1, tokens=False).to(dtype)
+    resets = torch.rand(T, 4, generator=torch.Generator().manual_seed(T)) < 0.3
+    resets[:, 0], resets[:, 1], resets[3::4, 2], resets[::4, 3] = False, True, True, True
+    for cuts in (None, resets):
+        results = []
+        for backend, wide in ((rotation_scan, False), (exact_scan, True), (exact_scan, False)):
+            p = problem.to(torch.float64) if wide else problem
+            z = backend.scan(p.entering, p.re, p.im, p.z0, resets=cuts)
+            delta, re, im = backend.adjoint(p.x, p.re, p.im, z, p.z0, cuts)
+            results.append({"z": z, "delta": delta, "grad_re": re.to(z.dtype), "grad_im": im.to(z.dtype)})
+        compare(*results)
+
+
 def test_chunk_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many joined chunks as are loaded together, and more; one of a length that is no power of 2."""
     for chunk, T in ((2, 11), (8, 17), (1, 5), (9, 9)):
-        monkeypatch.setattr(cuda, "chunk_length", lambda T, lanes, chunk=chunk: chunk)
+        monkeypatch.setattr(rotation_scan, "chunk_length", lambda T, lanes, chunk=chunk: chunk)
         check(Problem(3, T, 2, D=1), torch.float32)
 
 
 def test_long_products_keep_their_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "chunk_length", lambda T, lanes: 32)
+    monkeypatch.setattr(rotation_scan, "chunk_length", lambda T, lanes: 32)
     problem = Problem(2, 1000, 1, D=1, margin=1e-3, P=2).to(torch.float32)
     expected = problem.to(torch.float64).scan(reference)
     for name, tensor in problem.scan(cuda).items():

@@ -1,5 +1,5 @@
-// A linear recurrence in modal coordinates: its states (modal_scan), and its readout and cross-entropy with all
-// gradients in one call, which stores neither states nor logits (modal_loss).
+// A linear recurrence in modal coordinates with its readout and cross-entropy, and all gradients, in one call, which
+// stores neither states nor logits (modal_loss). Its states: rotation_scan.cpp.
 //
 //   z_t = lambda z_{t-1} + x_t,  logits = C z_t + b,  d_t = c (softmax(logits) - onehot(target)),  g_t = C^T d_t,
 //   delta_t = conj(lambda) delta_{t+1} + g_t,  and the sums of d_t z_t^T, d_t, delta_t (by id), delta_t conj(z_{t-1})
@@ -8,8 +8,6 @@
 // the state before every chunk of kSteps steps. Then the chunks are processed from the last to the first: states are
 // computed again, as rows [step][Np] of type T, and logits [class][step], loss and gradients follow while this data is
 // in the nearest caches. A batch of fewer sequences than threads leaves threads idle.
-//
-// modal_scan is limited by memory traffic: it reads x and writes z. The adjoint is the same recurrence from the end.
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
@@ -391,44 +389,8 @@ bool run_loss(const ModalArgs& args) {
   return true;
 }
 
-template <class T>
-bool run_scan(const ModalArgs& args) {
-  ModalTables<T> tables;
-  const int tasks = task_count(args);
-  Scratch<bool> failed;
-  if (!tables.allocate(args) || !failed.allocate(tasks)) return false;
-  const Modes& modes = tables.modes;
-  share(tasks, tasks, [&](int task) {
-    const FlushDenormals flush;
-    Scratch<double> state, in;  // [Np], [kSteps][Np]
-    Scratch<T> z;               // [kSteps][Np]
-    const size_t chunk = static_cast<size_t>(kSteps) * modes.Np;
-    failed[task] = !state.allocate(modes.Np) || !in.allocate(chunk) || !z.allocate(chunk);
-    if (failed[task]) return;
-    const double* rows[kSteps];
-    for (int r = 0; r < kSteps; r++) rows[r] = in + static_cast<ptrdiff_t>(r) * modes.Np;
-    for (int64_t b = args.B * task / tasks; b < args.B * (task + 1) / tasks; b++) {
-      const SequenceRows<const T> x(static_cast<const T*>(args.x), args, b, args.reverse);
-      const SequenceRows<T> out(static_cast<T*>(args.z), args, b, args.reverse);
-      spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
-      for (int64_t t = 0; t < args.T; t += kSteps) {
-        const int steps = static_cast<int>(args.T - t < kSteps ? args.T - t : kSteps);
-        read_rows(modes, x, t, steps, in.get());
-        advance<T, true>(modes, rows, steps, state, z.get());
-        write_rows<T>(modes, z, out, t, steps);
-      }
-    }
-  });
-  for (int i = 0; i < tasks; i++)
-    if (failed[i]) return false;
-  return true;
-}
-
 }  // namespace
 
-bool modal_scan(const ModalArgs& args) {
-  return args.dtype == kFloat64 ? run_scan<double>(args) : run_scan<float>(args);
-}
 bool modal_loss(const ModalArgs& args) {
   return args.dtype == kFloat64 ? run_loss<double>(args) : run_loss<float>(args);
 }

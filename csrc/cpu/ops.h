@@ -202,6 +202,11 @@ struct ModalArgs {
   const void* x;     // [T, B, 2M], or null with tokens
   const void* z0;    // [B, 2M]
   void* z;           // [T, B, 2M]                                              (modal_scan)
+  // modal_scan: steps whose previous state counts as zero; with `reverse`, the step before one of them ends its sequence
+  const uint8_t* resets;  // [T, B] or null
+  // modal_scan with `reverse`: the states of the forward, for the gradients of re and im
+  const void* h;   // [T, B, 2M] or null
+  const void* h0;  // [B, 2M], with h
 
   // the others: modal_loss
   int need_grad;
@@ -221,8 +226,8 @@ struct ModalArgs {
   void* grad_table;    // [D, 2M] or null
   void* grad_readout;  // [C, 2M]
   void* grad_bias;     // [C] or null
-  double* grad_re;     // [M]
-  double* grad_im;     // [M]
+  double* grad_re;     // [M]                            (modal_scan with h, too)
+  double* grad_im;     // [M]                            (modal_scan with h, too)
   double* grad_pairs;  // [P, 2, 2] or null
   // states and, with gradients, adjoints of K steps; not written for steps from the length of a sequence on
   const int64_t* steps;  // [K] in [0, T)
@@ -233,7 +238,7 @@ struct ModalArgs {
   template <class Visit>
   void scan(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, reverse, z);
+    ORTHOKERN_FIELDS(visit, reverse, z, resets, h, h0, grad_re, grad_im);
   }
   template <class Visit>
   void cross_entropy(Visit& visit) {

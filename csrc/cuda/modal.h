@@ -20,18 +20,20 @@ struct ModalArgs {
   const int64_t* tokens;   // [T, B]; a wrong id gives NaN
   const void* table;       // X [D, 2M]
   const int64_t* lengths;  // [B], or null: no padding
-  const double* re;        // [M]
-  const double* im;        // [M]
-  const double* z0;        // [B, 2M], the state before the first step, or reverse after the last one
-  double* ends;            // [chunks, B, 2M]: the states that chunks end with; of several, from z0 or from zero
-  double* states;          // [chunks, B, 2M]: the state after each chunk; null for one chunk
-  void* z;                 // [T, B, 2M], as x, or double; null: only `ends` and `states`
-  const void* h;           // X [T, B, 2M]: states of the forward scan, for `sums`; or null
-  const double* h0;        // [B, 2M], the state before h
-  double* sums;            // [2, chunks, B, M]: conj(h_{t-1}) z_t, the sums over the steps of each chunk; with h
+  const uint8_t* resets;   // [T, B], steps whose previous state counts as zero, or null; without lengths, start is 0
+  const uint8_t* chunk_resets;  // [chunks, B], with resets: chunks whose end does not depend on the chunk before
+  const double* re;             // [M]
+  const double* im;             // [M]
+  const double* z0;             // [B, 2M], the state before the first step, or reverse after the last one
+  double* ends;                 // [chunks, B, 2M]: the states that chunks end with; of several, from z0 or from zero
+  double* states;               // [chunks, B, 2M]: the state after each chunk; null for one chunk
+  void* z;                      // [T, B, 2M], as x, or double; null: only `ends` and `states`
+  const void* h;                // X [T, B, 2M]: states of the forward scan, for `sums`; or null
+  const double* h0;             // [B, 2M], the state before h
+  double* sums;                 // [2, chunks, B, M]: conj(h_{t-1}) z_t, the sums over the steps of each chunk; with h
 
   ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, M, D, chunk, start, reverse, wide, x, tokens, table, lengths,
-                      re, im, z0, ends, states, z, h, h0, sums);
+                      resets, chunk_resets, re, im, z0, ends, states, z, h, h0, sums);
 };
 
 void modal_scan(const ModalArgs& args);

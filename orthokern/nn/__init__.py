@@ -14,6 +14,7 @@ from orthokern.nn.linear_cross_entropy import LinearCrossEntropy
 from orthokern.nn.lstm import LSTM, PeepholeLSTM
 from orthokern.nn.nonnormal import NonNormalRNN
 from orthokern.nn.rnn import RNN
+from orthokern.nn.rotation import RotationRNN
 
 __all__ = [
     "GRU",
@@ -27,4 +28,5 @@ __all__ = [
     "ModReLU",
     "NonNormalRNN",
     "PeepholeLSTM",
+    "RotationRNN",
 ]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from orthokern.nn._checks import readable
+from orthokern.ops._common import check_lengths
 from orthokern.ops._dispatcher import no_dispatch_modes
 
 # (x [T,B,D] or ids [T,B], h0 [B,S] or None, lengths [B] or None) -> states [T,B,S]
@@ -59,6 +61,16 @@ def _at(data: Tensor, place: Tensor) -> Tensor:
     if data.dim() == 3:
         place = place.unsqueeze(2).expand(-1, -1, data.shape[2])
     return data.gather(0, place)
+
+
+def without_padding(states: Tensor, lengths: Tensor | None) -> Tensor:
+    """States [T,B,S] of a scan without lengths, with zeros after the end of each sequence. Checks lengths."""
+    if lengths is None:
+        return states
+    if readable(lengths):
+        check_lengths(lengths, states.shape[0])
+    padding = torch.arange(states.shape[0], device=states.device).unsqueeze(1) >= lengths
+    return states.masked_fill(padding.unsqueeze(2), 0.0)
 
 
 class Dense:

@@ -17,10 +17,12 @@ from orthokern.errors import InputError
 from orthokern.nn._base import Layers
 from orthokern.nn._recurrent import Recurrent
 from orthokern.nn.gru import GRU
+from orthokern.nn.rotation import RotationRNN
 from orthokern.ops import _taps
 from orthokern.ops._dispatcher import no_dispatch_modes
+from orthokern.reference.rotation_scan import turn
 
-__all__ = ["FrozenGRU", "FrozenRNN"]
+__all__ = ["FrozenGRU", "FrozenRNN", "FrozenRotationRNN"]
 
 # of one layer in one step, see ``_Frozen._prepared``
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
@@ -249,9 +251,43 @@ class FrozenGRU(_Frozen, GRU):
         return call
 
 
+class FrozenRotationRNN(_Frozen, RotationRNN):
+    """The result of ``RotationRNN.frozen()``, with ``step``. The buffers weight_ih_l0 [N,D] and bias_l0 [N] include the
+    factor g, and lambda_l0 [2,N/2] holds the real and the imaginary parts of the eigenvalues."""
+
+    def __init__(self, source: RotationRNN) -> None:
+        tensors: dict[str, Tensor] = {}
+        for suffix in source._suffixes():
+            weight, bias, re, im = source._factors(suffix)
+            tensors |= {f"weight_ih_{suffix}": weight, f"lambda_{suffix}": torch.stack([re, im])}
+            if bias is not None:
+                tensors[f"bias_{suffix}"] = bias
+            if source.learned_h0:
+                tensors[f"h0_{suffix}"] = source._tensor(f"h0_{suffix}")
+        super().__init__(source, tensors)
+
+    def _lambda(self, suffix: str) -> tuple[Tensor, Tensor]:
+        re, im = self._tensor(f"lambda_{suffix}").double()
+        return re, im
+
+    def _factors(self, suffix: str) -> Any:
+        bias = self._tensor(f"bias_{suffix}") if self.bias else None
+        return self._tensor(f"weight_ih_{suffix}"), bias, *self._lambda(suffix)
+
+    def _prepared(self, suffix: str, B: int) -> Call:
+        weight, bias, re, im = self._factors(suffix)
+
+        def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
+            if resets is not None and state is not None:
+                h = torch.where(resets.unsqueeze(1), state, h)
+            return torch.add(turn(h.double(), re, im), self._weighted(x, weight, bias), out=result)
+
+        return call
+
+
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 # not by an import there: these classes are subclasses
-Recurrent._frozen_kind, GRU._frozen_kind = FrozenRNN, FrozenGRU
+Recurrent._frozen_kind, GRU._frozen_kind, RotationRNN._frozen_kind = FrozenRNN, FrozenGRU, FrozenRotationRNN

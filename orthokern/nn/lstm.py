@@ -12,9 +12,8 @@ from orthokern import init as init_
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
-from orthokern.nn._checks import number, readable
-from orthokern.nn._layouts import Resets
-from orthokern.ops._common import check_lengths
+from orthokern.nn._checks import number
+from orthokern.nn._layouts import Resets, without_padding
 from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
@@ -111,12 +110,8 @@ class LSTM(Layers):
     ) -> Tensor:
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
-        if lengths is not None and readable(lengths):
-            check_lengths(lengths, x.shape[0])
         states = torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
-        if lengths is None:
-            return states
-        return states * (torch.arange(x.shape[0], device=x.device).unsqueeze(1) < lengths).unsqueeze(-1)
+        return without_padding(states, lengths)
 
     def extra_repr(self) -> str:
         return self._text()

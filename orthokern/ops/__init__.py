@@ -1,8 +1,9 @@
 """The definition of every op: mathematics, shapes, cost, SUPPORT table, torch.library op with fake and autograd.
 
 The files of an op have one name: ``orthokern/ops/<op>.py``, ``orthokern/reference/<op>.py``, ``csrc/cpu/<op>.cpp`` and
-so on; those of ``modal`` are in one folder. ``factored_scan``, ``dense_scan`` and ``gru_scan`` are the public functions
-and check their arguments; the functions of the other modules take inputs that ``orthokern.functional`` has checked.
+so on; those of ``modal`` are in one folder. ``factored_scan``, ``dense_scan``, ``gru_scan`` and ``rotation_scan`` are
+the public functions and check their arguments; the functions of the other modules take inputs that
+``orthokern.functional`` has checked.
 """
 
 from orthokern.ops import (
@@ -14,6 +15,7 @@ from orthokern.ops import (
     linear_cross_entropy,
     modal,
     peephole_scan,
+    rotation_scan,
     skew_exp,
 )
 
@@ -27,6 +29,7 @@ NAMES = (
     "skew_exp",
     "modal",
     "peephole_scan",
+    "rotation_scan",
 )
 
 __all__ = [
@@ -39,5 +42,6 @@ __all__ = [
     "linear_cross_entropy",
     "modal",
     "peephole_scan",
+    "rotation_scan",
     "skew_exp",
 ]

@@ -182,7 +182,7 @@ def has_lengths(lengths: object, x: Tensor) -> None:
     same_device("lengths", tensor, "x", x)
 
 
-def _resets(
+def resets_and_state(
     resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
 ) -> Tensor | None:
     """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets. Returns the
@@ -314,7 +314,7 @@ def scan_args(args: ScanArgs, like_name: str, *, small_ids: bool = False) -> Sca
         fits("h0", h0, (x.shape[1], N), "[B, N]", like_name, like)
     activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
     has_lengths(args.lengths, x)
-    reset_state = _resets(args.resets, args.reset_state, x, h0, N, like_name, like)
+    reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, like_name, like)
     _leak(args.leak, N, like_name, like)
     _options(args)
     return args._replace(x=x, h0=like.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)
@@ -338,5 +338,5 @@ def gru_args(args: GruArgs) -> GruArgs:
     if args.variant not in VARIANTS:
         raise unknown_name("variant", args.variant, VARIANTS)
     has_lengths(args.lengths, x)
-    reset_state = _resets(args.resets, args.reset_state, x, h0, N, "w", w)
+    reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, "w", w)
     return args._replace(h0=w.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)

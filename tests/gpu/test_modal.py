@@ -64,3 +64,30 @@ def test_scan_cross_entropy() -> None:
     torch.testing.assert_close(modal, expected, rtol=1e-5, atol=0)
     grads = [torch.autograd.grad(loss, w)[0] for loss in (modal, expected)]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("resets", [False, True])
+def test_rotation_scan(resets: bool, dtype: torch.dtype) -> None:
+    """States and every gradient."""
+    for M, T, B in ((1, 1, 1), (17, 65, 3), (33, 300, 8), (64, 4096, 50)):
+        generator = torch.Generator().manual_seed(M)
+        x, h0 = (
+            torch.randn(*size, dtype=torch.float64, generator=generator).to(dtype)
+            for size in ((T, B, 2 * M), (B, 2 * M))
+        )
+        angle = 3 * torch.rand(M, dtype=torch.float64, generator=generator)
+        cuts = torch.rand(T, B, generator=generator) < 0.05 if resets else None
+        results = []
+        for device, kind in (("cuda", dtype), ("cpu", torch.float64), ("cpu", dtype)):
+            leaves = [
+                t.to(device).requires_grad_()
+                for t in (x.to(kind), torch.polar(torch.full_like(angle, 0.999), angle), h0.to(kind))
+            ]
+            there = None if cuts is None else cuts.to(device)
+            hs = functional.rotation_scan(*leaves, resets=there, backend="cuda" if device == "cuda" else "reference")
+            grads = torch.autograd.grad(hs, leaves, torch.cos(hs.detach()))
+            names = ("hs", "grad_x", "grad_eigenvalues", "grad_h0")
+            values = [torch.view_as_real(t) if t.is_complex() else t for t in (hs.detach(), *grads)]
+            results.append({name: value.cpu() for name, value in zip(names, values, strict=True)})
+        compare(*({**r, "grad_eigenvalues": r["grad_eigenvalues"].to(r["hs"].dtype)} for r in results))

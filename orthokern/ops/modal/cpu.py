@@ -9,15 +9,8 @@ from torch import Tensor
 
 from orthokern._scan_contract import Readout
 from orthokern.cpu._call import call, new
+from orthokern.cpu.rotation_scan import scan as scan
 from orthokern.ops.modal.reference import Gradients, Inputs, Loss
-
-
-def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
-    """See ``reference.scan``; x and z0 have one dtype."""
-    (T, B), (M,), z = x.shape[:2], re.shape, new(*x.shape, dtype=x.dtype)
-    sizes = {"T": T, "B": B, "M": M, "reverse": int(reverse)}
-    call("modal_scan", x.dtype, sizes, {"x": x, "re": re, "im": im, "z0": z0, "z": z})
-    return z
 
 
 def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[int] = ()) -> Loss:

@@ -1,9 +1,5 @@
 """The modal form on CUDA; the kernels: ``csrc/cuda/modal.cu``.
 
-Note [Modal chunks]
-    The scan is parallel over sequences, modes and chunks of time: 2 chunk + T / chunk sequential steps replace T, with
-    a minimum at chunk = sqrt(T / 2).
-
 Note [Modal spans]
     The states, logits and gradients of one span of steps exist at a time. The spans are processed from the last to the
     first; before that, a pass that writes no states computes the one before each span. A span takes a share of the
@@ -12,7 +8,6 @@ Note [Modal spans]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -22,17 +17,10 @@ from orthokern._memory import kept_states
 from orthokern._products import ieee_products, sum_over_rows
 from orthokern._scan_contract import Readout
 from orthokern.cuda import _call as native
-from orthokern.ops.modal.reference import ONE_HOT, Gradients, Inputs, Loss, pair_sums, sum_by_id, turn
-
-MIN_CHUNK = 16
-ENOUGH_LANES = 2**18  # modes of sequences that fill the largest device; then time is not divided into chunks
-
-
-def chunk_length(T: int, lanes: int) -> int:
-    """Steps of a chunk: T, or a power of 2 near sqrt(T / 2)."""
-    if lanes >= ENOUGH_LANES:
-        return T
-    return min(T, max(MIN_CHUNK, 2 ** round(math.log2(max(1.0, math.sqrt(T / 2))))))
+from orthokern.cuda import rotation_scan
+from orthokern.cuda.rotation_scan import scan as scan
+from orthokern.ops.modal.reference import ONE_HOT, Gradients, Inputs, Loss, pair_sums, sum_by_id
+from orthokern.reference.rotation_scan import turn
 
 
 def span_steps(inputs: Inputs, readout: Readout) -> int:
@@ -41,47 +29,6 @@ def span_steps(inputs: Inputs, readout: Readout) -> int:
     ids = 0 if inputs.table is None else min(len(inputs.table), ONE_HOT)
     step = B * ((4 * M + len(readout.weight)) * size + 8 * (2 * M + ids))
     return -(-T // -(-T * step // kept_states(inputs.z0.device)))
-
-
-def _run(
-    inputs: Inputs,
-    x: Tensor,
-    z0: Tensor | None,
-    z: Tensor | None = None,
-    before: tuple[Tensor | None, Tensor | None] = (None, None),
-    *,
-    start: int = 0,
-    reverse: bool = False,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence over x, the steps of a call from ``start`` on, whose states are written to z: Note [Modal chunks].
-
-    z0: float64, or None for zeros; before: (states of the forward scan in the dtype of x, the one before them in
-    float64). Returns (the state after the last step, forward only for a multiple of ``chunk`` steps; with ``before``
-    terms [2, *, M] of the gradients of re and im).
-    """
-    (T, B), M, (h, h0), ids = x.shape[:2], len(inputs.re), before, not x.is_floating_point()
-    table = inputs.table if ids else None
-    chunk = chunk_length(T, B * M) if chunk is None else min(chunk, T)
-    chunks = -(-T // chunk)
-    space = inputs.re.new_empty(min(chunks, 2), chunks, B, 2 * M)
-    sums = inputs.re.new_empty(2, 0 if h is None else chunks * B, M)
-    sizes = {"T": T, "B": B, "M": M, "D": 0 if table is None else len(table), "chunk": chunk, "start": start}
-    sizes |= {"reverse": int(reverse), "wide": int(z is not None and z.dtype == torch.float64)}
-    own = {"x": None if ids else x, "tokens": x if ids else None, "table": table, "z0": z0, "z": z, "h": h, "h0": h0}
-    work = {"ends": space[0], "states": space[1] if chunks > 1 else None, "sums": sums}
-    fixed = {"re": inputs.re, "im": inputs.im, "lengths": inputs.lengths}
-    sizes["dtype"] = native.DTYPES[x.dtype if table is None else table.dtype]
-    native.call("modal_scan", x.device, sizes, {**own, **work, **fixed})
-    return space[-1, 0 if reverse else -1], sums
-
-
-def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
-    """See ``reference.scan``."""
-    x, z0 = x.contiguous(), z0.double().contiguous()
-    z = torch.empty_like(x)
-    _run(Inputs(x, re, im, z0), x, z0, z, reverse=reverse)
-    return z
 
 
 @ieee_products()
@@ -95,11 +42,12 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     count = lengths.sum().double() if reduction == "mean" and lengths is not None else None
     scale = 1.0 / (T * B) if reduction == "mean" and lengths is None else 1.0
     length = span_steps(inputs, readout)
-    chunk = chunk_length(length, B * len(re))
+    chunk = rotation_scan.chunk_length(length, B * len(re))
     length = -(-length // chunk) * chunk  # the state after a span is that after its last chunk
     starts = [z0.double()]
+    fixed = {"re": re, "im": im, "table": table, "lengths": lengths}
     for start in range(0, T - length, length):
-        starts.append(_run(inputs, x[start : start + length], starts[-1], start=start, chunk=chunk)[0])
+        starts.append(rotation_scan.run(x[start : start + length], starts[-1], **fixed, start=start, chunk=chunk)[0])
     losses, right = re.new_empty(T, B), torch.empty(T, B, dtype=torch.uint8, device=re.device)
     states, adjoints, carry = [], [], None  # of the profile, the last span first
     grad_x = torch.empty_like(x) if need_grad and table is None else None
@@ -107,7 +55,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     for start, first in reversed(list(zip(range(0, T, length), starts, strict=True))):
         span = slice(start, start + length)
         z = z0.new_empty(len(x[span]), *z0.shape)
-        _run(inputs, x[span], first, z, start=start, chunk=chunk)
+        rotation_scan.run(x[span], first, z, **fixed, start=start, chunk=chunk)
         d = torch.nn.functional.linear(z, weight, bias)
         sizes = {"dtype": native.DTYPES[dtype], "T": len(z), "B": B, "C": len(weight), "start": start, "scale": scale}
         own = {"logits": d, "target": target[span], "losses": losses[span], "right": right[span]}
@@ -120,7 +68,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
         new = {"weight": sum_over_rows(d, z), "bias": d.sum((0, 1), dtype=torch.float64)}
         g = d @ weight
         delta = torch.empty_like(g, dtype=torch.float64)
-        carry, terms = _run(inputs, g, carry, delta, (z, first), start=start, reverse=True, chunk=chunk)
+        carry, terms = rotation_scan.run(g, carry, delta, (z, first), **fixed, start=start, reverse=True, chunk=chunk)
         new["values"] = terms.sum(1)
         if table is not None:
             new["table"] = sum_by_id(x[span], delta, len(table))

@@ -19,7 +19,8 @@ from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.norms import norms_through_time
-from orthokern.ops.modal.reference import Inputs, entering, turn, without_padding
+from orthokern.ops.modal.reference import Inputs, entering, without_padding
+from orthokern.reference.rotation_scan import turn
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
 SPAN_ROWS, SPAN_STEPS = 16384, 64

@@ -1,14 +1,11 @@
 """The recurrence in modal coordinates and its cross-entropy, in torch code: the definition for the kernels.
 
 Note [Modal recurrence]
-    M modes have the eigenvalues lambda = re + i im, float64 [M]. A vector of M modes is real, [2M]: the real parts of
-    all modes, then their imaginary parts. The states are z_t = lambda z_{t-1} + x_t, mode by mode. A real eigenvalue is
-    a mode with im = 0, whose imaginary part stays 0 if its inputs' imaginary parts are 0.
+    M modes have the eigenvalues lambda = re + i im, float64 [M], and the recurrence of ``rotation_scan``: the vectors,
+    states z and adjoints delta are those of ``orthokern/reference/rotation_scan.py``. A real eigenvalue is a mode with
+    im = 0, whose imaginary part stays 0 if its inputs' imaginary parts are 0.
 
-    With g_t = dL/dz_t from outside the recurrence, delta_t, which includes all later steps, is
-    delta_t = conj(lambda) delta_{t+1} + g_t with delta_{T+1} = 0: the same recurrence from the last step to the first.
-
-        grad_x_t = delta_t,     grad_z0 = conj(lambda) delta_1,     grad_table[d] = sum of delta_t over steps with id d.
+        grad_table[d] = sum of delta_t over steps with id d.
 
     For modes j and k the gradient of a general matrix in these coordinates has the 2 x 2 block
     M_jk = sum_t (delta_re[j], delta_im[j])^T (z_re[k], z_im[k]) of z_{t-1}. The gradients of the eigenvalues are
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
+from orthokern.reference.rotation_scan import scan, turn
 
 ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
 
@@ -69,25 +67,6 @@ class Loss(NamedTuple):
     grads: Gradients | None = None  # with need_grad
     states: Tensor | None = None  # z_t [K, B, 2M] at the steps of a profile
     adjoints: Tensor | None = None  # delta_t [K, B, 2M] there, with need_grad
-
-
-def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
-    """Each mode of z [..., 2M] times re + i im."""
-    turned = torch.complex(*z.chunk(2, -1)) * torch.complex(re, im)
-    return torch.cat([turned.real, turned.imag], -1)
-
-
-def scan(x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False) -> Tensor:
-    """The states z [T, B, 2M] of x [T, B, 2M] and z0 [B, 2M], in the dtype of x.
-
-    reverse: from the last step to the first, with the conjugate eigenvalues; then z0 is the state after the last step.
-    """
-    steps = x.to(re.dtype).unbind(0)
-    z, states = z0.to(re.dtype), []
-    for x_t in reversed(steps) if reverse else steps:
-        z = turn(z, re, -im if reverse else im) + x_t
-        states.append(z)
-    return torch.stack(states[::-1] if reverse else states).to(x.dtype)
 
 
 def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:

@@ -1,0 +1,160 @@
+"""rotation_scan: values against an independent loop, derivatives of every kind, and the op's registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_matches_reference, each
+from torch import Tensor
+
+from orthokern import dispatch
+from orthokern.errors import InputError
+from orthokern.functional import rotation_scan
+
+NAMESPACE = torch.ops.orthokern
+# T, B, M: single elements, modes that fill no vector, more than a chunk of 64 steps, more sequences than threads
+SIZES = [(1, 1, 1), (2, 3, 5), (64, 2, 8), (65, 5, 17), (130, 3, 33), (200, 7, 64)]
+NAMES = ("x", "eigenvalues", "h0", "reset_state")
+
+
+def tensors(T: int, B: int, M: int, resets: bool, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The floating arguments in double precision, and resets."""
+    generator = torch.Generator().manual_seed(seed)
+    x, h0, state = (
+        torch.randn(*n, dtype=torch.float64, generator=generator) for n in ((T, B, 2 * M), (B, 2 * M), (B, 2 * M))
+    )
+    radius, angle = (torch.rand(M, dtype=torch.float64, generator=generator) for _ in range(2))
+    args = {"x": x, "eigenvalues": torch.polar(0.9 + 0.12 * radius, 3 * angle), "h0": h0}
+    if not resets:
+        return args, None
+    cuts = torch.rand(T, B, generator=generator) < 0.2
+    cuts[0, 0] = cuts[-1, -1] = True
+    return {**args, "reset_state": state}, cuts
+
+
+def loop(x: Tensor, eigenvalues: Tensor, h0: Tensor, resets: Tensor | None = None, reset_state: Any = None) -> Tensor:
+    """The equation, in complex numbers."""
+    h, steps = torch.complex(*h0.chunk(2, -1)), []
+    for t, x_t in enumerate(x):
+        if resets is not None:
+            h = torch.where(resets[t].unsqueeze(1), torch.complex(*reset_state.chunk(2, -1)), h)
+        h = eigenvalues * h + torch.complex(*x_t.chunk(2, -1))
+        steps.append(torch.cat([h.real, h.imag], -1))
+    return torch.stack(steps)
+
+
+def run(function: Any, args: dict[str, Tensor], resets: Tensor | None, **options: Any) -> dict[str, Tensor]:
+    """States, and the gradients of all arguments, as real numbers."""
+    leaves = {name: value.detach().requires_grad_() for name, value in args.items()}
+    hs = function(**leaves, resets=resets, **options)
+    cotangent = torch.randn(hs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(hs.dtype)
+    grads = torch.autograd.grad(hs, leaves.values(), cotangent)
+    results = {"hs": hs.detach(), **dict(zip(leaves, grads, strict=True))}
+    return {name: torch.view_as_real(v) if v.is_complex() else v for name, v in results.items()}
+
+
+def single(args: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The arguments in single precision."""
+    return {name: value.to(torch.complex64 if value.is_complex() else torch.float32) for name, value in args.items()}
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sizes", SIZES)
+@each("rotation_scan")
+def test_values_and_gradients(
+    op: str, backend: str, sizes: tuple[int, int, int], dtype: torch.dtype, resets: bool
+) -> None:
+    args, cuts = tensors(*sizes, resets)
+    args = args if dtype is torch.float64 else single(args)
+    wide = {name: value.to(torch.complex128 if value.is_complex() else torch.float64) for name, value in args.items()}
+    actual, exact = run(rotation_scan, args, cuts, backend=backend), run(loop, wide, cuts)
+    plain = run(loop, args, cuts)
+    for name, value in actual.items():
+        assert_matches_reference(value, exact[name], plain[name], name=name, gradient=name != "hs")
+
+
+@each("rotation_scan")
+def test_derivatives(op: str, backend: str) -> None:
+    """Against differences: first, second, and forward mode."""
+    args, cuts = tensors(5, 2, 3, True)
+    leaves = [tensor.requires_grad_() for tensor in args.values()]
+
+    def function(*values: Tensor) -> Tensor:
+        return rotation_scan(**dict(zip(args, values, strict=True)), resets=cuts, backend=backend)
+
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@each("rotation_scan")
+def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
+    """The sums over sequences may have another order."""
+    args, cuts = tensors(70, 5, 9, True)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            results.append(run(rotation_scan, single(args), cuts, backend=backend))
+    finally:
+        torch.set_num_threads(threads)
+    for name, first in results[0].items():
+        assert name == "eigenvalues" or torch.equal(first, results[1][name]), name
+        assert torch.equal(results[1][name], results[2][name]), name
+
+
+@each("rotation_scan")
+def test_a_reset_stops_nan(op: str, backend: str) -> None:
+    args, _ = tensors(6, 3, 5, False)
+    args["x"][1, 1, 2] = torch.nan
+    cuts = torch.zeros(6, 3, dtype=torch.bool)
+    cuts[4] = True
+    hs = rotation_scan(**args, resets=cuts, backend=backend)
+    expected = torch.zeros(6, 3, dtype=torch.bool)
+    expected[1:4, 1] = True
+    assert torch.equal(hs.isnan().any(2), expected)
+
+
+def test_vmap_and_compile() -> None:
+    args, cuts = tensors(4, 2, 3, True)
+    models = torch.stack([args["eigenvalues"], args["eigenvalues"].conj()])
+    of_all = torch.func.vmap(lambda e: rotation_scan(**{**args, "eigenvalues": e}, resets=cuts))(models)
+    expected = torch.stack([rotation_scan(**{**args, "eigenvalues": e}, resets=cuts) for e in models])
+    torch.testing.assert_close(of_all, expected)
+    compiled = torch.compile(rotation_scan, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**args, resets=cuts), expected[0])
+
+
+def test_registration() -> None:
+    args, cuts = tensors(4, 2, 3, True)
+    re, im = args["eigenvalues"].real.clone(), args["eigenvalues"].imag.clone()
+    inputs = [tensor.requires_grad_() for tensor in (args["x"], re, im, args["h0"])]
+    for resets in (None, cuts):
+        torch.library.opcheck(NAMESPACE.rotation_scan_fwd.default, (*inputs, resets))
+        with torch.no_grad():
+            hs = NAMESPACE.rotation_scan_fwd(*inputs, resets)
+            rest = (re.detach(), im.detach(), args["h0"].detach(), resets)
+            torch.library.opcheck(NAMESPACE.rotation_scan_bwd.default, (torch.ones_like(hs), hs, *rest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 2, 5)}, r"x has shape \[3, 2, 5\]: accepted is \[T, B, N\], N even, nothing empty"),
+        ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is .*: accepted is complex \[N / 2\] = \[3\]"),
+        ({"h0": torch.zeros(2, 5)}, r"h0 has shape \[2, 5\]: .*\[B, N\]"),
+        ({"resets": torch.zeros(3, 2)}, "resets has dtype float32: accepted is bool"),
+    ],
+)
+def test_errors(change: dict[str, Tensor], message: str) -> None:
+    args = {"x": torch.zeros(3, 2, 6), "eigenvalues": torch.zeros(3, dtype=torch.complex64), **change}
+    with pytest.raises(InputError, match=message):
+        rotation_scan(**args)
+
+
+def test_a_gpu_has_cuda_kernels_and_no_triton_ones() -> None:
+    call = dispatch.Call(torch.device("cuda"), torch.float32, {"N": 8})
+    assert dispatch.reasons("rotation_scan", "triton", call)
+    assert "rotation_scan" in dispatch.explain()
