@@ -26,6 +26,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of two matrices with many rows. The narrower one comes first in the product: the other order copies
+    the wider one."""
+    if left.shape[1] > right.shape[1]:
+        return _product_over_rows(right, left).mT.contiguous()
+    result = left.new_zeros(left.shape[1], right.shape[1])
+    add_product(result, left, right)
+    return result
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     @ieee_products()
@@ -46,8 +56,7 @@ class _Linear(torch.autograd.Function):
             if to_x:
                 grad_x = product(rows, weight)
             if to_weight:
-                grad_weight = torch.zeros_like(weight)
-                add_product(grad_weight, rows, features)
+                grad_weight = _product_over_rows(rows, features)
         if grad_x is not None:
             grad_x = grad_x.unflatten(0, x.shape[:-1])
         return grad_x, grad_weight, rows.sum(0) if to_bias else None
