@@ -1,0 +1,163 @@
+"""MNIST by stacked linear recurrences: `python -m orthokern.tasks.stacked_mnist --data FOLDER [--permuted]`.
+
+A linear recurrence of scaled rotations (orthokern.nn.RotationRNN) reads an image one pixel at a time. Its states at
+every --stride-th pixel go through gated layers and --blocks further recurrences with residual connections, as in linear
+recurrent units (Orvieto et al. 2023) and S5 (Smith et al. 2023). The mean over these steps is classified. --data names
+the folder with the four IDX files of MNIST. The last --validation training images select the best parameters, with
+which the test images are evaluated once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthokern.data import pixel_permutation
+from orthokern.errors import InputError
+from orthokern.nn import RotationRNN
+from orthokern.optim import optimizer_for
+from orthokern.tasks.command import task_command
+from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.optimization import DescentOptions, build_schedules, euclidean
+from orthokern.training.averaging import Average
+from orthokern.training.distributed import current_shard
+from orthokern.training.options import changed, option
+
+PIXELS, CLASSES = 784, 10
+
+
+@dataclass(kw_only=True)
+class StackOptions(DigitsOptions, DescentOptions):
+    """The settings of sequential MNIST with stacked linear recurrences."""
+
+    GROUP = "the network"
+    permuted: bool = option(False, "read the pixels in one random order", basic=True)
+    permutation_seed: int = option(0, "seed of the order of --permuted", low=0)
+    hidden: int = option(256, "units of the recurrence over pixels, an even number", basic=True)
+    stride: int = option(28, "pixels from one state that is used to the next; 784: the last state only", high=PIXELS)
+    width: int = option(96, "features of a step between the recurrences", basic=True)
+    blocks: int = option(2, "further recurrences, each with a gated layer", low=0, basic=True)
+    units: int = option(128, "units of each of them, an even number")
+    margin: float | None = option(
+        None, "radii of the rotations over pixels stay in 1 ± X, and start at 1; none: below 1", low=0.0, below=1.0
+    )
+    radius: float = option(0.999, "without --margin: largest initial radius", above=0.5, below=1.0)
+    max_angle: float = option(math.pi, "largest initial angle, in radians per step", above=0.0, high=math.pi)
+    dropout: float = option(0.1, "dropout in every layer", low=0.0, below=1.0)
+    batch: int = changed(DescentOptions, "batch", default=100, help="images per batch")
+    optimizer: str = changed(
+        DescentOptions, "optimizer", default="adam", help="rmsprop, adam, sgd (with Nesterov momentum)"
+    )
+    lr: float = changed(DescentOptions, "lr", default=2e-3, help="learning rate")
+    schedule: str = "cosine"
+    warmup: int = 500
+    clip: float | None = 1.0
+    average: float | None = 0.999
+    validation: int = 5000
+    diagnose_every: int = 100
+
+    def complete(self) -> None:
+        super().complete()
+        for name in ("hidden", "units"):
+            if getattr(self, name) % 2:
+                raise InputError(f"--{name} {getattr(self, name)}: rotations work on pairs, give an even number")
+
+
+class Block(nn.Module):
+    """x + gated layer(recurrence(normalised x)), x [T, B, width]."""
+
+    def __init__(self, settings: StackOptions) -> None:
+        super().__init__()
+        width, units = settings.width, settings.units
+        self.norm = nn.LayerNorm(width)
+        self.rnn = RotationRNN(width, units, backend=settings.backend)
+        self.mix = nn.Sequential(nn.GELU(), nn.Linear(units, 2 * width), nn.GLU(), nn.Dropout(settings.dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.rnn(self.norm(x))
+        added: Tensor = self.mix(states)
+        return x + added
+
+
+class StackNetwork(nn.Module):
+    """A recurrence over pixels, blocks, and a linear readout of the mean over their steps; complete settings."""
+
+    def __init__(self, settings: StackOptions) -> None:
+        super().__init__()
+        hidden, width, margin = settings.hidden, settings.width, settings.margin
+        radii = {"radii": (0.5, settings.radius)} if margin is None else {"margin": margin, "horizon": PIXELS}
+        self.stride = settings.stride
+        self.rnn = RotationRNN(1, hidden, max_angle=settings.max_angle, backend=settings.backend, **radii)
+        self.encoder = nn.Sequential(
+            nn.LayerNorm(hidden), nn.Dropout(settings.dropout), nn.Linear(hidden, 2 * width), nn.GLU()
+        )
+        self.blocks = nn.Sequential(*(Block(settings) for _ in range(settings.blocks)))
+        self.readout = nn.Sequential(nn.LayerNorm(width), nn.Dropout(settings.dropout), nn.Linear(width, CLASSES))
+        self.to(settings.device)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """pixels [T, B, 1] float32, labels [B] int64 -> cross-entropy in nats (0-dim), "accuracy" (0-dim)."""
+        states, _ = self.rnn(pixels)
+        steps = self.blocks(self.encoder(states[self.stride - 1 :: self.stride]))
+        logits = self.readout(steps.mean(0))
+        right = (logits.detach().argmax(-1) == labels).double().mean()
+        return nn.functional.cross_entropy(logits, labels), {"accuracy": right}
+
+
+class StackedMnist(DigitsTask):
+    """Sequential MNIST with stacked linear recurrences for the training loop; complete settings."""
+
+    name = "stacked_mnist"
+    TITLE = ("permuted", "hidden", "blocks")
+    baseline = math.log(CLASSES)
+    time_steps = PIXELS
+    loss_label = "cross-entropy (nats)"
+    model: StackNetwork
+    settings: StackOptions
+
+    def __init__(self, settings: StackOptions) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
+        self.load()
+        self.model = StackNetwork(settings)
+        kind, options = euclidean(settings)
+        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
+        self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
+        if settings.average is not None:
+            self.average = Average(self.model, settings.average)
+
+    def _arranged(self, images: Tensor) -> Tensor:
+        """[n, T] uint8. An image is contiguous: a batch of columns would read a cache line per pixel."""
+        return images[:, pixel_permutation(self.settings.permutation_seed)] if self.settings.permuted else images
+
+    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+        images, labels = data
+        mean, deviation = 33.3, 78.6  # of all pixels of the training images
+        return ((images[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
+
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, numbers = self.model(*batch)
+        return loss, numbers
+
+    @torch.no_grad()
+    def diagnose(self) -> dict[str, Any]:
+        """The learning rate, and the smallest and largest radius of the rotations over pixels."""
+        radius = self.model.rnn.eigenvalues().abs()
+        return {
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "smallest_radius": radius.min().item(),
+            "largest_radius": radius.max().item(),
+        }
+
+
+COMMAND = task_command("stacked_mnist", StackOptions, StackedMnist)
+main = COMMAND.main
+
+if __name__ == "__main__":
+    sys.exit(main())
