@@ -9,6 +9,7 @@ Note [Modal spans]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     chunk = rotation_scan.chunk_length(length, B * len(re))
     length = -(-length // chunk) * chunk  # the state after a span is that after its last chunk
     starts = [z0.double()]
-    fixed = {"re": re, "im": im, "table": table, "lengths": lengths}
+    fixed: dict[str, Any] = {"re": re, "im": im, "table": table, "lengths": lengths}
     for start in range(0, T - length, length):
         starts.append(rotation_scan.run(x[start : start + length], starts[-1], **fixed, start=start, chunk=chunk)[0])
     losses, right = re.new_empty(T, B), torch.empty(T, B, dtype=torch.uint8, device=re.device)

@@ -1,0 +1,52 @@
+"""The task stacked_mnist: the network, learning in both orders of the pixels, exact resume, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_resumes, build, records, run
+
+
+@pytest.fixture
+def small(mnist: Path) -> list[str]:
+    sizes = "--hidden 16 --width 16 --units 16 --blocks 1 --batch 20 --warmup 0 --average 0.9 --dropout 0 --lr 1e-2"
+    return f"--data {mnist} --validation 60 --threads 1 --no-plots --diagnose-every 5 {sizes}".split()
+
+
+@pytest.mark.parametrize("order", [[], ["--permuted", "--stride", "784", "--margin", "0.01"]])
+def test_it_learns(order: list[str], small: list[str], tmp_path: Path) -> None:
+    assert run("stacked_mnist", *small, *order, "--epochs", "20", "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["test"]["accuracy"] > 0.5
+    radii = [(r["smallest_radius"], r["largest_radius"]) for r in records(tmp_path / "run") if "largest_radius" in r]
+    low, high = (0.99, 1.01) if order else (0.0, 1.0)
+    assert radii and all(low < smallest < largest < high for smallest, largest in radii)
+
+
+def test_the_states_that_are_used(small: list[str]) -> None:
+    """With --stride 784 the last state alone, whose gradient reaches the first pixel."""
+    task = build("stacked_mnist", [*small, "--stride", "784", "--blocks", "0", "--margin", "0"])
+    pixels = torch.randn(784, 2, 1, requires_grad=True)
+    loss, numbers = task.model(pixels, torch.tensor([1, 2]))
+    assert numbers["accuracy"] in (0.0, 0.5, 1.0)
+    (grad,) = torch.autograd.grad(loss, pixels)
+    assert grad[0].abs().max() > 0
+    task = build("stacked_mnist", [*small, "--stride", "100"])
+    steps = []
+    task.model.blocks.register_forward_hook(lambda module, inputs, output: steps.append(len(output)))
+    task.model(pixels, torch.tensor([1, 2]))
+    assert steps == [7]
+
+
+def test_resume(small: list[str], tmp_path: Path) -> None:
+    options = [*small, "--schedule", "constant", "--checkpoint-every", "4"]  # a cosine depends on the last iteration
+    assert_resumes("stacked_mnist", options, tmp_path, 6, 12)
+
+
+def test_errors(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, message in (("--units 7", "--units 7: rotations work on pairs"), ("--margin 1", "below 1")):
+        assert run("stacked_mnist", *small, *option.split(), "--out", tmp_path / "run") == 2
+        assert message in capsys.readouterr().err
