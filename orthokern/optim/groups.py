@@ -242,6 +242,7 @@ def optimizer_for(
     geodesic_lr: float | None = None,
     spectrum_lr: float | None = None,
     skew_lr: float | None = None,
+    rotation_lr: float | None = None,
     euclidean: Callable[..., Optimizer] = torch.optim.RMSprop,
     basis_clip: float | None = None,
     geodesic: Callable[..., Optimizer] = GeodesicSGD,
@@ -272,6 +273,9 @@ def optimizer_for(
             has spectra.
         skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
             generators. The literature uses `lr` / 10.
+        rotation_lr: rate of moduli and angles of eigenvalues (RotationRNN, NonNormalRNN); None for that of the other
+            parameters. Over the n steps that a state remembers, a change of an angle acts n times: for a RotationRNN
+            with a memory of many steps pass about 1 / n.
         euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
         basis_clip: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.
@@ -310,6 +314,8 @@ def optimizer_for(
     if geodesic_lr is None:
         geodesic_lr = min([0.02 / 100, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
+    if rotation_lr is not None:
+        check_range("rotation_lr", rotation_lr)
     require(any(split.values()), "model", "a module with parameters", type(model).__name__)
     parts: dict[str, Optimizer] = {}
     if split["geodesic"]:
@@ -319,6 +325,7 @@ def optimizer_for(
         parts["geodesic"] = geodesic([group], geodesic_lr, **options)
     groups = [_group(entries, child or "other", rate) for child, rate, entries in _by_child(split["other"], lr)]
     for _, rate, entries in _by_child(split["rotation"], lr):
+        rate = rate if rotation_lr is None else rotation_lr
         groups.append({**_group(entries, "rotation", rate), "weight_decay": 0.0})
     if split["skew"]:
         groups.append({**_group(split["skew"], "skew", rates["skew_lr"]), "weight_decay": 0.0})

@@ -54,6 +54,7 @@ class StackOptions(DigitsOptions, DescentOptions):
         DescentOptions, "optimizer", default="adam", help="rmsprop, adam, sgd (with Nesterov momentum)"
     )
     lr: float = changed(DescentOptions, "lr", default=2e-3, help="learning rate")
+    rotation_lr: float | None = option(None, "rate of radii and angles", low=0.0, shown="as --lr")
     schedule: str = "cosine"
     warmup: int = 500
     clip: float | None = 1.0
@@ -127,7 +128,8 @@ class StackedMnist(DigitsTask):
         self.load()
         self.model = StackNetwork(settings)
         kind, options = euclidean(settings)
-        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
+        rates = {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
+        self.optimizer = optimizer_for(self.model, euclidean=kind, **rates, **options)
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
         if settings.average is not None:
             self.average = Average(self.model, settings.average)
