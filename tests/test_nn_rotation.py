@@ -108,9 +108,9 @@ def test_training_compile_export_and_state_dict() -> None:
     torch.manual_seed(0)
     rnn, readout = nn.RotationRNN(2, 16), torch.nn.Linear(16, 1)
     model = torch.nn.ModuleList([rnn, readout])
-    optimizer = optimizer_for(model, lr=1e-2, euclidean=torch.optim.AdamW, weight_decay=0.1)
-    decays = {group["role"]: group["weight_decay"] for group in optimizer.param_groups}
-    assert decays == {"other": 0.1, "rotation": 0.0}
+    optimizer = optimizer_for(model, lr=1e-2, rotation_lr=5e-3, euclidean=torch.optim.AdamW, weight_decay=0.1)
+    groups = {group["role"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert groups == {"other": (1e-2, 0.1), "rotation": (5e-3, 0.0)}
     x = torch.randn(20, 8, 2)
     losses = []
     for _ in range(60):
