@@ -4,7 +4,6 @@ process is lost."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +15,7 @@ import torch
 from fork_server import TESTS, ForkServer, Run
 from test_kill_resume import records, same
 
-from orthokern.errors import InputError
 from orthokern.training import load_checkpoint, read_metrics
-from orthokern.training.distributed import Shard
 
 OPTIONS = ["--iterations", 24, "--threads", 1, "--no-plots"]
 
@@ -125,25 +122,6 @@ def test_one_line_for_all_ranks(fork_server: ForkServer, tmp_path: Path, options
     assert runs[0].err.startswith("error: ") and runs[0].err.count("\n") == 1 and message in runs[0].err
     assert runs[1].err == ""
     assert not (tmp_path / "run").exists()
-
-
-def test_rows() -> None:
-    assert [Shard(rank, 3).rows(12) for rank in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
-    assert Shard().rows(7) == slice(0, 7)
-    with pytest.raises(InputError, match="--batch must be a multiple of the 3 processes, got 10"):
-        Shard(0, 3).rows(10)
-
-
-@pytest.mark.parametrize("world", [{}, {"WORLD_SIZE": "1"}])
-def test_stray_ranks_of_a_single_process(fork_server: ForkServer, tmp_path: Path, world: dict[str, str]) -> None:
-    """RANK and LOCAL_RANK of another program: the run writes its files, and its errors are printed."""
-    stray = {"RANK": "1", "LOCAL_RANK": "1", **world}
-    run = fork_server.start("--iterations", 2, "--out", tmp_path / "a", env=stray)
-    assert run.wait() == 0 and "iteration 2/2" in run.out, run.err
-    assert (tmp_path / "a" / "best.pt").is_file()
-    run = fork_server.start("--iterations", 0, env=stray)
-    assert run.wait() == 2
-    assert re.fullmatch(r"error: --iterations: .*\n", run.err)
 
 
 @pytest.mark.slow

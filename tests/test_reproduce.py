@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from matplotlib.image import imread
@@ -252,20 +251,3 @@ def test_a_signal_ends_the_runs_too(
     reproduce("toy", "--jobs", 2, code=code)
     assert [(reproduce.full / f"{run.name}.log").read_text() for run in TOY.runs] == ["saved\n", "saved\n"]
     assert signal.getsignal(number) == before
-
-
-def test_a_run_that_the_system_kills(reproduce: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its line tells the signal, and nothing from the log of an earlier process."""
-    children: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            children.append(self)
-
-    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT))
-    stand_ins(monkeypatch, tmp_path, lambda: [child.kill() for child in children])
-    reproduce.full.mkdir()
-    (reproduce.full / "toy-0.log").write_text("solved: accuracy 100 %\n")
-    line = "ended by SIGKILL, perhaps by the system for lack of memory; the last line was: no output"
-    assert reproduce("toy", "--jobs", 2, code=3)[1] == f"toy-0: {line}\ntoy-0.1: {line}\n"

@@ -190,16 +190,6 @@ def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
     assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations and tests may be NaN or infinite where the training loss is not."""
-    monkeypatch.setattr(Probe, "evaluate", lambda self, iteration: {"loss": math.nan})
-    monkeypatch.setattr(Probe, "test", lambda self: {"loss": math.inf, "accuracy": 0.5}, raising=False)
-    assert go(tmp_path / "run", Probe()).exit_code == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["last"] == {"loss": None} and result["test"] == {"loss": None, "accuracy": 0.5}
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["held_out_loss"] is None
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path, value: float) -> None:
     def explode(task: Probe) -> None:

@@ -105,20 +105,6 @@ def test_the_environment_chooses_the_backend(tmp_path: Path, monkeypatch: pytest
         assert load_checkpoint(tmp_path / name / "checkpoint.pt")["settings"]["backend"] == used
 
 
-def test_a_failed_allocation_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(self: Toy, batch: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Toy, "loss", fail)
-        assert run(*OPTIONS, "--out", tmp_path / "run") == 2
-    line = "error: out of memory on cpu: CUDA out of memory. Tried to allocate 20.00 GiB.; lower --hidden (12) or"
-    assert capsys.readouterr().err.startswith(line)
-    assert run(*OPTIONS, "--out", tmp_path / "run") == 0  # the folder, which has no record, is free
-
-
 def plain(toy: Toy, x: Tensor) -> tuple[list[Tensor], Tensor]:
     """The toy's states h_t and predictions in plain torch, step by step, for dropout 0."""
     rnn = toy.model.rnn

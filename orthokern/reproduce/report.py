@@ -1,6 +1,6 @@
 """Our numbers beside the published ones: tables as Markdown and JSON, figures as PNG.
 
-A row of the JSON file holds all that the table and the figure show of a run; both are made from it.
+A row of the JSON file holds all that the table and the figure show of a run, with thinned curves.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,20 +115,6 @@ def _shown(experiment: Experiment, record: RunRecord) -> Row:
     return {**told, "curves": curves}
 
 
-def _record(experiment: Experiment, row: Row, plan: Plan) -> RunRecord | None:
-    """The run of a row, as figures read it; None if the row has nothing to draw."""
-    records: dict[float, Row] = {}
-    for field, points in row.get("curves", {}).items():
-        for t, value in points:
-            records.setdefault(t, {"iteration": t})[field] = value
-    if not records:
-        return None
-    config = {name: row.get(name) for name in ("task", "baseline", "settings", "time_steps")}
-    label = figure_name(experiment, row["labels"])
-    content = [records[t] for t in sorted(records)]
-    return RunRecord(plan.folder / row["name"], config, row["settings"], row["task"], content, label=label)
-
-
 def figure_name(experiment: Experiment, labels: Mapping[str, str]) -> str:
     """The name of a run in the figure, from the cells of its row: "0.1, orthogonal"; "" if the figure shows
     settings."""
@@ -169,8 +156,9 @@ def machine_of(config: Mapping[str, Any]) -> str:
     return f"{processor}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _row(experiment: Experiment, run: Run, plan: Plan) -> Row:
-    """One row: labels, published and measured numbers, progress of the run, its command, and what the figure shows."""
+def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[Row, RunRecord | None]:
+    """One row: labels, published and measured numbers, progress of the run, its command, and what the figure shows; and
+    the run, if there is one."""
     settings = planned(run, plan.quick)
     row: Row = {"name": run.name, "group": run.group, "published": dict(run.published), "labels": labels(run, settings)}
 
@@ -181,9 +169,9 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> Row:
         record = load_run(plan.run_folder(run))
     except InputError:
         state = "damaged" if plan.begun(run) else "not run"
-        return row | {"ours": {}, "command": command(plan.longer), "state": state}
+        return row | {"ours": {}, "command": command(plan.longer), "state": state}, None
     if not is_planned(record.settings, run, plan.quick):
-        return row | {"ours": {}, "command": command(plan.longer), "state": "other settings"}
+        return row | {"ours": {}, "command": command(plan.longer), "state": "other settings"}, None
     last = record.records[-1] if record.records else {}
     done = last.get("iteration", 0)
     per_epoch, epoch = record.settings.get("iterations_per_epoch"), number_at(last, "epoch")
@@ -205,7 +193,8 @@ def _row(experiment: Experiment, run: Run, plan: Plan) -> Row:
         row["state"] = "solved" if solved else "done"
     else:
         row["state"] = "unfinished"
-    return page.rounded(row | _shown(experiment, record))
+    named = replace(record, label=figure_name(experiment, row["labels"]))
+    return page.rounded(row | _shown(experiment, record)), named
 
 
 def labels(run: Run, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -294,11 +283,11 @@ def markdown(experiment: Experiment, summary: Row) -> str:
 
 def report(experiment: Experiment, plan: Plan) -> list[Path]:
     """Writes the table (Markdown and JSON) and the figure (PNG) of an experiment next to the run folders."""
-    rows = [_row(experiment, run, plan) for run in experiment.runs]
+    rows, runs = zip(*(_row(experiment, run, plan) for run in experiment.runs), strict=True)
     plan.folder.mkdir(parents=True, exist_ok=True)
     title = experiment.title.format_map(planned(experiment.runs[0], plan.quick))
     figure = None
-    records = [record for row in rows if (record := _record(experiment, row, plan)) is not None]
+    records = [record for record in runs if record is not None and record.records]
     if experiment.figure is not None and records:
         figure = page.drawn(plan.folder / f"{experiment.name}.png", partial(_draw, experiment, title, records))
     summary = {

@@ -20,7 +20,6 @@ from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.epochs import DataOptions, Experiment
-from orthokern.tasks.optimization import OPTIMIZERS
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import option
 
@@ -83,9 +82,7 @@ class GruOptions(DataOptions):
     bias: bool = option(True, "use a readout without bias")
     batch: int = option(20, "sequences per batch", basic=True)
     window: int = option(35, "time steps of back-propagation; the state is carried to the next window", basic=True)
-    optimizer: str = option("sgd", ", ".join(OPTIMIZERS), choices=tuple(OPTIMIZERS))
     lr: float = option(1.0, "learning rate", above=0.0, basic=True)
-    momentum: float = option(0.0, "sgd: momentum", low=0.0, high=1.0)
     checkpoint_every: int = 500
     diagnose_every: int = 50
 
@@ -158,10 +155,7 @@ class GruTask(Experiment):
         self.loss_label = f"nats per {self.unit}"
         self.model = model.to(self.device)
         self.rnn: nn.Module = model.get_submodule("rnn")
-        kind = OPTIMIZERS[settings.optimizer]
-        # The paper uses plain SGD: momentum, if it is not 0, is not Nesterov momentum as in `optimization.euclidean`.
-        options: dict[str, Any] = {"momentum": settings.momentum} if kind is torch.optim.SGD else {}
-        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
+        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=torch.optim.SGD)
         self.projection: SpectralNormProjection | None = None
         if settings.constraint == "projection":
             self.projection = SpectralNormProjection(
