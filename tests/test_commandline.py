@@ -78,13 +78,6 @@ def test_numbers(name: str, text: str, value: float) -> None:
     assert copy.COMMAND.parser().parse(["--slope", "-1e-2"]) == {"slope": -0.01}
 
 
-def test_a_guess_is_about_the_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """The dashes are common to all options: they make no option similar."""
-    for given, told in (("--cuda-graph", "; see --help"), ("--hiden", ": did you mean --hidden?")):
-        assert main("music", given) == 2
-        assert refused(capsys) == f"error: unknown option {given}{told}\n"
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_bad_values_and_words_are_one_short_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option with a type, and text of any kind: too long, of several lines, not encodable, empty."""

@@ -132,23 +132,6 @@ def test_scalar_coding() -> None:
     assert tokens[6, 0] == 9  # the tokens themselves stay
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
-def test_streams(task: Any) -> None:
-    """`fill` overwrites its buffers with what `batch` gives; a generator's state continues the stream."""
-    generator, again = seeded(3), seeded(3)
-    inputs, targets = task.buffers(6)
-    for _ in range(3):
-        task.fill(inputs, targets, generator)
-        fresh = task.batch(6, again)
-        assert torch.equal(inputs, fresh[0]) and torch.equal(targets, fresh[1])
-    state = generator.get_state()
-    following = task.batch(6, generator)
-    assert not torch.equal(following[0], inputs)
-    resumed = torch.Generator()
-    resumed.set_state(state)
-    assert torch.equal(following[0], task.batch(6, resumed)[0])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -88,8 +88,6 @@ def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
     assert cells[fixed, "none"] == ["not run", "0.0905 (0.0900 to 0.0910)", "not run", "not run"]
     assert page.rstrip().splitlines()[-1].startswith("one core; ")
     assert (reproduce.full / "constraint.png").stat().st_size > 10_000
-    path.write_text('{"rows": [1]}')
-    reproduce.refused("is not a report of this program", "constraint")
 
 
 def test_the_steps_of_learned_orthogonality(reproduce: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +112,7 @@ def test_the_cost_of_the_constraint(reproduce: Command, tmp_path: Path) -> None:
     for part, count in (("train", 400), ("valid", 10), ("test", 10)):
         lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
         (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
-    measure = ("gru-table3", "--quick", "--data", tmp_path, "--iterations")
-    reproduce(*measure, 12)
+    reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 12)
     numbers = json.loads((reproduce.out / "quick" / "gru-table3.json").read_text())
     # every step has work, and the two differ only in what a float32 SVD rounds
     assert numbers["counts"]["steps"] == 12 and numbers["counts"]["projections"] > 6
@@ -123,9 +120,6 @@ def test_the_cost_of_the_constraint(reproduce: Command, tmp_path: Path) -> None:
     for row in numbers["rows"]:
         percent = 100 * row["ms_per_iteration"] / numbers["iteration_ms"]
         assert row["ms_per_iteration"] > 0 and row["percent_of_iteration"] == pytest.approx(percent, rel=1e-4)
-    # the run of Table 1, if there is one, is where the timed iterations begin
-    reproduce("gru-table1", "--quick", "--data", tmp_path, "--only", "delta-0.2")
-    reproduce.refused("of the run words-delta-0.2: there was no projection to time", *measure, 1)
 
 
 def test_the_fisher_memory(reproduce: Command) -> None:

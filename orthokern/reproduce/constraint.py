@@ -63,13 +63,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     reports = [read_json(folder / f"{name}.json") for name in names]
     if not any(reports):
         raise InputError(f"no reports in {folder}: first train {', '.join(names)}")
-    try:
-        return Outcome(_written(folder, spec, names, reports))
-    except (KeyError, TypeError):
-        result = ", ".join(f"{name}.json" for name, report in zip(names, reports, strict=True) if report)
-        raise InputError(
-            f"{folder}: one of {result} is not a report of this program: write it again, or move it away"
-        ) from None
+    return Outcome(_written(folder, spec, names, reports))
 
 
 def _written(folder: Path, spec: Mapping[str, Any], names: Sequence[str], reports: Sequence[Row]) -> list[Path]:

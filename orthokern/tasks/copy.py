@@ -127,7 +127,7 @@ class CopyModel(nn.Module):
         super().__init__()
         self.data = data
         hidden = settings.hidden
-        inputs, classes = _inputs(data, settings), data.num_classes
+        inputs, classes = data.num_ids if settings.input == "onehot" else 1, data.num_classes
         self.marker = settings.marker if settings.input == "scalar" else None
         self.one_hot = settings.model == "lstm" and self.marker is None  # torch's takes no token ids
         self.algorithm = settings.algorithm
@@ -182,11 +182,6 @@ def silent_blank(settings: CopyOptions) -> bool:
     """Whether the input column of the blank is fixed at zero: Note [Settings that solve it in a hundred iterations].
     In scalar input the blank is 0."""
     return settings.start == "zero" and settings.input == "onehot" and not settings.learn_blank
-
-
-def _inputs(data: CopyTask, settings: CopyOptions) -> int:
-    """Number of input features of the recurrence, or of token ids."""
-    return data.num_ids if settings.input == "onehot" else 1
 
 
 class CopyExperiment(DrawnTask):

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,16 +196,13 @@ def _end(state: RunState, settings: LoopSettings, stopped: int | None, progress:
     return Outcome(code, stopped is None and state.reached, state.iteration, seconds, state.evaluation, message)
 
 
-def _averaged(task: Task) -> AbstractContextManager[None]:
-    return nullcontext() if task.average is None else task.average.in_model()
-
-
 @contextmanager
-def _evaluating(task: Task) -> Iterator[None]:
-    """Eval mode, without gradients."""
+def _evaluating(task: Task, averaged: bool = True) -> Iterator[None]:
+    """Eval mode, without gradients; with the averages of the parameters if the task has them."""
     task.model.eval()
+    average = task.average.in_model() if averaged and task.average is not None else nullcontext()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), average:
             yield
     finally:
         task.model.train()
@@ -216,12 +213,8 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
     names begin with HELD_OUT."""
     task = state.task
 
-    def evaluate() -> dict[str, float]:
-        with _evaluating(task):
-            return task.evaluate(state.iteration)
-
-    with _averaged(task):
-        evaluation = distributed.on_first(evaluate)
+    with _evaluating(task):
+        evaluation = distributed.on_first(lambda: task.evaluate(state.iteration))
         score = task.score(evaluation)
         state.keep_best(score)
     state.evaluation = evaluation
@@ -240,7 +233,7 @@ def _test(state: RunState, seconds: float) -> str:
         if best is not None:
             task.model.load_state_dict(best)
         try:
-            with nullcontext() if best is not None else _averaged(task), _evaluating(task):  # best.pt has averages
+            with _evaluating(task, averaged=best is None):  # best.pt has averages
                 test = task.test()
         finally:
             task.model.load_state_dict(last)
