@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,31 +223,23 @@ time.sleep(60)
 """
 
 
-def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, act: Callable[[], None]) -> None:
-    """Two runs that are stand-ins; once both have started, `act` is called in place of a pause."""
-    started = [tmp_path / "started-0", tmp_path / "started-1"]
-    files = iter(started)
-    words = [sys.executable, "-c", STAND_IN]
-    monkeypatch.setattr(runner.Plan, "command", lambda self, run: [*words, str(next(files))])
-    sleep = time.sleep
-
-    def pause(seconds: float) -> None:
-        sleep(0.05)
-        if all(file.exists() for file in started):
-            act()
-
-    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.usefixtures("signals_not_ignored")
 def test_a_signal_ends_the_runs_too(
     number: signal.Signals, code: int, reproduce: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They save themselves, and no process continues; also if they ignore SIGINT, as in the background of a shell."""
+    started, before = [tmp_path / "started-0", tmp_path / "started-1"], signal.getsignal(number)
+    files, sleep = iter(started), time.sleep
+
+    def pause(seconds: float) -> None:
+        sleep(0.05)
+        if all(file.exists() for file in started):
+            signal.raise_signal(number)
+
     monkeypatch.setattr(runner, "subprocess", subprocess)
-    before = signal.getsignal(number)
-    stand_ins(monkeypatch, tmp_path, lambda: signal.raise_signal(number))
+    monkeypatch.setattr(runner.Plan, "command", lambda self, run: [sys.executable, "-c", STAND_IN, str(next(files))])
+    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=pause))
     reproduce("toy", "--jobs", 2, code=code)
     assert [(reproduce.full / f"{run.name}.log").read_text() for run in TOY.runs] == ["saved\n", "saved\n"]
     assert signal.getsignal(number) == before

@@ -16,13 +16,10 @@ copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the m
 copy | --T 5 --batch | --batch: expected one argument
 copy | --T 5 --margin -0.1 | --margin: '-0.1' is not a number of at least 0 or none
 copy | --T 5 --nonlinearity tahn | --nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?
-copy | --T 5 --preset papr | --preset: unknown preset 'papr': did you mean 'paper'?
 copy | --T 5 --backend gpu | --backend: unknown backend 'gpu'
 copy | --T 5 --device gpu | --device: 'gpu' is not a device
-copy | --T 5 --device meta | --device: 'meta': this project runs on cpu and cuda devices
 copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
 copy | --T 5 --epochs 5 | unknown option --epochs: did you mean --iterations?
-word_lm | --data {ptb} --constraint projektion | did you mean 'projection'
 music | --data {ptb} --collection jsb | missing data file jsb_chorales.npz (nor JSB_Chorales.mat)
 music | --data {ptb} --lr 1e-3 --lr-floor 0.01 | --lr 0.001: below --lr-floor, 0.01, at which training ends
 word_lm | --data {ptb} --delta 0.2 --clip 5 | --delta with --clip: --clip replaces the constraint
@@ -36,10 +33,8 @@ copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': message_
 copy | --T 5 --algorithm modal --model lstm | --algorithm modal: not for --model lstm
 adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
-adding | --T 10 --init glorot | --init glorot with --margin 0.1
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
 adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
-adding | --T 10 --schedule sine | unknown schedule 'sine'
 adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer from 0 to 9223372036854775807
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
 adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
@@ -50,7 +45,6 @@ adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --
 adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
 adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
-adding | --T 10 --model nnrnn --margin 1 --spectrum-prior 1 | --spectrum-prior 1: for --model factorized
 pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
 adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
@@ -67,9 +61,6 @@ char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at 
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
 char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
-temporal_order | --bits 4 | --bits: '4' is not an integer from 2 to 3
-random_permutation | --goal 101 | at most 100
-random_permutation | --start learnt | did you mean 'learned'
 random_permutation | --init glorot-uniform | give --margin none
 random_permutation | --sigma 0.1 | --sigma 0.1: for --model rnn, not factorized
 deep_mnist | --data {short} | train-images

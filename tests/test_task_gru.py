@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from runs import assert_resumes, build, records, run
+from test_data_music import npz_arrays, random_rolls
 from torch import nn
 
 from orthokern.data.music import NOTES
@@ -27,17 +28,14 @@ def rolls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scales, each upwards from a note of its own: after the first step every note is certain."""
     folder = tmp_path_factory.mktemp("music")
     draw = random.Random(0)
-    arrays = {}
+    parts = {}
     for split, count in (("train", 30), ("valid", 8), ("test", 8)):
-        pieces = []
+        pieces = parts[f"{split}data"] = []
         for _ in range(count):
             steps, first = draw.randint(8, 40), draw.randint(0, 11)
-            piece = np.zeros((steps, NOTES), np.uint8)
-            piece[np.arange(steps), (first + np.arange(steps)) % 12] = 1
-            pieces.append(piece)
-        arrays[f"{split}_bits"] = np.packbits(np.concatenate(pieces), axis=1)
-        arrays[f"{split}_lengths"] = np.asarray([len(piece) for piece in pieces], np.int32)
-    np.savez(folder / "nottingham.npz", **arrays)
+            pieces.append(np.zeros((steps, NOTES), np.uint8))
+            pieces[-1][np.arange(steps), (first + np.arange(steps)) % 12] = 1
+    np.savez(folder / "nottingham.npz", **npz_arrays(parts))
     return folder
 
 
@@ -128,7 +126,7 @@ def test_the_state_goes_on(name: str, small: dict[str, list[str]]) -> None:
     long = build(name, [*small[name], "--dropout", "0", "--window", "28"])
     long.model.load_state_dict(short.model.state_dict())
     if name == "music":  # rows begin new pieces at other times
-        short.windows.rolls = long.windows.rolls = task_rolls([200] * 9)
+        short.windows.rolls = long.windows.rolls = random_rolls([200] * 9)
         short.windows = short.windows.rolls.windows(5, 7, torch.Generator().manual_seed(0))
         long.windows = long.windows.rolls.windows(5, 28, torch.Generator().manual_seed(0))
     parts = [short.loss(short.next_batch()) for _ in range(4)]
@@ -137,13 +135,6 @@ def test_the_state_goes_on(name: str, small: dict[str, list[str]]) -> None:
     assert numbers["nll"].item() == pytest.approx(whole.item() / 28, rel=1e-6)
     torch.testing.assert_close(short.state, long.state)
     assert short.state is not None and not short.state.requires_grad and short.state.abs().max() > 0
-
-
-def task_rolls(lengths: list[int]) -> Any:
-    from orthokern.data import Rolls
-
-    notes = (torch.rand(sum(lengths), NOTES, generator=torch.Generator().manual_seed(0)) < 0.1).to(torch.uint8)
-    return Rolls(notes, torch.tensor([0, *lengths]).cumsum(0))
 
 
 @pytest.mark.parametrize("model", ["gru", "torch-gru"])

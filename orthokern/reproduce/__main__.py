@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from orthokern.commandline import EXIT_INTERRUPTED, MAX_THREADS, Parser, command, device, integer, say
 from orthokern.errors import InputError, unknown_name
 from orthokern.reproduce import constraint, cost, fisher, orthogonality, search
-from orthokern.reproduce.page import Outcome, Produce, data_folder, output_folder
+from orthokern.reproduce.page import Outcome, data_folder, output_folder
 from orthokern.reproduce.report import report
 from orthokern.reproduce.runner import Plan, chosen, train_all
 from orthokern.reproduce.spec import Experiment, planned, read_experiments, read_specs
@@ -21,7 +21,7 @@ EXIT_FAILED = 3
 SPECS = read_specs()
 EXPERIMENTS = read_experiments(SPECS)
 STUDIES = {study["name"]: study for spec in SPECS.values() for study in spec.get("study", ())}
-PRODUCE: dict[str, Produce] = {
+PRODUCE: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Outcome]] = {  # options, `[[study]]` -> files
     "oinit-steps": orthogonality.produce,
     "oinit-table1": search.produce,
     "nnrnn-fisher": fisher.produce,

@@ -147,11 +147,6 @@ class Outcome:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-Produce = Callable[[Mapping[str, Any], Mapping[str, Any]], Outcome]
-"""Writes the report of a study. Its arguments are the options of the command line and the `[[study]]` table of
-specs/*.toml."""
-
-
 def output_folder(args: Mapping[str, Any]) -> Path:
     """Where a command line writes runs and reports."""
     out: Path = args.get("out", Path("runs") / "reproduce")
