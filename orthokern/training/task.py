@@ -36,8 +36,8 @@ class Task(ABC):
 
     Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
     from the same generator, and uses the rows `current_shard().rows(batch)`. The mean of the losses over the ranks must
-    be the loss of the joint batch. If sequences have weights (e.g. their lengths), divide by the
-    total weight of the joint batch and multiply by the number of ranks.
+    be the loss of the joint batch. If sequences have weights (e.g. their lengths), divide by the total weight of the
+    joint batch and multiply by the number of ranks. A parameter has a gradient on all ranks or on none.
 
     Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
