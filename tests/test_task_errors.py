@@ -14,7 +14,6 @@ copy | --schedule plateau --eval-every 0 | --schedule plateau with --eval-every 
 copy | --schedule cosine --lr-decay 1.5 | --lr-decay 1.5: with cosine it is the final factor of the rates; accepted
 copy | --margin 1e-300 | spectrum_lr must be a rate that can be divided by the margin of 1e-300
 copy | --T 5 --batch | --batch: expected one argument
-copy | --T 5 --margin -0.1 | --margin: '-0.1' is not a number of at least 0 or none
 copy | --T 5 --nonlinearity tahn | --nonlinearity: unknown nonlinearity 'tahn': did you mean 'tanh'?
 copy | --T 5 --backend gpu | --backend: unknown backend 'gpu'
 copy | --T 5 --device gpu | --device: 'gpu' is not a device
@@ -35,7 +34,6 @@ adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascan
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
 adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
-adding | --seed 9223372036854775808 | '9223372036854775808' is not an integer from 0 to 9223372036854775807
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
 adding | --last-step-gradient | --last-step-gradient: the task adding has no separate loss of its last time step
 adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30

@@ -99,9 +99,3 @@ def test_presets_start_as_the_paper_says(task: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_resume_is_exact(task: str, tmp_path: Path) -> None:
     assert_resumes(task, SMALL, tmp_path, 10, 30)
-
-
-@pytest.mark.parametrize("options", ["--model lstm", "--model rnn --init learned --start learned", "--start small"])
-def test_networks(options: str, tmp_path: Path) -> None:
-    for task in TASKS:
-        assert run(task, *SMALL, *options.split(), "--iterations", 2, "--out", tmp_path / task) == 0

@@ -282,6 +282,6 @@ class TaskCommand(Generic[Chosen]):
         distributed.use_device(settings.device)
         seed_all(settings.seed)
         task = self.build(settings)
-        if given.get("last_step_gradient") and not task.has_last_step_loss:
+        if given.get("last_step_gradient") and type(task).last_step_loss is Task.last_step_loss:
             raise InputError(f"--last-step-gradient: the task {self.name} has no separate loss of its last time step")
         return task

@@ -79,11 +79,6 @@ class Task(ABC):
         """
         return None
 
-    @property
-    def has_last_step_loss(self) -> bool:
-        """Whether the task defines `last_step_loss`."""
-        return type(self).last_step_loss is not Task.last_step_loss
-
     def clip_gradients(self) -> None:
         """Called between the backward pass and the optimizer step. Default: does nothing."""
         return None
