@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import toy_task
-from runs import records
+from runs import build, records
+from runs import run as run_task
 from torch import Tensor
 from toy_task import Toy, ToyOptions
 
@@ -52,6 +54,19 @@ def test_a_time_limit(tmp_path: Path) -> None:
     assert done() == [1] and "held_out_loss" in read_metrics(folder / "metrics.jsonl")[0] and is_done(folder)
     assert run("--resume", folder) == 0 and done() == [1]
     assert run("--resume", folder, "--minutes", 1000) == 0 and done() == list(range(1, 8))
+
+
+def test_a_time_limit_bounds_evaluations(tmp_path: Path, ptb: Path) -> None:
+    """They read a part of the text: one batch at least."""
+    options = f"--data {ptb} --hidden 8 --batch 2 --window 4 --threads 1 --no-plots".split()
+    task = build("word_lm", options)
+    whole = task.measure("validation")
+    assert len(list(task.in_time(range(50)))) == 50
+    task.evaluation_seconds = 0.0
+    assert len(list(task.in_time(range(50)))) == 1 and task.measure("validation") != whole
+    assert run_task("word_lm", *options, "--minutes", 1e-6, "--out", tmp_path / "run") == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["iteration"] == 1 and result["last"]["loss"] > 0 and result["test"]["loss"] > 0
 
 
 class Threefold(Toy):

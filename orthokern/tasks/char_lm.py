@@ -232,7 +232,7 @@ class CharLm(CharTask):
 
     def _evaluate(self, part: Sentences) -> dict[str, float]:
         def batches() -> Iterator[tuple[Tensor, Tensor, int]]:
-            for sentences in part.ordered(200):
+            for sentences in self.in_time(part.ordered(200)):
                 batch = sentences.to(self.device)
                 loss, numbers = self.model(batch.packed(), batch.targets)
                 yield loss, numbers["accuracy"], len(batch.targets)
@@ -303,7 +303,7 @@ class CharStream(CharTask):
     def _evaluate(self, part: Tensor) -> dict[str, float]:
         def pieces() -> Iterator[tuple[Tensor, Tensor, int]]:
             state = None
-            for index in range(-(-(len(part) - 1) // self.length)):
+            for index in self.in_time(range(-(-(len(part) - 1) // self.length))):
                 inputs, expected = self._piece(part, index)
                 loss, numbers, state = self.model(inputs, expected, state)
                 yield loss, numbers["accuracy"], expected.numel()

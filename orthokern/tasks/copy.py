@@ -239,7 +239,7 @@ class CopyExperiment(DrawnTask):
         batches = -(-self.settings.eval_sequences // batch)
         allowed = (1.0 - self.goal) * batch * self.data.recall  # per batch
         errors, losses = 0, []
-        for _, (tokens, targets) in zip(range(batches), self.held_out(iteration, batch), strict=False):
+        for _, (tokens, targets) in self.in_time(zip(range(batches), self.held_out(iteration, batch), strict=False)):
             loss, numbers = self.model(tokens, targets)
             losses.append(loss.item())
             errors += int(numbers["wrong"].item())

@@ -86,7 +86,7 @@ class DigitsTask(Experiment):
 
     def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
         size, loss, right, count = self.EVALUATION_BATCH, 0.0, 0.0, 0
-        for start in range(0, len(data[1]), size):
+        for start in self.in_time(range(0, len(data[1]), size)):
             pixels, labels = self._batch(data, slice(start, start + size))
             batch_loss, numbers = self.model(pixels, labels)
             loss += batch_loss.item() * len(labels)

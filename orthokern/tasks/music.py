@@ -108,7 +108,7 @@ class MusicTask(GruTask):
     def measure(self, part: str) -> float:
         rolls = self.data.validation if part == "validation" else self.data.test
         total, steps, state = 0.0, 0, self.zero_state(0)
-        for rows, window in rolls.whole(batch=100, steps=200):
+        for rows, window in self.in_time(rolls.whole(batch=100, steps=200)):
             window = window.to(self.device)
             state = self.zero_state(rows) if bool(window.fresh[0]) else state[:, :rows]
             loss, state = self.model(window.inputs, window.targets, window.valid, state)

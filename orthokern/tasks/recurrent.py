@@ -182,7 +182,7 @@ class DrawnTask(RecurrentTask):
         count = self.settings.eval_sequences
         size = min(self.EVALUATION_BATCH, count)
         loss, right, done = 0.0, 0.0, 0
-        for inputs, targets in self.held_out(iteration, size):
+        for inputs, targets in self.in_time(self.held_out(iteration, size)):
             rows = min(size, count - done)
             batch_loss, numbers = self.model(inputs[:, :rows], targets[..., :rows])
             loss += batch_loss.item() * rows

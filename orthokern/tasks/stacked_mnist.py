@@ -128,8 +128,8 @@ class StackedMnist(DigitsTask):
         self.load()
         self.model = StackNetwork(settings)
         kind, options = euclidean(settings)
-        rates = {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
-        self.optimizer = optimizer_for(self.model, euclidean=kind, **rates, **options)
+        options |= {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
+        self.optimizer = optimizer_for(self.model, euclidean=kind, **options)
         self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
         if settings.average is not None:
             self.average = Average(self.model, settings.average)

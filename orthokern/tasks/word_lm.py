@@ -121,7 +121,7 @@ class WordLm(GruTask):
     def measure(self, part: str) -> float:
         text = self.data.validation if part == "validation" else self.data.test
         total, words, state = 0.0, 0, self.zero_state(self.settings.batch)
-        for batch in self._evaluation_windows(text):
+        for batch in self.in_time(self._evaluation_windows(text)):
             inputs, targets, valid = (tensor.to(self.device) for tensor in batch)
             loss, state = self.model(inputs, targets, valid, state)
             total += loss.item()

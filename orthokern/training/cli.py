@@ -58,8 +58,8 @@ class RunOptions(Options):
     iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
         None,
-        "stop after X minutes of training time (resumed parts count), then evaluate and test; schedules still span all "
-        "iterations",
+        "stop after X minutes of training time (resumed parts count), then evaluate and test, each for at most a "
+        "quarter of that time; schedules still span all iterations",
         above=0.0,
     )
     seed: int = option(0, "seed of the model, the data and the held-out data", low=0, high=LARGEST_SEED, basic=True)

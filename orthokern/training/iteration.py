@@ -31,6 +31,7 @@ class LoopSettings:
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
         minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
+            An evaluation or test takes at most a quarter of it.
     """
 
     iterations: int

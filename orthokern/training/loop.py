@@ -30,6 +30,7 @@ from orthokern.training.task import Task
 __all__ = ["EXIT_DIVERGED", "EXIT_OK", "LoopSettings", "Outcome", "train"]
 
 EXIT_OK, EXIT_DIVERGED = 0, 3
+EVALUATION_SHARE = 0.25  # of the time limit, for one evaluation or test
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def train(
     shard = distributed.current_shard()
     progress = progress or Progress(settings.iterations, shown=shard.first)
     state = RunState(task, run, started if started is not None else time.perf_counter(), shard)
+    if settings.minutes is not None:
+        task.evaluation_seconds = EVALUATION_SHARE * 60.0 * settings.minutes
     with StopRequest() as stop:
         try:
             if resume:

@@ -1,7 +1,9 @@
 """The interface between a task and the training loop."""
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +35,7 @@ class Task(ABC):
         data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
         iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
             no epochs.
+        evaluation_seconds: time for one evaluation or test, for `in_time`; set by the loop if the run has a time limit.
 
     Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
     from the same generator, and uses the rows `current_shard().rows(batch)`. The mean of the losses over the ranks must
@@ -55,6 +58,7 @@ class Task(ABC):
     device: torch.device
     data_digest: int | None = None
     iterations_per_epoch: int | None = None
+    evaluation_seconds: float = math.inf
 
     @abstractmethod
     def next_batch(self) -> Any:
@@ -93,6 +97,15 @@ class Task(ABC):
         """Evaluation on held-out data, in eval mode and with gradients disabled; with several processes, on rank 0
         only. Decisions about the training belong in `goal_reached`, which all ranks call with the same numbers. Random
         numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else."""
+
+    def in_time(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches of an evaluation or test, as many as `evaluation_seconds` allow, and at least one. The numbers
+        are then means over these batches."""
+        end = time.monotonic() + self.evaluation_seconds
+        for batch in batches:
+            yield batch
+            if time.monotonic() >= end:
+                return
 
     @abstractmethod
     def score(self, evaluation: dict[str, float]) -> float:
