@@ -121,7 +121,7 @@ SPILLS_CAYLEY = 32
 
 
 def scan_arguments(
-    op: str, N: int, K: int, dtype: torch.dtype, *, backward: bool, activation: str, tokens: bool
+    op: str, N: int, K: int, dtype: torch.dtype, *, backward: bool, activation: str, tokens: bool, leak: bool = False
 ) -> tuple[dict[str, Any], int]:
     """Arguments of the kernel as ``Scan.run`` gives them, with lengths, resets and a message clip, and the warps."""
     from orthokern.triton_kernels import _matrix
@@ -133,7 +133,7 @@ def scan_arguments(
         "p_x": torch.int64 if tokens else dtype,
         "p_table": tokens,
         "p_gate": backward and activation != "identity",
-        "p_pre": reads_input and not backward,
+        "p_pre": leak or (reads_input and not backward),
         "p_end": False,
         "p_sums": backward and has_param,
         "p_norms": backward,
@@ -144,11 +144,13 @@ def scan_arguments(
         "p_cut": torch.uint8,
         "p_restart": not backward,
         "p_clip": backward,
+        "p_leak": leak,
+        "p_carried": leak and backward,
         **dict.fromkeys(("p_start", "p_out", "p_second"), True),
     }
     pointers = {name: dtype if exists is True else exists or None for name, exists in pointers.items()}
     constants = {"N": N, "K": K, "BACKWARD": backward, "ACTIVATION": activation, "PARAM": "N" if has_param else "none"}
-    constants |= {"RESIDENT": resident, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    constants |= {"LEAK": "N" if leak else "none", "RESIDENT": resident, "BLOCK_N": block_n, "BLOCK_K": block_k}
     return {**pointers, **dict.fromkeys(("T", "B", "CHUNK", "TIME", "D"), "i32"), **constants}, num_warps
 
 
@@ -163,12 +165,14 @@ def check(kernel: Any, arguments: dict[str, Any], capability: int, warps: int, s
     assert used.registers * 32 * warps <= 65536, what
 
 
-def check_scan(scan: tuple[str, int, int, torch.dtype], capability: int, activations: tuple[str, ...]) -> None:
+def check_scan(
+    scan: tuple[str, int, int, torch.dtype], capability: int, activations: tuple[str, ...], leak: bool = False
+) -> None:
     from orthokern.triton_kernels import _scan
 
     for backward, (index, activation) in itertools.product((False, True), enumerate(activations)):
-        tokens = index % 2 == 0 and not backward
-        arguments, warps = scan_arguments(*scan, backward=backward, activation=activation, tokens=tokens)
+        options = {"backward": backward, "tokens": index % 2 == 0 and not backward, "leak": leak}
+        arguments, warps = scan_arguments(*scan, activation=activation, **options)
         check(_scan.scan_kernel, arguments, capability, warps, 0 if arguments["RESIDENT"] else SPILLS_READ)
 
 
@@ -180,6 +184,11 @@ def label(scan: tuple[str, int, int, torch.dtype]) -> str:
 @pytest.mark.parametrize("scan", USUAL, ids=label)
 def test_scans_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype]) -> None:
     check_scan(scan, 90, ("prelu",))
+
+
+@pytest.mark.parametrize("scan", USUAL, ids=label)
+def test_scans_with_a_leak_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype]) -> None:
+    check_scan(scan, 90, ("prelu",), leak=True)
 
 
 @pytest.mark.slow

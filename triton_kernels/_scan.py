@@ -88,17 +88,35 @@ def load_inputs(p_x, p_table, p_gate, row, token, exists, D, N: tl.constexpr, BL
 
 
 @triton.jit
-def end_step(b_a, b_gate, b_param, p_clip, BACKWARD: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The state after a step, and the elements of the parameter's gradient; see Note [Message clip] of the
-    reference."""
+def end_step(
+    b_a,
+    b_gate,
+    b_param,
+    b_leak,
+    b_carried,
+    p_clip,
+    BACKWARD: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LEAK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state after a step, and the elements of the parameter's gradient, without the factor l with a leak; see Note
+    [Message clip] and Note [Leak] of the reference."""
     b_elementwise = 0.0
     if BACKWARD:
-        b_state, b_elementwise = chain(b_a, b_gate, b_gate, b_param, ACTIVATION, 1, BLOCK_N)
+        b_h = b_gate
+        if LEAK != "none":  # the gate is a_t for every activation
+            b_h = apply(b_gate, b_param, ACTIVATION, 1, BLOCK_N)
+        b_state, b_elementwise = chain(b_a, b_h, b_gate, b_param, ACTIVATION, 1, BLOCK_N)
+        if LEAK != "none":  # not l times the above: oplu exchanges elements
+            b_state, _ = chain(b_leak * b_a, b_h, b_gate, b_param, ACTIVATION, 1, BLOCK_N)
         if p_clip is not None:  # in this order a NaN stays a NaN
             b_clip = tl.load(p_clip)
             b_state = tl.where(b_state > b_clip, b_clip, tl.where(b_state < -b_clip, -b_clip, b_state))
     else:
         b_state = apply(b_a, b_param, ACTIVATION, 1, BLOCK_N)
+        if LEAK != "none":
+            b_state = b_leak * b_state + (1 - b_leak) * b_carried
     return b_state, b_elementwise
 
 
@@ -121,6 +139,8 @@ def scan_kernel(
     p_cut,  # uint8 [T, B], or None
     p_restart,  # [B, N], or None
     p_clip,  # [1], or None: the bound of |delta|
+    p_leak,  # [1] or [N], or None
+    p_carried,  # [B, N], or None without a leak or forward
     T,
     B,
     CHUNK,
@@ -131,6 +151,7 @@ def scan_kernel(
     BACKWARD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PARAM: tl.constexpr,
+    LEAK: tl.constexpr,
     RESIDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -143,7 +164,11 @@ def scan_kernel(
         b_scale = tl.load(p_scale + o_k, mask=o_k < K, other=0.0)[None, :]
     b_second = load_resident(p_second, N, K, RESIDENT, BLOCK_N, BLOCK_K)
     b_param = parameter(p_param, o_n, o_n < N, PARAM)
+    b_leak = parameter(p_leak, o_n, o_n < N, LEAK)
     b_state = row_or_zeros(p_start, i_row, p_second, N, BLOCK_N)
+    b_carried = b_state  # what a leak keeps of the step before: the state, or backward a
+    if BACKWARD:
+        b_carried = row_or_zeros(p_carried, i_row, p_second, N, BLOCK_N)
     if p_sums is not None:
         b_sum = row_or_zeros(p_sums, i_row, p_second, N, BLOCK_N)
     if p_cut is not None:
@@ -160,7 +185,13 @@ def scan_kernel(
         if p_first is not None:
             b_state = product(b_state, b_first, p_first, K, N, RESIDENT, BLOCK_K, BLOCK_N) * b_scale
         b_a = product(b_state, b_second, p_second, N, K, RESIDENT, BLOCK_N, BLOCK_K) + b_x
-        b_state, b_elementwise = end_step(b_a, b_gate, b_param, p_clip, BACKWARD, ACTIVATION, BLOCK_N)
+        if BACKWARD and LEAK != "none":
+            b_a += (1 - b_leak) * b_carried
+        b_state, b_elementwise = end_step(
+            b_a, b_gate, b_param, b_leak, b_carried, p_clip, BACKWARD, ACTIVATION, LEAK, BLOCK_N
+        )
+        if LEAK != "none":
+            b_carried = b_a if BACKWARD else b_state
         if p_out is not None:
             tl.store(p_out + row * N + o_n[None, :], b_state, mask=m_n)
         if p_pre is not None:
@@ -170,7 +201,10 @@ def scan_kernel(
         if p_sums is not None:
             b_sum += b_elementwise
         if p_cut is not None:
-            b_state = tl.where(flag_at(p_cut, row, i < end), b_restart, b_state)
+            is_cut = flag_at(p_cut, row, i < end)
+            b_state = tl.where(is_cut, b_restart, b_state)
+            if LEAK != "none":
+                b_carried = tl.where(is_cut, b_restart, b_carried)
         row += stride
         b_x = b_next
         if p_gate is not None:
@@ -180,6 +214,8 @@ def scan_kernel(
         tl.store(p_end + o_row, tl.where(end == CHUNK, b_state, 0.0), mask=m_n)
     if p_sums is not None:
         tl.store(p_sums + o_row, b_sum, mask=m_n)
+    if p_carried is not None:
+        tl.store(p_carried + o_row, b_carried, mask=m_n)
 
 
 class Scan(_gpu_scans.Scan):
@@ -219,6 +255,8 @@ class Scan(_gpu_scans.Scan):
                 None if self.cut is None else self.cut[time : time + steps].view(torch.uint8),
                 self.restart,
                 self.bound,
+                args.leak,
+                get("carried"),
                 steps,
                 len(args.h0),
                 self.chunk or steps,
@@ -229,6 +267,7 @@ class Scan(_gpu_scans.Scan):
                 BACKWARD=self.backward,
                 ACTIVATION=args.activation,
                 PARAM=parameter_kind(args.act_param),
+                LEAK=parameter_kind(args.leak),
                 RESIDENT=self.plan.resident,
                 BLOCK_N=self.plan.block_n,
                 BLOCK_K=self.plan.block_k,

@@ -36,7 +36,7 @@ _GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chun
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
-    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES[:3], **_GPU),
+    "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), features=FEATURES, **_GPU),
 }
 _SCHEMA = (

@@ -165,12 +165,13 @@ def test_short_sequences_take_no_more_time_than_they_need(op: str, backend: str)
     assert milliseconds(short) < 0.6 * milliseconds(full)
 
 
+@pytest.mark.parametrize("leak", [0, 18])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
-def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
+def test_forward_of_one_backward_of_the_other(op: str, activation: str, leak: int) -> None:
     for name in BACKENDS:
         need(op, name, N=18, K=18)
-    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features")
+    problem = scan_problem(op, B=4, T=7, N=18, activation=activation, inputs="features", leak=leak)
     expected, plain = run_scan(problem, "reference"), run_scan(problem.to(torch.float32), "reference")
     there = on(problem.to(torch.float32))
     for fwd, bwd in (("cuda", "triton"), ("triton", "cuda"), ("reference", "cuda"), ("triton", "reference")):
@@ -259,12 +260,26 @@ def test_leak(
     op = "dense_scan" if K is None else "factored_scan"
     need_clusters(op) if overrides["path"] == 1 else need(op, "cuda", N=N, K=N)
     monkeypatch.setattr(_call, "overrides", overrides)
+    check_leak(op, N, K, activation, torch.float32, "cuda")
+
+
+def check_leak(op: str, N: int, K: int | None, activation: str, dtype: torch.dtype, backend: str) -> None:
+    """One leak and one for each unit, with lengths and a clip or resets."""
     for B, T, leak in ((5, 70, 1), (21, 9, N)):
-        B, T = (B, T) if activation != "prelu" else (3, 9)
+        B, T = (B, T) if activation in ("tanh", "identity") else (3, 9)
         problem = scan_problem(op, B=B, T=T, N=N, K=K, activation=activation, inputs="tokens", leak=leak, gap=-1.0)
         lengths = some_lengths(B, T, "any")
-        check(problem, torch.float32, "cuda", lengths=lengths, message_clip=0.3)
-        check(with_resets(problem, gap=-1.0), torch.float32, "cuda", lengths=lengths)
+        check(problem, dtype, backend, lengths=lengths, message_clip=0.3)
+        check(with_resets(problem, gap=-1.0), dtype, backend, lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("N", [34, 64, 128])
+@pytest.mark.parametrize("activation", ["tanh", "prelu", "oplu"])
+@pytest.mark.parametrize("op", OPS)
+def test_leak_of_triton(op: str, activation: str, N: int, dtype: torch.dtype) -> None:
+    need(op, "triton", dtype, N=N, K=N)
+    check_leak(op, N, None if op == "dense_scan" else N, activation, dtype, "triton")
 
 
 @pytest.mark.parametrize("path", [0, 1, 2, 3])

@@ -144,6 +144,24 @@ def test_parity_with_resets(op: str, activation: str) -> None:
         check(problem, DTYPES[(turn + index) % 2], lengths=some_lengths(B, T, "any") if index else None)
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("activation", NAMES)
+def test_parity_with_a_leak(op: str, activation: str) -> None:
+    """With and without resets, whose results have the same bits with checkpoints."""
+    turn = NAMES.index(activation) + OPS.index(op)
+    for index, (B, T, N) in enumerate(((3, 7, 3), (2, 4, 17))):
+        N += N % 2 if activation == "oplu" else 0
+        inputs, units = INPUTS[(turn + index) % 3], (1, N)[(turn + index) % 2]
+        plain = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=inputs, leak=units, seed=index)
+        problem = with_resets(plain, state=turn % 3 > 0)
+        dtype, ragged = DTYPES[(turn + index) % 2], {"lengths": some_lengths(B, T, "any"), "message_clip": 0.3}
+        check(plain, dtype)
+        first = check(problem, dtype, **ragged)
+        rounded = ("grad_weight", "grad_x") if inputs == "features" else ()
+        again = run(contiguous(problem.to(dtype)), checkpoint_every=2, **ragged)
+        same_bits(first, again, skip=("ckpt", "pre", *rounded))
+
+
 def test_rank_below_n(resident: bool) -> None:
     for K in (1, 5):
         check(scan_problem("factored_scan", B=2, T=3, N=9, K=K, activation="tanh", inputs="tokens"), torch.float32)
