@@ -55,7 +55,8 @@ struct ClusterTraits {
   // have bank conflicts.
   static constexpr int kPartialPitch = kClusterRows + 8, kPartialFloats = kTensor ? group * kPartialPitch : 0;
   static_assert(group == 1 || group == 2 || group == 4 || group == 8, "8 * group rows are spread over 32 lanes");
-  static_assert(!kTensor || group == 8, "a product of the tensor cores has 8 columns");
+  static_assert(kTensor == (group == 8),
+                "a product of the tensor cores has 8 columns; FMA units have 4 sequences at most");
 };
 
 // What a lane has of its warp's 8 rows of every sequence after a product: kHeld rows from `row` on, of sequence
@@ -337,12 +338,13 @@ struct ClusterMaps {
 #pragma unroll
     for (int v = 0; v < kVectors; v++) fetch(from, v);
   }
-  // product += `count` chunks in registers times `vector`. Without branches in between, the loads of a chunk run while
-  // the chunk before is multiplied.
+  // product += `count` chunks in registers times `vector`. On the FMA units operands are loaded while those before them
+  // are multiplied, since two warps of a scheduler do not hide the latency of shared memory: here without branches in
+  // between, and in multiply_shared. Tensor cores with 8 sequences have no registers for it.
   template <int kMost>
   static __device__ __forceinline__ void multiply_registers(Product& product, const float4 (&weights)[kMost][kVectors],
                                                             int count, const float* vector, int pitch) {
-    if (kAhead && __builtin_expect(count == kMost, 1)) {
+    if (!Traits::kTensor && __builtin_expect(count == kMost, 1)) {
 #pragma unroll
       for (int c = 0; c < kMost; c++) multiply_chunk(product, weights[c], vector + c * kChunk, pitch);
       return;
@@ -355,7 +357,7 @@ struct ClusterMaps {
   __device__ __forceinline__ void multiply_rest(Product& product, int r0, int r1, const float* vector, int pitch,
                                                 bool last_set) {
     if (__builtin_expect(r0 >= r1, 1)) return;
-    if constexpr (kAhead) {
+    if constexpr (!Traits::kTensor) {
       if (!order.streamed) return multiply_shared(product, r0, r1, vector, pitch);
     }
 #pragma unroll 1
@@ -370,10 +372,6 @@ struct ClusterMaps {
   }
 
  private:
-  // Whether operands are loaded while those before them are multiplied: two warps of a scheduler do not hide the
-  // latency of shared memory. There are registers for it with up to 4 sequences.
-  static constexpr bool kAhead = !Traits::kTensor && Traits::kGroup <= 4;
-
   static __device__ __forceinline__ void multiply_chunk(Product& product, const float4 (&weights)[kVectors],
                                                         const float* vector, int pitch) {
     const typename Product::Operand x = Product::load(vector, pitch);

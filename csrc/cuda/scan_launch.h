@@ -203,10 +203,12 @@ int chunks_outside(const ScanPlan& plan) {
          in_registers(plan.chunks2, Traits::kRegisters2);
 }
 
-// Clocks of a step of all sequences, to choose between the kernels of clusters: multiply-adds, or tensor cores (8
-// clocks of a scheduler for each of their products), shared memory at 128 bytes a clock, and reads from L2 at 25; the
-// sums that lanes or warps exchange; and the exchange of a vector between blocks. On an H200 multiply-adds and reads
-// from L2 add up, and an exchange takes 440 clocks and one for each 18 bytes (docs/gpu.md).
+// Clocks of a step of all sequences on clusters: multiply-adds, or tensor cores (8 clocks of a scheduler for each of
+// their products), and shared memory at 128 bytes a clock; the sums that lanes or warps exchange; and the exchange of a
+// vector between blocks, 440 clocks and one for each 18 bytes. An H200 takes 1.5 times the sum of these, and reads from
+// L2 at 46 bytes a clock besides; sequences that do not form two sets wait 1300 clocks for other blocks. The
+// constants are fitted to N = 500 and 1000, dense and factored, B = 50 (docs/gpu.md). Whole calls of several waves, in
+// IEEE float32 or bfloat16, agree with them within a tenth.
 template <class Traits>
 double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   const int chunks = plan.chunks1 + plan.chunks2, outside = chunks_outside<Traits>(plan);
@@ -215,23 +217,25 @@ double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
   const double multiply = chunks * (Traits::kTensor ? on_tensor_cores : kClusterRows * Traits::kSequences);
   const double of_state = 4.0 * Traits::kSequences * (Traits::kTensor ? 1 : kClusterWarps);  // for each chunk
   const double shared = outside * chunk_bytes / 128 + chunks * of_state;
-  const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 25;
-  const double product = Traits::kTensor ? std::max({multiply, shared, from_l2}) : std::max(multiply, shared) + from_l2;
+  const double from_l2 = (outside - plan.shared_chunks) * chunk_bytes / 46;
   const double sums = Traits::kTensor ? 350 : kClusterRows * Traits::kSequences / 2;
   const double vectors = 4.0 * kChunk * Traits::kSequences * chunks, exchanges = outputs * 440 + vectors / 18;
   const int64_t waves = divide_up(divide_up(sequences, Traits::kSequences), clusters);
-  return static_cast<double>(waves) * (product + outputs * sums + exchanges);
+  const double wait = Traits::kSets == 1 ? 1300 : 0;
+  return static_cast<double>(waves) *
+         (1.5 * (std::max(multiply, shared) + outputs * sums + exchanges) + from_l2 + wait);
 }
 
-// Clocks of a step of all sequences by a library's products, IEEE or TF32, and a kernel. An estimate from what the
-// steps of cuDNN take on an H200: launches, then the columns of a product one after another, or its multiply-adds.
+// Clocks of a step of all sequences by a library's products, IEEE or TF32, and a kernel: launches, then the columns of
+// a product one after another, or its multiply-adds. Fitted to whole calls of an H200 with N = 256 to 1024 and B = 512
+// and 2048 (docs/gpu.md), without the products of their gradients; those of smaller batches to the steps of cuDNN.
 template <bool kFactored>
 double library_clocks(const ScanArgs& a, const DeviceLimits& limits) {
   const bool two = kFactored && 2 * a.K <= a.N;
   const double columns = static_cast<double>(two ? a.N + a.K : a.N), of_all = static_cast<double>(a.sequences);
-  const double rate = limits.multiprocessors * (a.precision == kIeee ? 128 * 0.6 : 450);
+  const double rate = limits.multiprocessors * (a.precision == kIeee ? 128 * 0.6 : 300);
   const double multiply = of_all * a.N * (two ? 2 * a.K : a.N) / rate;
-  return (two ? 15000 : 11000) + std::max((a.precision == kIeee ? 27 : 8) * columns, multiply);
+  return (two ? 33000 : 29000) + std::max((a.precision == kIeee ? 27 : 8) * columns, multiply);
 }
 
 // Fill the plan for clusters of plan.cluster blocks of these Traits: with as many chunks in shared memory as fit.
@@ -275,16 +279,13 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   plan.cluster = size;
   plan.chunks1 = static_cast<int>(divide_up(a.N, kChunk));
   plan.chunks2 = kFactored ? static_cast<int>(divide_up(a.K, kChunk)) : 0;
-  double clocks = 0, measured = 0;
+  double clocks = 0;
   int clusters = 0;  // that the device holds at one time
   auto fit = [&](int group, int precision, ScanPlan& filled) {
     with_cluster_traits<kFactored>(backward, group, precision, a, [&](auto traits) {
       using Traits = decltype(traits);
       clusters = fit_cluster<Traits>(a, overrides, limits, filled);
-      if (!clusters) return;
-      clocks = cluster_clocks<Traits>(filled, clusters, a.sequences);
-      // an H200 takes longer than that, for what all kernels of clusters have in common
-      measured = 1.25 * clocks + 2000.0 * divide_up(divide_up(a.sequences, group), clusters);
+      if (clusters) clocks = cluster_clocks<Traits>(filled, clusters, a.sequences);
     });
     return clusters > 0;
   };
@@ -295,11 +296,11 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
   }
   if (a.precision != kIeee && overrides.tensor != 0 && (!overrides.group || overrides.group == 8)) {
     ScanPlan other = plan;
-    const double on_fma_units = plan.group ? clocks : INFINITY, of_fma_units = measured;
+    const double on_fma_units = plan.group ? clocks : INFINITY;
     if (fit(8, a.precision, other) && (overrides.tensor > 0 || clocks < on_fma_units)) plan = other;
-    else measured = of_fma_units;
+    else clocks = on_fma_units;
   }
-  const bool library = overrides.path < 0 && 1.25 * library_clocks<kFactored>(a, limits) < measured;
+  const bool library = overrides.path < 0 && library_clocks<kFactored>(a, limits) < clocks;
   return plan.group > 0 && !library;
 }
 

@@ -70,19 +70,19 @@ def test_path_by_size(op: str, harness: Any) -> None:
 
 
 def test_many_waves_of_clusters_give_way_to_library_products() -> None:
-    for N, cluster, library in ((256, 512, 4096), (512, 128, 2048), (768, 128, 512), (1024, 128, 512)):
+    for N, cluster, library in ((256, 512, 8192), (512, 128, 2048), (768, 128, 512), (1024, 128, 1024)):
         for backward in (False, True):
             assert plan("dense_scan", N, cluster, backward=backward)["path"] == CLUSTER, N
             assert plan("dense_scan", N, library, backward=backward)["path"] == LIBRARY, N
             for op in OPS:
                 assert plan(op, N, 50, backward=backward)["path"] == CLUSTER, N
-                paths = [plan(op, N, B, backward=backward)["path"] for B in range(8, 4096, 8)]
-                assert paths.index(LIBRARY) > 6 and CLUSTER not in paths[paths.index(LIBRARY) + 64 :]
+                paths = [plan(op, N, B, backward=backward)["path"] for B in range(8, 8192, 16)]
+                assert paths.index(LIBRARY) > 3 and CLUSTER not in paths[paths.index(LIBRARY) + 32 :]
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_library_products_below_ieee_serve_smaller_batches(precision: str) -> None:
-    for N, cluster, library in ((512, 128, 1024), (1024, 64, 512)):
+    for N, cluster, library in ((512, 128, 2048), (1024, 64, 512)):
         for backward in (False, True):
             assert plan("dense_scan", N, cluster, backward=backward, precision=precision)["path"] == CLUSTER, N
             of_library = plan("dense_scan", N, library, backward=backward, precision=precision)
