@@ -171,17 +171,19 @@ def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
     on_cpu = left.device.type == "cpu"
     size = left.shape[1] * right.shape[1]
     rows = ROWS if on_cpu else max(1, PRODUCTS // max(1, size)) * ROWS  # one call of all products saves launches
-    total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+    sums = []
     for a, b in zip(left.split(rows), right.split(rows), strict=True):
         even = 0 if on_cpu else len(a) - len(a) % ROWS
         if even:
             parts = a[:even].reshape(-1, ROWS, a.shape[1]).mT @ b[:even].reshape(-1, ROWS, b.shape[1])
-            total += parts.sum(0, dtype=torch.float64)
-        if even < len(a):
-            part = left.new_zeros(total.shape)
-            add_product(part, a[even:], b[even:])
-            total += part
-    return total
+            sums.append(parts.sum(0, dtype=torch.float64))
+        if on_cpu:
+            part = left.new_zeros(left.shape[1], right.shape[1])
+            add_product(part, a, b)
+            sums.append(part.double())
+        elif even < len(a) or not even:
+            sums.append((a[even:].mT @ b[even:]).double())
+    return functools.reduce(Tensor.add_, sums)
 
 
 def norms_of_steps(values: Tensor) -> Tensor:
