@@ -1,6 +1,6 @@
 """Errors of the scans' precisions by T.
 
-    python docs/scripts/precision_errors.py        of the CUDA scan, on the host harness: the table of cuda-scans.md
+    python docs/scripts/precision_errors.py        of the CUDA scan, on the host harness: the table of benchmarks.md
     python docs/scripts/precision_errors.py cpu    of the CPU scan: the table of cpu-scans.md
 
 The first takes two or three minutes, and a C++ compiler. The harness rounds factors as tensor cores are specified to
