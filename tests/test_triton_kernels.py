@@ -181,14 +181,10 @@ def label(scan: tuple[str, int, int, torch.dtype]) -> str:
     return f"{op}-N{N}K{K}-{str(dtype).removeprefix('torch.')}"
 
 
+@pytest.mark.parametrize("leak", [False, True])
 @pytest.mark.parametrize("scan", USUAL, ids=label)
-def test_scans_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype]) -> None:
-    check_scan(scan, 90, ("prelu",))
-
-
-@pytest.mark.parametrize("scan", USUAL, ids=label)
-def test_scans_with_a_leak_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype]) -> None:
-    check_scan(scan, 90, ("prelu",), leak=True)
+def test_scans_fit_on_a_processor(scan: tuple[str, int, int, torch.dtype], leak: bool) -> None:
+    check_scan(scan, 90, ("prelu",), leak)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch import Tensor
 from orthokern import dispatch
 
 OPS = ("factored_scan", "dense_scan")
-BACKENDS = ("cuda", "triton")
 DTYPES = (torch.float32, torch.float64)
 KINDS = ("dense", "features", "tokens")
 
