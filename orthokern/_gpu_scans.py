@@ -137,8 +137,10 @@ def _input_of(args: ScanArgs, x: Tensor) -> dict[str, Any]:
     if weight is None:
         return {"x": x}
     if not x.is_floating_point():
-        table = weight.mT if bias is None else weight.mT + bias
-        return {"tokens": x, "table": table.contiguous()}
+        if bias is None:
+            return {"tokens": x, "table": weight.mT.contiguous()}
+        table = weight.new_empty(weight.mT.shape)  # else the sum would have the strides of weight.mT
+        return {"tokens": x, "table": torch.add(weight.mT, bias, out=table)}
     with ieee_products():
         return {"x": torch.nn.functional.linear(x, weight, bias)}
 

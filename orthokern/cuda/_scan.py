@@ -84,10 +84,10 @@ class Scan(_gpu_scans.Scan):
         """In TF32 where the products of the scan are below IEEE; bfloat16 would need copies."""
         if not self.plan["precision"]:
             return super().add_to_map(total, rows, states)
-        N = self.sizes["N"]
-        total = rows.new_zeros(N, N) if total is None else total
+        N, adds = self.sizes["N"], total is not None
+        total = rows.new_empty(N, N) if total is None else total
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            product(self.device, ieee=False)(rows.mT, states, total, add=True)
+            product(self.device, ieee=False)(rows.mT, states, total, add=adds)
         return total
 
     def carry(self, power: Tensor, ends: Tensor, starts: Tensor) -> None:
