@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from cuda_host import build
-from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_same_bits, run_scan
+from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_same_bits, assert_scan_parity, run_scan
 from torch import Tensor
 
 from orthokern._scan_contract import ScanArgs
@@ -40,15 +40,8 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
     """Parity of everything that comes out of one problem; returns it."""
     inexact = problem.to(torch.float32)
     untouched = inexact.map(torch.clone)
-    exact = inexact.to(torch.float64)
-    same = {key: value for key, value in options.items() if key in ("lengths", "message_clip")}
-    expected, plain = (run_scan(p, "reference", **same) for p in (exact, inexact))
     actual = run(inexact, **options)
-    for name in actual:
-        if name == "ckpt" or (name == "pre" and options.get("checkpoint_every")):
-            continue
-        gradient = name.startswith("grad_")
-        assert_matches_reference(actual[name], expected[name], plain[name], name=name, gradient=gradient)
+    assert_scan_parity(inexact, actual, lambda p, **same: run_scan(p, "reference", **same), options)
     for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
         assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
     return actual

@@ -70,13 +70,10 @@ def test_gru_padding_plays_no_part(variant: str, path: str, override: Any) -> No
     assert_same_bits(*results)
 
 
-def test_gru_with_the_reference_and_without_parameters() -> None:
+def test_gru_without_parameters() -> None:
     for variant in VARIANTS:
         problem = GruProblem.random(variant, 4, 3, 9).map(Tensor.float)
         expected = problem.run("cuda")
-        for one, other in (("cuda", "reference"), ("reference", "cuda")):
-            for name, tensor in problem.run(one, other).items():
-                torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
         some = problem.run_leaves(gru_scan, need_params=False)
         assert set(some) == {name for name, t in expected.items() if t.numel()} - {"grad_w", "grad_bias"}
         assert_same_bits(some, {name: expected[name] for name in some})

@@ -36,20 +36,27 @@ from orthokern.ops.gru_scan import VARIANTS
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
-    """Without options, with a clip, and with both it and lengths."""
+    """Without a leak and with one: alone, with a clip, and with both it and lengths. A leak also with resets, which
+    have the same bits with checkpoints."""
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
-    n = 34 if activation == "oplu" else 33
+    n, inputs = 34 if activation == "oplu" else 33, KINDS[index % 3]
     rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
     B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
-    problem = scan_problem(
-        op, B=B, T=T, N=n, activation=activation, inputs=KINDS[index % 3], param_size="N1"[index % 2], gap=1e-6, **rank
-    )
     lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
     lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
-    check(problem)
-    check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
-    check(problem, message_clip=0.3)
+    options: dict[str, Any] = {"activation": activation, "inputs": inputs, "param_size": "N1"[index % 2], **rank}
+    for leak in (0, (1, n)[index % 2]):
+        problem = scan_problem(op, B=B, T=T, N=n, leak=leak, gap=1e-6, **options)
+        check(problem)
+        check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
+        check(problem, message_clip=0.3)
+    problem = with_resets(problem, state=index % 4 > 0)
+    first = check(problem, lengths=lengths)
+    again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=3)
+    # features are multiplied by W_in in a product of torch over the steps of a segment
+    rounded = tuple(name for name in first if name.startswith("grad_")) if inputs == "features" else ()
+    assert_same_bits(first, again, skip=("ckpt", "pre"), rounded=rounded)
 
 
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
@@ -63,7 +70,6 @@ def test_parity_with_resets(op: str, path: str, override: Any) -> None:
         problem, lengths = with_resets(problem, state=index % 2 == 0), some_lengths(5, 9, "any") if index % 3 else None
         found = check(problem, lengths=lengths)
         again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
-        # features are multiplied by W_in in a product of torch over the steps of a segment
         rounded = tuple(name for name in found if name.startswith("grad_")) if kind == "features" else ()
         assert_same_bits(found, again, skip=("ckpt", "pre"), rounded=rounded)
 
