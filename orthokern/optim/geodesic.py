@@ -23,6 +23,8 @@ from orthokern.optim._checks import check_dense, check_new, check_range, check_r
 # A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
+# The error is measured after a step with a larger lr ||G||_F.
+_LARGE_STEP = 0.1
 
 
 class GeodesicOptions(TypedDict, total=False):
@@ -63,12 +65,9 @@ class GeodesicSGD(Optimizer):
         moves M by e/2, orthogonally to the manifold, so that the descent along it is not affected.
         docs/orthogonality-drift.md shows the curves.
 
-        A large step has a larger rounding error. With a = lr ||G||_F it adds at most 2 a eps to the error of a square
-        basis. To that of a thin one it adds (6 a + 2 a^2) eps up to a = 4 and, since such a step has another form, 2 a
-        times the smaller of eps and 1e-15 plus 50 eps above (these bounds are two to three times the errors measured
-        over gradients of all kinds for a from 1e-3 to 1e6). If their sum since the last measurement is above
-        `drift_tolerance`, the error is also measured, and corrected until it is below. This does not happen at usual
-        rates (a of 1e-3). On a GPU, where a is not read, only the steps are counted.
+        A large step has a larger rounding error: with a = lr ||G||_F at most about (6 a + 2 a^2) eps. So the error is
+        also measured after every step with a above 0.1, and corrected until it is below the tolerance. Usual rates have
+        an a of 1e-3. On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
@@ -90,10 +89,10 @@ class GeodesicSGD(Optimizer):
             for float64.
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda".
 
-    Each group also has `steps` (the number of steps so far), `growth` (Note [Drift]), `last_grad_norm` (the joint norm
-    before clipping, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and `last_drift`
-    (at the last measurement, before correction; nan before the first). They are in the state_dict, as numbers, so that
-    a resumed run measures at the same steps.
+    Each group also has `steps` (the number of steps so far), `last_grad_norm` (the joint norm before clipping, nan
+    before the first step; on a GPU a float64 tensor [], and float() of it waits) and `last_drift` (at the last
+    measurement, before correction; nan before the first). They are in the state_dict, as numbers, so that a resumed run
+    measures at the same steps.
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
@@ -110,8 +109,6 @@ class GeodesicSGD(Optimizer):
         >>> bool(((u.mT @ u - torch.eye(8)).abs() < 1e-5).all())
         True
     """
-
-    COUNTERS = frozenset({"steps", "growth", "last_grad_norm", "last_drift"})  # of a group; the other keys are options
 
     def __init__(
         self,
@@ -133,7 +130,7 @@ class GeodesicSGD(Optimizer):
         require(several, "params", "several matrices, as [tensor], or group dicts", f"one {type(params).__name__}")
         params = list(params)
         require(params, "params", "at least one matrix with orthonormal columns", "none")
-        counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan, "growth": 0.0}
+        counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan}
         Optimizer.__init__(self, params, {**options, **counters})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -181,8 +178,6 @@ class GeodesicSGD(Optimizer):
         with _autocast.off(), ieee_products():
             work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
             for group, todo in zip(self.param_groups, work, strict=True):
-                self._check_work(group, todo)
-            for group, todo in zip(self.param_groups, work, strict=True):
                 if todo.batches:
                     group["last_grad_norm"] = todo.norm
                     group["steps"] += 1
@@ -192,24 +187,19 @@ class GeodesicSGD(Optimizer):
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
         rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
         rate = -rate if group["maximize"] else rate
-        shrink = todo.shrink(group)
-        steps = []
+        shrink, steps, measure = todo.shrink(group), [], todo.measure
         for bases, g in todo.batches:
             g, factor = self._direction(group, bases, g, shrink)
-            todo.moves(group, g, rate * factor)
             steps.append((_stack(bases), g, rate * factor))
+            if group["correct_every"] > 0 and not isinstance(todo.norm, Tensor):
+                measure = measure or abs(float(rate * factor)) * float(torch.linalg.vector_norm(g)) > _LARGE_STEP
         moved = cayley.steps(steps, group["backend"])
-        if todo.measure or todo.growth > group["drift_tolerance"]:
+        if measure:
             corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
             moved = [m for m, _ in corrected]
-            group["last_drift"], group["growth"] = max(drift for _, drift in corrected), 0.0
-        elif todo.growth > 0.0:
-            group["growth"] = todo.growth
+            group["last_drift"] = max(drift for _, drift in corrected)
         for (bases, _), m in zip(todo.batches, moved, strict=True):
             _unstack(m, bases)
-
-    def _check_work(self, group: dict[str, Any], todo: _Work) -> None:
-        """Raise InputError for gradients that this optimizer cannot use."""
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
@@ -240,10 +230,9 @@ class GeodesicRMSprop(GeodesicSGD):
     State per parameter: "square_avg", v, of the parameter's shape.
 
     Raises:
-        InputError: as GeodesicSGD, and for alpha or eps out of range; from `step`, before any parameter has changed,
-            for a gradient whose squares overflow (entries above 1.8e19 in float32). On a GPU, where that would wait, v
-            becomes infinite in such entries, which then do not move the basis, as in torch.optim.RMSprop.
-            max_grad_norm prevents both.
+        InputError: as GeodesicSGD, and for alpha or eps out of range. A gradient whose squares overflow (entries above
+            1.8e19 in float32) makes v infinite in such entries, which then do not move the basis, as in
+            torch.optim.RMSprop; max_grad_norm prevents it.
 
     Example::
 
@@ -268,22 +257,6 @@ class GeodesicRMSprop(GeodesicSGD):
             raise TypeError(f"GeodesicRMSprop() got an unexpected keyword argument {name!r}")
         self._begin(params, lr=lr, **{**_DEFAULTS, **options}, alpha=alpha, eps=eps)
 
-    def _check_work(self, group: dict[str, Any], todo: _Work) -> None:
-        shrink = todo.shrink(group)
-        if isinstance(todo.norm, Tensor) or isinstance(shrink, Tensor):
-            return
-        for _, g in todo.batches:
-            most = math.sqrt(torch.finfo(g.dtype).max)
-            if todo.norm * shrink <= most:
-                continue
-            largest = float(g.abs().max()) * shrink
-            if largest > most:
-                raise InputError(
-                    f"gradients of bases of shape {list(g.shape[-2:])} have entries of {largest:.3g}, whose squares "
-                    f"overflow {g.dtype}; accepted: entries up to {most:.3g}, or max_grad_norm; no parameter was "
-                    "changed"
-                )
-
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
     ) -> tuple[Tensor, float | Tensor]:
@@ -300,12 +273,10 @@ class _Work:
 
     batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step measures
     the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
-    growth: a bound of the growth of the error since the last measurement, see Note [Drift].
     Raises InputError for a sparse gradient, and for one that is not finite, see Note [No wait for the GPU].
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self.growth: float = group["growth"]
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for index, p in enumerate(group["params"]):
             if p.grad is not None:
@@ -313,22 +284,17 @@ class _Work:
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0
-        self.norm: float | Tensor
+        # squares of float32 gradients do not overflow float64; those of float64 gradients may, from 1e154 on
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
         devices = {g.device for _, g in self.batches}
+        self.norm: float | Tensor
         if len(devices) == 1 and cayley.read_waits(next(iter(devices))):
-            # squares of float32 gradients do not overflow float64; those of float64 gradients may, from 1e154 on
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self.batches]
-            self.norm = torch.linalg.vector_norm(torch.stack(norms))
-            self.measure = self.measure and not _capturing()
-            if self.measure and not math.isfinite(float(self.norm)):
-                _refuse(group)
-            return
-        self.norm = math.hypot(*(_norm(g) for _, g in self.batches))
-        if not math.isfinite(self.norm):
+            self.norm, self.measure = torch.stack(norms).norm(), self.measure and not _capturing()
+            check = self.measure
+        else:
+            self.norm, check = math.hypot(*map(float, norms)), True
+        if check and not math.isfinite(float(self.norm)):
             _refuse(group)
-            raise InputError(
-                "the norm of all gradients overflows float64; accepted: smaller gradients; no parameter was changed"
-            )
 
     def shrink(self, group: dict[str, Any]) -> float | Tensor:
         """The factor of clipping to max_grad_norm: a number, or a tensor [] if the norm is one."""
@@ -338,35 +304,12 @@ class _Work:
             return (group["max_grad_norm"] / self.norm).clamp(max=1.0)
         return group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
 
-    def moves(self, group: dict[str, Any], g: Tensor, rate: float | Tensor) -> None:
-        """Add the contribution of a step with directions g [P,N,K] to `growth`, unless that would wait."""
-        if isinstance(self.norm, Tensor) or group["correct_every"] == 0:
-            return
-        size = abs(float(rate)) * _norm(g)
-        eps = torch.finfo(g.dtype).eps
-        if g.shape[-1] == g.shape[-2]:
-            self.growth += 2.0 * size * eps
-        elif size <= cayley.LARGE_TURN:
-            self.growth += (6.0 * size + 2.0 * size * size) * eps
-        else:
-            self.growth += 50.0 * eps + 2.0 * size * min(eps, 1e-15)
-
-
-def _norm(g: Tensor) -> float:
-    """The Frobenius norm, also where squares overflow."""
-    norm = float(torch.linalg.vector_norm(g))
-    if math.isfinite(norm):
-        return norm
-    largest = float(g.abs().max())
-    return largest * float(torch.linalg.vector_norm(g / largest))
-
 
 def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Converts the counters on a GPU in the groups of a state_dict to numbers."""
+    """Converts the norms on a GPU in the groups of a state_dict to numbers."""
     for group in state["param_groups"]:
-        for name in GeodesicSGD.COUNTERS & group.keys():
-            if isinstance(group[name], Tensor):
-                group[name] = float(group[name])
+        if isinstance(group.get("last_grad_norm"), Tensor):
+            group["last_grad_norm"] = float(group["last_grad_norm"])
     return state
 
 
@@ -376,11 +319,14 @@ def _capturing() -> bool:
 
 
 def _refuse(group: dict[str, Any]) -> None:
-    """Raise InputError for the first gradient that is not finite, if there is one."""
+    """Raise InputError for the first gradient that is not finite, or for the overflow of the norm of finite ones."""
     for index, p in enumerate(group["params"]):
         if p.grad is not None and not bool(p.grad.isfinite().all()):
             label = parameter_label(group, index)
             raise InputError(f"gradient of {label} has NaN or infinite entries; no parameter was changed")
+    raise InputError(
+        "the norm of all gradients overflows float64; accepted: smaller gradients; no parameter was changed"
+    )
 
 
 def _stack(matrices: list[Tensor]) -> Tensor:
@@ -391,11 +337,9 @@ def _stack(matrices: list[Tensor]) -> Tensor:
 
 def _unstack(stacked: Tensor, matrices: list[Tensor]) -> None:
     """[P, N, K] -> [..., N, K] each, in place: the inverse of `_stack`."""
-    start = 0
-    for m in matrices:
-        stop = start + m.numel() // (stacked.shape[1] * stacked.shape[2])
-        m.copy_(stacked[start:stop].view_as(m))
-        start = stop
+    counts = [m.numel() // stacked[0].numel() for m in matrices]
+    for m, part in zip(matrices, stacked.split(counts), strict=True):
+        m.copy_(part.view_as(m))
 
 
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
