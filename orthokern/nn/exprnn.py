@@ -10,14 +10,12 @@ Note [Dynamic trivialisation]
     After every M such moves, B is projected back to the orthogonal matrices.
 
     The base moves directly after a step of an optimizer of A, by a hook that torch runs after the steps of all
-    optimizers. Where an optimizer with these parameters runs another in its step, as a ZeroRedundancyOptimizer does to
-    step the parameters of its rank before it sends them to the other ranks, the step of the outer one counts. A forward
-    changes nothing, so it may run any number of times: for accumulated gradients, again in a backward
-    (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all replicas move
-    after the same steps. Steps without gradients or at a learning rate of 0 do not count. Steps that are not taken by a
-    torch.optim.Optimizer (captured in a CUDA graph, or in a loop that changes parameters itself) do not move the base:
-    call `rebase` between such steps. A backward through a forward before the move raises torch's error about a tensor
-    modified in place, as after any step.
+    optimizers. A forward changes nothing, so it may run any number of times: for accumulated gradients, again in a
+    backward (torch.utils.checkpoint), compiled, exported or under vmap. In data-parallel training the bases of all
+    replicas move after the same steps. Steps without gradients or at a learning rate of 0 do not count. Steps that are
+    not taken by a torch.optim.Optimizer (captured in a CUDA graph, or in a loop that changes parameters itself) do not
+    move the base: call `rebase` between such steps. A backward through a forward before the move raises torch's error
+    about a tensor modified in place, as after any step.
 
 Note [Optimizer state at a move]
     Momentum is a sum of gradients, and gradients change with the chart. With dP = P Omega and K the gradient with
@@ -34,7 +32,6 @@ Note [Optimizer state at a move]
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -198,10 +195,10 @@ class _Exponential(Recurrent):
         if all(p.grad is None or _rests(group.get("lr")) for group, p in self._groups(optimizer)):
             return
         _followed[self].add(optimizer)
-        if any(self._groups(outer) for outer in _around(optimizer)):
-            return
-        if getattr(optimizer, "_overlap_with_ddp", False):  # what it steps in the backward may still be under way
-            raise InputError("rebase_every is set, and the optimizer has overlap_with_ddp=True; accepted: False")
+        if hasattr(
+            optimizer, "_overlap_with_ddp"
+        ):  # it sends the parameters of each rank to the others after their step
+            raise InputError("rebase_every is set, and the optimizer is a ZeroRedundancyOptimizer; accepted: others")
         self._uses += 1
         if self.rebase_every is not None and self._uses >= self.rebase_every:
             self._check_ties()
@@ -355,21 +352,6 @@ def _rests(rate: Any) -> bool:
 def _alive() -> list[_Exponential]:
     """All modules that are complete."""
     return [module for reference in _followed.keyrefs() if (module := reference()) is not None]
-
-
-def _around(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers of which a step in this thread runs this optimizer's step, without combined ones.
-
-    Read from the stack: a count by hooks before and after a step would be wrong after a step that raises.
-    """
-    result: list[Optimizer] = []
-    frame = sys._getframe().f_back
-    while frame is not None:
-        outer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(outer, Optimizer) and outer is not optimizer and _parts(outer) == [outer]:
-            result.append(outer)
-        frame = frame.f_back
-    return result
 
 
 @untraced
