@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from orthokern.nn._checks import readable
 from orthokern.ops._common import check_lengths
-from orthokern.ops._dispatcher import no_dispatch_modes
 
 # (x [T,B,D] or ids [T,B], h0 [B,S] or None, lengths [B] or None) -> states [T,B,S]
 Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
@@ -30,30 +30,6 @@ class Resets(NamedTuple):
         """The resets with the sequences in another order."""
         state = None if self.reset_state is None else self.reset_state.index_select(1, order)
         return Resets(self.resets.index_select(1, order), state)
-
-
-class _Rows(torch.autograd.Function):
-    """rows.index_select(0, place) for distinct places. Its gradient copies rows; that of index_select adds them, which
-    takes several times as long."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:
-        ctx.count = rows.shape[0]
-        ctx.save_for_backward(place)
-        return rows.index_select(0, place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (place,) = ctx.saved_tensors
-        return grad.new_zeros((ctx.count, *grad.shape[1:])).index_copy_(0, place, grad), None
-
-
-def _rows(rows: Tensor, place: Tensor) -> Tensor:
-    """Rows at distinct places."""
-    if torch.is_grad_enabled() and no_dispatch_modes():
-        result: Tensor = _Rows.apply(rows, place)
-        return result
-    return rows.index_select(0, place)
 
 
 def _at(data: Tensor, place: Tensor) -> Tensor:
@@ -93,39 +69,23 @@ class Dense:
 class Packed:
     """data [P,D] or ids [P], the packed form of B sequences sorted by decreasing length (PackedSequence.data).
 
-    One scan runs over the rectangle [T,B]: row p of data is copied to place[p] = t*B + b, and data[mirror] holds each
-    sequence reversed. Sequences of one length already form that rectangle. With `by_lengths` the scan gets the lengths
-    and skips padding. For a backend without lengths, which only gated recurrences have, the states after a sequence's
-    end are computed but not used: they are bounded, and their cotangents are exact zeros.
+    One scan runs over the padded rectangle [T,B]. With `by_lengths` it gets the lengths and skips padding. For a
+    backend without lengths, which only gated recurrences have, the states after a sequence's end are computed but not
+    used: they are bounded, and their cotangents are exact zeros.
     """
 
     def __init__(self, batch_sizes: Tensor, device: torch.device, by_lengths: bool) -> None:
-        sizes = batch_sizes.to("cpu", torch.int64)
-        self.steps, self.batch = len(sizes), int(sizes[0])
-        self.lengths: Tensor | None = None
-        self.ragged = int(sizes[-1]) != self.batch
-        if not self.ragged:
-            return
-        step = torch.repeat_interleave(torch.arange(self.steps, device="cpu"), sizes)
-        first = torch.cumsum(sizes, 0) - sizes  # position in data of the first row of step t
-        row = torch.arange(len(step), device="cpu") - first[step]
-        lengths = (sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
-        self.lengths = lengths.to(device) if by_lengths else None
-        self.place = (step * self.batch + row).to(device)
-        self.mirror = (first[lengths[row] - 1 - step] + row).to(device)
-        # position in data of each sequence's last row
-        self.end = (first[lengths - 1] + torch.arange(self.batch, device="cpu")).to(device)
+        self.sizes, self.by_lengths = batch_sizes.to("cpu", torch.int64), by_lengths
+        self.steps, self.batch = len(self.sizes), int(self.sizes[0])
+        self.lengths = (self.sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
+        ragged = int(self.sizes[-1]) != self.batch
+        self.dense = Dense(self.batch, self.lengths.to(device) if ragged else None)
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        if not self.ragged:
-            states, last = Dense(self.batch).run(scan, data.unflatten(0, (self.steps, self.batch)), h0, reverse)
-            return states.flatten(0, 1), last
-        ordered = _rows(data, self.mirror) if reverse else data
-        x = ordered.new_zeros((self.steps * self.batch, *data.shape[1:])).index_copy(0, self.place, ordered)
-        states = scan(x.unflatten(0, (self.steps, self.batch)), h0, self.lengths)
-        states = _rows(states.flatten(0, 1), self.place)
-        last = _rows(states, self.end)
-        return (_rows(states, self.mirror) if reverse else states), last
+        x = pad_packed_sequence(PackedSequence(data, self.sizes))[0]
+        inner = scan if self.by_lengths else lambda x, h0, _: scan(x, h0, None)
+        states, last = self.dense.run(inner, x, h0, reverse)
+        return pack_padded_sequence(states, self.lengths).data, last
 
 
 Layout = Dense | Packed  # each converts a batch for one scan, and its states back

@@ -195,9 +195,7 @@ class _Exponential(Recurrent):
         if all(p.grad is None or _rests(group.get("lr")) for group, p in self._groups(optimizer)):
             return
         _followed[self].add(optimizer)
-        if hasattr(
-            optimizer, "_overlap_with_ddp"
-        ):  # it sends the parameters of each rank to the others after their step
+        if hasattr(optimizer, "_overlap_with_ddp"):  # its step also sets the parameters of other ranks
             raise InputError("rebase_every is set, and the optimizer is a ZeroRedundancyOptimizer; accepted: others")
         self._uses += 1
         if self.rebase_every is not None and self._uses >= self.rebase_every:
