@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.nn.utils.rnn import PackedSequence
 
 _P = ParamSpec("_P")
@@ -22,8 +21,6 @@ _R = TypeVar("_R")
 
 _KINDS = ("cpu", "cuda")
 is_on_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# torch frees a chain of nodes that Python code has looked at recursively; 40 000 of them overflow a stack of 8 MB.
-_MAX_HOOKED_NODES = 8000
 
 
 def is_on(kind: str) -> bool:
@@ -45,14 +42,8 @@ def widened_inside(value: Any, like: Tensor) -> Any:
 
 
 def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function that returns tensors, and the backward of the operations that autograd records in it, with
-    autocast off. torch.compile traces it; a compiled backward inside autocast rounds torch's own products (not those of
-    this package's ops), so run backward outside of autocast, as torch recommends.
-
-    Autograd evaluates each node in the thread state of the call to backward() and restores that state afterwards, so
-    that a hook before a node that turns autocast off does so for this node only. Graphs of more nodes than
-    _MAX_HOOKED_NODES have no hooks: their backward keeps the dtype outside of autocast only.
-    """
+    """Run a function with autocast off. A backward inside autocast rounds the products of torch's own operations in it,
+    not those of this package's ops. As torch recommends, run backward outside of autocast."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -60,47 +51,6 @@ def keeps_dtype(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if torch.is_autocast_enabled(kind):
                 with torch.autocast(kind, enabled=False):
                     return call(*args, **kwargs)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        first = _get_sequence_nr()  # number of the next node
-        result = function(*args, **kwargs)
-        if _get_sequence_nr() - first > _MAX_HOOKED_NODES:
-            return result
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                _keep_dtype_from(tensor.grad_fn, first)
-        return result
-
-    return call
-
-
-def _keep_dtype_from(node: Any, first: int) -> None:
-    """Turn autocast off in a node, and in all nodes from number `first` on that get gradients from it."""
-    waiting, seen = [node], set()
-    while waiting:
-        node = waiting.pop()
-        # the node that accumulates a leaf's gradient has the largest possible number
-        if node is None or node in seen or not first <= node._sequence_nr() < 2**63:
-            continue
-        seen.add(node)
-        node.register_prehook(_turn_off)
-        waiting += (following for following, _ in node.next_functions)
-
-
-def _turn_off(grads: Any) -> None:
-    for kind in _KINDS:
-        if torch.is_autocast_enabled(kind):
-            torch.set_autocast_enabled(kind, False)
-
-
-def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a backward of an autograd Function with autocast off."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if is_on_anywhere():
-            with off():
-                return function(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

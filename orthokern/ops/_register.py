@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from orthokern._autocast import keeps_dtype, without_autocast
+from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
 from orthokern.ops._common import filled
 from orthokern.ops._dispatcher import can_bypass_dispatcher, vmapped
@@ -151,7 +151,7 @@ class CustomOp:
             return output
 
         @one_cotangent_at_a_time
-        @without_autocast
+        @keeps_dtype
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
