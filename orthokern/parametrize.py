@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, dispatch, functional
 from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
-from orthokern.nn.nonnormal import MASKS, schur_product, triangular_mask
+from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
 
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
@@ -279,17 +279,14 @@ class SchurForm(_Based):
     theta [floor(N/2)] in radians, T [N,N].
 
     `right_inverse` computes this form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
-    size. mask="legacy" represents all of these matrices for an even N. With mask="block" a 2 x 2 block is a rotation
-    times a scalar: another block is replaced by the nearest one of this kind. Matrices that this class has computed,
-    and rotations, are represented up to rounding.
+    size. A 2 x 2 block that is not a rotation times a scalar is replaced by the nearest one of this kind. Matrices that
+    this class has computed, and rotations, are represented up to rounding.
 
     Args:
         weight: the tensor [N,N] to constrain, float32 or float64.
-        mask: "block" or "legacy", as in orthokern.nn.NonNormalRNN.
 
     Raises:
-        InputError: an unknown mask, an odd N for "legacy", or a matrix whose eigenvectors are linearly dependent or
-            nearly so.
+        InputError: a matrix whose eigenvectors are linearly dependent or nearly so.
 
     Example::
 
@@ -300,18 +297,11 @@ class SchurForm(_Based):
         torch.Size([8, 8])
     """
 
-    def __init__(self, weight: Tensor, mask: str = "block") -> None:
-        super().__init__(weight)
-        if mask not in MASKS:
-            raise unknown_name("mask", mask, MASKS)
-        require(mask == "block" or len(self.base) % 2 == 0, "N with mask 'legacy'", "even", len(self.base))
-        self.mask = mask
-
     @_autocast.keeps_dtype
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
         p = self.base @ _exponential("SchurForm", x)
-        return schur_product(p, gamma, theta, triangle * triangular_mask(len(p), self.mask, p.device))
+        return schur_product(p, gamma, theta, triangle * triangular_mask(len(p), p.device))
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -324,27 +314,16 @@ class SchurForm(_Based):
         for i in range(n // 2):
             pair = slice(2 * i, 2 * i + 2)
             (a, b), (c, d) = form[pair, pair].tolist()
-            if self.mask == "legacy":  # turn the pair until the diagonal's two are equal: then every block is in reach
-                phi = math.atan2(d - a, b + c) / 2
-                turn = w.new_tensor([[math.cos(phi), -math.sin(phi)], [math.sin(phi), math.cos(phi)]])
-                p[:, pair] = p[:, pair] @ turn
-                (a, b), (_, d) = (turn.mT @ form[pair, pair] @ turn).tolist()
-                real, imaginary = (a + d) / 2, -b
-            else:
-                real, imaginary = (a + d) / 2, (c - b) / 2
+            real, imaginary = (a + d) / 2, (c - b) / 2
             gamma[i], theta[i] = math.hypot(real, imaginary), math.atan2(imaginary, real)
         form = p.mT @ w @ p
-        blocks = torch.arange(n, device=w.device) // 2
-        above = form[blocks.unsqueeze(1) < blocks.unsqueeze(0)]
+        above = form[triangular_mask(n, w.device).mT]
         if float(torch.linalg.vector_norm(above)) > DEFECTIVE * float(torch.linalg.matrix_norm(w)):
             raise InputError(NOT_DIAGONALISABLE)
         if n % 2:
             gamma[-1] = form[-1, -1]
-        # without T the two below each block's diagonal would be gamma sin(theta): T adds the rest, where it may
-        triangle = form - schur_product(torch.eye(n, dtype=w.dtype, device=w.device), gamma, theta, None)
         self.base.copy_(p)
-        dtype = weight.dtype
-        triangle = triangle * triangular_mask(n, self.mask, w.device)
+        dtype, triangle = weight.dtype, form * triangular_mask(n, w.device)
         return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), triangle.to(dtype)
 
 

@@ -83,9 +83,8 @@ def test_tensors_that_cannot_be_filled(fill: Callable[..., Any]) -> None:
         fill(t)
 
 
-@pytest.mark.parametrize("mask", ["block", "legacy"])
 @pytest.mark.parametrize("size", [2, 4, 6])
-def test_defective_matrices_have_no_schur_form(mask: str, size: int) -> None:
+def test_defective_matrices_have_no_schur_form(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     for block in range(2, size + 1):
         jordan = torch.diag(torch.arange(1.0, size + 1)).double()
@@ -93,4 +92,4 @@ def test_defective_matrices_have_no_schur_form(mask: str, size: int) -> None:
         q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
         for w in (jordan, q @ jordan @ q.T):
             with pytest.raises(InputError, match="no full set of eigenvectors"):
-                parametrize.SchurForm(w, mask).right_inverse(w)
+                parametrize.SchurForm(w).right_inverse(w)

@@ -74,8 +74,6 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     (BASED, {"rebase_every": 0}, ["rebase_every", "at least 1", "0"]),
     (BASED, {"project_every": 0}, ["project_every", "at least 1"]),
     (BASED, {"optimizer_state": "drop"}, ["optimizer_state", "'drop'", "transport"]),
-    ([NonNormalRNN], {"mask": "legacy", "hidden_size": 5}, ["hidden_size must be even for mask 'legacy', got 5"]),
-    ([NonNormalRNN], {"mask": "blok"}, ["mask", "'blok'", "'block'"]),
     ([GRU], {"variant": "cudnn"}, ["unknown variant 'cudnn': accepted: kanai, torch"]),
     ([GRU], {"init": "orthogonal"}, ["unknown init 'orthogonal'"]),
     ([GRU], {"init": "torch", "init_std": 0.1}, ["init_std is 0.1, but init is 'torch'"]),

@@ -35,16 +35,14 @@ def theta_by_hand(rnn: NonNormalRNN) -> Tensor:
         theta[-1, -1] = rnn.gamma_l0[-1]
     for i in range(n):
         for j in range(i):
-            if i // 2 != j // 2 or rnn.mask == "legacy":
+            if i // 2 != j // 2:
                 theta[i, j] += rnn.triangle_l0[i, j]
     return theta
 
 
-@pytest.mark.parametrize(
-    ("n", "mask"), [(1, "block"), (2, "block"), (5, "block"), (6, "block"), (2, "legacy"), (6, "legacy")]
-)
-def test_the_matrix_is_its_schur_form(n: int, mask: str) -> None:
-    rnn = make(n, mask=mask)
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_the_matrix_is_its_schur_form(n: int) -> None:
+    rnn = make(n)
     v, p = rnn.recurrent_matrix().detach(), rnn._orthogonal("l0").detach()
     assert torch.allclose(v, p @ theta_by_hand(rnn).detach() @ p.mT, rtol=0, atol=1e-13)
     assert rnn.orthogonality_error() < 1e-14
@@ -52,7 +50,7 @@ def test_the_matrix_is_its_schur_form(n: int, mask: str) -> None:
     pairs = torch.cat(
         [rnn.gamma_l0[: n // 2].detach().abs().repeat_interleave(2), rnn.gamma_l0[n // 2 :].detach().abs()]
     )
-    assert torch.allclose(moduli, pairs.sort().values, atol=1e-7) == (mask == "block")
+    assert torch.allclose(moduli, pairs.sort().values, atol=1e-7)
 
 
 @pytest.mark.parametrize("init", ["henaff", "cayley", "torus", "orthogonal", "identity"])
@@ -60,12 +58,6 @@ def test_orthogonal_at_first(init: str) -> None:
     torch.manual_seed(0)
     v = NonNormalRNN(2, 7, init=init, dtype=F64).recurrent_matrix()
     assert torch.allclose(v.mT @ v, torch.eye(7, dtype=F64), atol=1e-13)
-
-
-def test_mask() -> None:
-    expected = [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
-    assert triangular_mask(5, "block").int().tolist() == expected
-    assert triangular_mask(5, "legacy").equal(torch.ones(5, 5).tril(-1).bool())
 
 
 @pytest.mark.parametrize("n", [4, 5])
@@ -83,7 +75,7 @@ def test_roles_penalties_and_moves() -> None:
     gamma = rnn.gamma_l0.detach()
     assert penalties.modulus_penalty(rnn).item() == pytest.approx(float((gamma - 1).square().sum()))
     assert penalties.modulus_penalty(nn.Sequential(rnn), "l1").item() == pytest.approx(float((gamma - 1).abs().sum()))
-    acting = rnn.triangle_l0.detach()[triangular_mask(6, "block")]
+    acting = rnn.triangle_l0.detach()[triangular_mask(6)]
     assert penalties.triangular_decay(rnn).item() == pytest.approx(float(acting.square().sum()))
     optimizer = optimizer_for(rnn, lr=1e-2, skew_lr=1e-3, weight_decay=1e-4)
     x = torch.randn(4, 2, 3, dtype=F64)

@@ -133,13 +133,6 @@ def test_schur_form(n: int) -> None:
     assert torch.allclose(linear.weight, rotation, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_legacy_schur_form_holds_any_matrix(seed: int) -> None:
-    w = normal(6, 6, seed=seed)
-    form = SchurForm(w, "legacy")
-    assert torch.allclose(form(*form.right_inverse(w)), w, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", [*ORTHOGONAL, FactorizedSpectrum, SchurForm])
 def test_gradcheck(kind: Callable[[Tensor], nn.Module]) -> None:
     linear = layer(4, 4, kind)
@@ -203,8 +196,6 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
         (lambda: Householder(torch.ones(3, 2)).right_inverse(torch.ones(2, 2)), ["[2, 2]", "[3, 2]"]),
         (lambda: Exponential(torch.ones(2, 2)).right_inverse(torch.full((2, 2), float("nan"))), ["NaN"]),
         (lambda: FactorizedSpectrum(torch.ones(3, 2), rank=3), ["rank", "[1, 2]", "3"]),
-        (lambda: SchurForm(torch.ones(3, 3), "legacy"), ["legacy", "even, got 3"]),
-        (lambda: SchurForm(torch.ones(2, 2), "blok"), ["'blok'", "'block'"]),
     ],
 )
 def test_refusals(call: Callable[[], object], words: list[str]) -> None:

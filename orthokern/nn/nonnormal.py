@@ -10,23 +10,19 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from orthokern import _autocast
-from orthokern.errors import InputError
-from orthokern.nn._checks import check_finite, flag, one_of
+from orthokern.nn._checks import check_finite, flag
 from orthokern.nn._draws import draw
 from orthokern.nn._recurrent import RecurrentOptions
 from orthokern.nn.exprnn import INITS as _INITS
 from orthokern.nn.exprnn import _Exponential
 
 INITS = (*_INITS, "legacy")
-MASKS = ("block", "legacy")
 
 
-def triangular_mask(n: int, mask: str, device: torch.device | str | None = None) -> Tensor:
-    """The mask of T [n,n], bool: true below the diagonal, and for "block" outside of the 2 x 2 blocks."""
-    index = torch.arange(n, device=device)
-    if mask == "block":
-        index = index // 2  # of the block
-    return index.unsqueeze(1) > index
+def triangular_mask(n: int, device: torch.device | str | None = None) -> Tensor:
+    """The mask of T [n,n], bool: true below the 2 x 2 blocks on the diagonal."""
+    block = torch.arange(n, device=device) // 2
+    return block.unsqueeze(1) > block
 
 
 @_autocast.keeps_dtype
@@ -69,13 +65,11 @@ class NonNormalRNN(_Exponential):
         init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (The last commit of the released
             code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
             Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
-        mask: "block": T is zero inside the 2 x 2 blocks, and |lambda_i| = gamma_i exactly. "legacy", as in the released
-            code: T is the whole strictly lower triangle, also inside the blocks, and the moduli differ from gamma; N
-            must be even.
         triangular: False omits T, for a normal V.
         rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
 
-    The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular.
+    The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular, and also
+    inside the blocks, so that the moduli differ from gamma there.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
     lower triangle is used), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (only its mask is
@@ -100,7 +94,6 @@ class NonNormalRNN(_Exponential):
         hidden_size: int,
         *args: Any,
         init: str = "henaff",
-        mask: str = "block",
         triangular: bool = True,
         rebase_every: int | None = None,
         project_every: int = 100,
@@ -109,11 +102,6 @@ class NonNormalRNN(_Exponential):
     ) -> None:
         super().__init__(input_size, hidden_size, *args, **options)
         self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
-        self.mask = one_of("mask", mask, MASKS)
-        if mask == "legacy" and self.hidden_size % 2:
-            raise InputError(
-                f"hidden_size must be even for mask 'legacy', got {hidden_size}; accepted for any: 'block'"
-            )
         self.triangular = flag("triangular", triangular)
         self._build()
 
@@ -139,7 +127,7 @@ class NonNormalRNN(_Exponential):
 
     def _triangle(self, suffix: str) -> Tensor:
         triangle = self._tensor(f"triangle_{suffix}")
-        return triangle * triangular_mask(self.hidden_size, self.mask, triangle.device)
+        return triangle * triangular_mask(self.hidden_size, triangle.device)
 
     def _composed(self, suffix: str) -> Tensor:
         gamma = self._tensor(f"gamma_{suffix}")
@@ -148,4 +136,4 @@ class NonNormalRNN(_Exponential):
         return schur_product(self._orthogonal(suffix), gamma, self._tensor(f"theta_{suffix}"), triangle)
 
     def _text(self, **usual: Any) -> str:
-        return super()._text(mask="block", triangular=True, **usual)
+        return super()._text(triangular=True, **usual)
