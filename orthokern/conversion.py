@@ -85,8 +85,8 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
 
     A recurrent module is not replaced if the new one is not faster (torch.nn.LSTM, whose equivalent is
     ``orthokern.nn.LSTM``), or if there is no equivalent module: cells, subclasses, modules with hooks or
-    parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters, quantized and scripted
-    modules. The report has the reason.
+    parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters. The report has the reason.
+    Scripted and quantized modules are not in the report.
 
     There are four differences: the new modules are not instances of torch's; under torch.autocast they return float32,
     because their states are float32; their output must not be changed in place before the backward, as by
@@ -186,23 +186,17 @@ def _obstacle(module: Any) -> str | None:
 
 def _foreign(module: Any) -> str | None:
     """`_obstacle` of a module that is not exactly torch.nn.RNN or torch.nn.GRU."""
-    kind = type(module)
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        if parametrize.is_parametrized(module):
-            names = ", ".join(getattr(module, "parametrizations", {}))
-            return f"it has parametrizations ({names}); swap first, then parametrize"
-        if isinstance(module, nn.LSTM):
-            return "orthokern.nn.LSTM, which has the same results, is not faster for all sizes"
-        if isinstance(module, nn.RNNCellBase):
-            return "a cell runs one step at a time; swapped are modules that run all steps"
-        base = next(each for each in (*_KINDS, nn.RNNBase) if isinstance(module, each))
-        return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
-    kinds = ("RNN", "GRU", "LSTM")
-    if isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in kinds:
-        return "it is scripted; swap first, then script"
-    if kind.__module__.startswith("torch.ao.nn.") and kind.__name__ in kinds:
-        return "it is quantized"
-    return None
+    if not isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return None
+    if parametrize.is_parametrized(module):
+        names = ", ".join(getattr(module, "parametrizations", {}))
+        return f"it has parametrizations ({names}); swap first, then parametrize"
+    if isinstance(module, nn.LSTM):
+        return "orthokern.nn.LSTM, which has the same results, is not faster for all sizes"
+    if isinstance(module, nn.RNNCellBase):
+        return "a cell runs one step at a time; swapped are modules that run all steps"
+    base = next(each for each in (*_KINDS, nn.RNNBase) if isinstance(module, each))
+    return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
 
 
 def _successor(old: nn.Module, backend: str | None) -> nn.Module:

@@ -146,9 +146,6 @@ def with_child() -> nn.Module:
         (with_child, "submodules are not those of GRU: head"),
         (lambda: parametrizations.orthogonal(nn.RNN(2, 3), "weight_hh_l0"), "parametrizations (weight_hh_l0)"),
         (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
-        pytest.param(
-            lambda: torch.jit.script(nn.GRU(2, 3)), "it is scripted", marks=pytest.mark.filterwarnings("ignore")
-        ),
     ],
 )
 def test_what_is_kept(make: Any, reason: str) -> None:
