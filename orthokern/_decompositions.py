@@ -23,7 +23,7 @@ def robust_svd(a: Tensor) -> Svd:
     """``torch.linalg.svd(a, full_matrices=False)``: (U [..., M, R], S [..., R] descending, V^T [..., R, K]).
 
     If torch's driver raises, or its result is not finite or not accurate, the decomposition of the transposed matrix,
-    of the triangular factor of a QR decomposition, and one from the eigenvectors of the Gram matrix are tried.
+    and one from the eigenvectors of the Gram matrix are tried.
 
     Args:
         a: [..., M, K], finite, float32 or float64.
@@ -69,15 +69,6 @@ def _of_transposed(a: Tensor) -> Svd:
     return vh.mT, s, u.mT
 
 
-def _of_triangular_factor(a: Tensor) -> Svd:
-    if a.shape[-2] < a.shape[-1]:
-        u, s, vh = _of_triangular_factor(a.mT)
-        return vh.mT, s, u.mT
-    q, r = torch.linalg.qr(a)
-    u, s, vh = torch.linalg.svd(r, full_matrices=False)
-    return q @ u, s, vh
-
-
 def _of_gram_matrix(a: Tensor) -> Svd:
     """A V has orthogonal columns for the eigenvectors V of A^T A; their QR decomposition is U S. In float64. Not
     accurate if singular values of all sizes down to rounding occur, which squares cannot represent."""
@@ -111,4 +102,4 @@ def _is_accurate(a: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> bool:
     return all(float(error) <= limit for error in errors)  # False for NaN
 
 
-_METHODS: tuple[Callable[[Tensor], Svd], ...] = (_direct, _of_transposed, _of_triangular_factor, _of_gram_matrix)
+_METHODS: tuple[Callable[[Tensor], Svd], ...] = (_direct, _of_transposed, _of_gram_matrix)

@@ -13,7 +13,6 @@ finite or too large, and of Householder and FactorizedSpectrum where a reflectio
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -309,19 +308,14 @@ class SchurForm(_Based):
         w = _check_weight("SchurForm", weight, tuple(self.base.shape))
         n = len(w)
         p = torch.linalg.qr(_real_eigenbasis(w.mT)).Q
-        gamma, theta = w.new_zeros(n - n // 2), w.new_zeros(n // 2)
-        form = p.mT @ w @ p
-        for i in range(n // 2):
-            pair = slice(2 * i, 2 * i + 2)
-            (a, b), (c, d) = form[pair, pair].tolist()
-            real, imaginary = (a + d) / 2, (c - b) / 2
-            gamma[i], theta[i] = math.hypot(real, imaginary), math.atan2(imaginary, real)
         form = p.mT @ w @ p
         above = form[triangular_mask(n, w.device).mT]
         if float(torch.linalg.vector_norm(above)) > DEFECTIVE * float(torch.linalg.matrix_norm(w)):
             raise InputError(NOT_DIAGONALISABLE)
-        if n % 2:
-            gamma[-1] = form[-1, -1]
+        diagonal, end = form.diagonal(), n // 2 * 2
+        real = (diagonal[:end:2] + diagonal[1:end:2]) / 2
+        imaginary = (form.diagonal(-1)[:end:2] - form.diagonal(1)[:end:2]) / 2
+        gamma, theta = torch.cat([torch.hypot(real, imaginary), diagonal[end:]]), torch.atan2(imaginary, real)
         self.base.copy_(p)
         dtype, triangle = weight.dtype, form * triangular_mask(n, w.device)
         return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), triangle.to(dtype)

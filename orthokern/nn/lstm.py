@@ -129,12 +129,9 @@ class PeepholeLSTM(LSTM):
         input_size, hidden_size, *args, **options: as in LSTM.
         forget_bias: initial bias of the forget gate; no effect without bias.
 
-    Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
-    bias_hh_l0 [4N], gates in the order input, forget, cell, output; weight_peephole_l0 [3, N], in the order input,
-    forget, output. Initially weight_ih is U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh
-    are orthogonal (Haar), and biases and peepholes are 0 except the bias of the forget gate.
-
-    Raises InputError, one line, for a bad argument. Warns of a dropout with one layer, which has no effect.
+    Parameters: those of LSTM, and weight_peephole_l0 [3, N], in the order input, forget, output. Initially weight_ih is
+    U(-1/sqrt(N), 1/sqrt(N)) as in torch, the four N x N matrices in weight_hh are orthogonal (Haar), and biases and
+    peepholes are 0 except the bias of the forget gate.
 
     Example::
 
