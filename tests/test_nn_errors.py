@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from orthokern import InputError
 from orthokern.nn import (
     GRU,
+    LSTM,
     OPLU,
     RNN,
     ExpRNN,
@@ -61,6 +62,9 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     (SCANS, {"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
     (SCANS, {"gain": 0.0}, ["gain", "0.0", "above 0"]),
     (SCANS, {"gain": 10**400}, ["gain", "finite"]),
+    (SCANS, {"leak": 0.0}, ["leak must be a number in (0, 1], got 0.0"]),
+    (SCANS, {"learned_leak": True}, ["leak is 1.0 with learned_leak"]),
+    (SCANS, {"noise": -1.0}, ["noise must be a finite number, 0 or more, got -1.0"]),
     (SCANS[:2], {"init": "orthogonl"}, ["init", "'orthogonl'", "did you mean 'orthogonal'"]),
     ([FactorizedRNN], {"margin": -0.1}, ["margin", "-0.1", "0 or more"]),
     ([FactorizedRNN], {"margin": NAN}, ["margin", "nan"]),
@@ -78,6 +82,7 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     ([GRU], {"init": "orthogonal"}, ["unknown init 'orthogonal'"]),
     ([GRU], {"init": "torch", "init_std": 0.1}, ["init_std is 0.1, but init is 'torch'"]),
     ([GRU], {"variant": "kanai", "init_std": 0}, ["init_std must be a finite number above 0, got 0"]),
+    ([LSTM], {"proj_size": 2}, ["proj_size must be 0", "got 2"]),
     ([PeepholeLSTM], {"forget_bias": NAN}, ["forget_bias must be a finite number, got nan"]),
 ]
 
@@ -94,7 +99,7 @@ def test_unknown_arguments(kind: Any) -> None:
         kind(3, 6, gian=1.0)
 
 
-INPUTS = [
+INPUTS: list[tuple[Any, list[str]]] = [
     (torch.zeros(4), ["(4,)", "[T, B, D]", "[T, D]"]),
     (torch.zeros(2, 2, 2, 3), ["(2, 2, 2, 3)"]),
     (torch.zeros(5, 2, 4), ["(5, 2, 4)", "input_size = 3"]),
@@ -146,31 +151,14 @@ def test_initial_state(make: Any) -> None:
     refused(lambda: module(x, (sparse, sparse) if make is PeepholeLSTM else sparse), "hx", "sparse_coo", "strided")
 
 
-def test_batch_first_names_its_own_order() -> None:
-    module = RNN(3, 6, batch_first=True)
-    refused(lambda: module(torch.zeros(3)), "[B, T, D]")
-    refused(lambda: module(torch.zeros(5, 0, 3)), "T=0 and B=5")
-
-
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU, PeepholeLSTM, ExpRNN, NonNormalRNN])
-def test_where_torch_has_no_such_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_has_no_such_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch without CUDA does not raise a RuntimeError, it asserts."""
 
     def empty(*sizes: Any, **options: Any) -> Any:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch, "empty", empty)
-    refused(lambda: make(3, 6, device="cuda"), "device", "'cuda'", "Torch not compiled with CUDA enabled")
-
-
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU, PeepholeLSTM])
-def test_all_may_be_dropped(make: Any) -> None:
-    """As torch.nn.RNN has it: the layers above see zeros, and go by their biases."""
-    torch.manual_seed(0)
-    module = make(3, 6, 2, bias=True, dropout=1.0)
-    output = module(torch.randn(5, 2, 3))[0]
-    assert torch.equal(output, module(torch.randn(5, 2, 3))[0])
-    assert not torch.equal(output, module.eval()(torch.randn(5, 2, 3))[0])
+    refused(lambda: RNN(3, 6, device="cuda"), "device", "'cuda'", "Torch not compiled with CUDA enabled")
 
 
 def test_layer_and_direction() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from orthokern import nn
-from orthokern.errors import InputError
 
 MODULES = [nn.RNN, nn.FactorizedRNN, nn.ExpRNN, nn.NonNormalRNN]
 
@@ -80,17 +79,3 @@ def test_the_loss_has_the_leak_and_the_noise() -> None:
     expected = torch.nn.functional.cross_entropy(readout(rnn(tokens)[0]).flatten(0, 1), target.flatten())
     torch.testing.assert_close(loss, expected)
     assert "leak" in rnn.explain_loss(1000, 4, 3)[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"leak": 0.0}, r"leak must be a number in \(0, 1\], got 0.0"),
-        ({"leak": 1.5}, r"leak must be a number in \(0, 1\], got 1.5"),
-        ({"learned_leak": True}, "leak is 1.0 with learned_leak"),
-        ({"noise": -1.0}, "noise must be a finite number, 0 or more, got -1.0"),
-    ],
-)
-def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        nn.RNN(3, 8, **options)
