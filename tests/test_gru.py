@@ -55,6 +55,3 @@ def test_weights_that_are_computed_from_others_are_not_projected(kind: Any, chan
 
 def test_a_frozen_gru_has_nothing_to_project() -> None:
     assert GRU(3, 4, 2).frozen().spectral_constraints("all") == []  # type: ignore[operator]
-
-
-# --------------------------------------------------------------------------------------------------------------- theory

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from module_kinds import EVERY, KINDS, D, N, made
-from torch import Tensor, nn
+from module_kinds import KINDS, D, N, made
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import cpu
@@ -82,26 +82,3 @@ def test_whoever_listens_sees_the_op(grad: bool) -> None:
         assert any("orthokern::factored_scan_fwd" in event.key for event in profiler.key_averages())
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
             assert type(module(torch.randn(1, 1, D))[0]) is torch._subclasses.FakeTensor
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 3, 1], [2, 5, 3]])
-def test_packed_sequences_are_each_on_its_own(lengths: list[int], kind: str, bidirectional: bool) -> None:
-    """Values and gradients of a packed batch are those of its sequences, at two layers."""
-    module = made(kind, dtype=torch.float64, bidirectional=bidirectional, num_layers=2)
-    sequences = [torch.randn(n, D, dtype=torch.float64) for n in lengths]
-    parameters = list(module.parameters())
-    output, last = module(nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False))
-    outputs, lasts = zip(*[module(one) for one in sequences], strict=True)
-    padded = nn.utils.rnn.pad_packed_sequence(output)[0]
-    states = [last] if isinstance(last, Tensor) else last
-    single = list(zip(*[[h] if isinstance(h, Tensor) else h for h in lasts], strict=True))
-    for b, one in enumerate(outputs):
-        torch.testing.assert_close(padded[: len(one), b], one)
-        assert not padded[len(one) :, b].any()
-    for state, parts in zip(states, single, strict=True):
-        torch.testing.assert_close(state, torch.stack(parts, 1))
-    found = torch.autograd.grad(output.data.square().sum() + sum(h.sum() for h in states), parameters)
-    loss = sum(y.square().sum() for y in outputs) + sum(h.sum() for parts in single for h in parts)
-    torch.testing.assert_close(found, torch.autograd.grad(loss, parameters))

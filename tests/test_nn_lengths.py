@@ -39,13 +39,16 @@ def test_values_and_gradients_are_those_of_the_packed_batch(kind: str, bidirecti
 
 @pytest.mark.parametrize("kind", ["factorized", "gru"])
 def test_ids_states_and_resets_are_those_of_each_sequence(kind: str) -> None:
-    module, ids, resets = made(kind), torch.randint(0, D, (T, B)), torch.rand(T, B) < 0.3
-    hx, reset_state = torch.randn(2, 1, B, N)
-    states, last = module(ids, hx, lengths=LENGTHS, resets=resets, reset_state=reset_state)
-    for b, length in enumerate(LENGTHS.tolist()):
-        options = {"resets": resets[:length, b], "reset_state": reset_state[:, b]}
-        torch.testing.assert_close((states[:length, b], last[:, b]), module(ids[:length, b], hx[:, b], **options))
-        assert not states[length:, b].any()
+    """Also where the sequences are packed, in the order of the caller."""
+    module, ids, resets = made(kind, num_layers=2), torch.randint(0, D, (T, B)), torch.rand(T, B) < 0.3
+    hx, reset_state = torch.randn(2, 2, B, N)
+    options = {"resets": resets, "reset_state": reset_state}
+    packed, end = module(pack_padded_sequence(ids, LENGTHS, enforce_sorted=False), hx, **options)
+    for states, last in (module(ids, hx, lengths=LENGTHS, **options), (pad_packed_sequence(packed)[0], end)):
+        for b, length in enumerate(LENGTHS.tolist()):
+            own = {"resets": resets[:length, b], "reset_state": reset_state[:, b]}
+            torch.testing.assert_close((states[:length, b], last[:, b]), module(ids[:length, b], hx[:, b], **own))
+            assert not states[length:, b].any()
 
 
 @pytest.mark.parametrize("kind", ["rnn", "peephole"])

@@ -8,9 +8,7 @@ import pytest
 import torch
 from helpers import some_lengths
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 from orthokern.ops.modal import loss as scan_loss
@@ -79,24 +77,6 @@ def test_resets_start_from_given_learned_or_zero_states() -> None:
     assert rnn.h0_l0.grad is not None and rnn.h0_l0.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("kind", [RNN, FactorizedRNN])
-@pytest.mark.parametrize("enforce_sorted", [True, False])
-def test_packed_sequences(kind: Any, enforce_sorted: bool) -> None:
-    torch.manual_seed(0)
-    T, B, N = 9, 4, 5
-    rnn = kind(3, N, num_layers=2, dtype=torch.float64)
-    lengths = torch.tensor([9, 6, 6, 2] if enforce_sorted else [2, 9, 6, 6])
-    x, resets, state = torch.randn(T, B, 3, dtype=torch.float64), some_resets(T, B), torch.randn(2, B, N).double()
-    packed = pack_padded_sequence(x, lengths, enforce_sorted=enforce_sorted)
-    out, h_n = rnn(packed, resets=resets, reset_state=state)
-    padded = pad_packed_sequence(out, total_length=T)[0]
-    for b, length in enumerate(lengths.tolist()):
-        own = {"resets": resets[:length, b : b + 1], "reset_state": state[:, b : b + 1]}
-        alone, end = rnn(x[:length, b : b + 1], **own)
-        torch.testing.assert_close(padded[:length, b : b + 1], alone, rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(h_n[:, b : b + 1], end, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,17 +106,6 @@ def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatc
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_the_modal_loss_says_that_resets_make_it_step_by_step() -> None:
-    torch.manual_seed(0)
-    w, table, readout = torch.linalg.qr(torch.randn(8, 8))[0], torch.randn(8, 4), torch.randn(5, 8)
-    x, target, resets = torch.randint(4, (50, 3)), torch.randint(5, (50, 3)), some_resets(50, 3)
-    options: dict[str, Any] = {"weight": table, "activation": "identity", "resets": resets}
-    found = functional.scan_cross_entropy(x, w, readout, target, **options)
-    assert found.basis is None and found.refused.startswith("resets replace states between steps")
-    with pytest.raises(InputError, match="algorithm is 'modal': resets replace states between steps"):
-        functional.scan_cross_entropy(x, w, readout, target, algorithm="modal", **options)
-
-
 def test_bad_resets_are_one_line() -> None:
     rnn, x = RNN(3, 5), torch.randn(7, 2, 3)
     good = torch.zeros(7, 2, dtype=torch.bool)
@@ -155,9 +124,6 @@ def test_bad_resets_are_one_line() -> None:
     for module, given_, options, message in cases:
         with pytest.raises(InputError, match=message):
             module(given_, **options)
-
-
-# -------------------------------------------------------------------------------------------------------------- TorchRL
 
 
 def test_episodes_step_by_step_and_in_sequences() -> None:
