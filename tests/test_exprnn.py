@@ -1,15 +1,18 @@
-"""ExpRNN: the matrix, its gradient through time, changes of the base, optimizer state, loading."""
+"""ExpRNN: the matrix, changes of the base and what is refused there, optimizer state, loading."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 from orthokern import InputError
@@ -19,6 +22,8 @@ from orthokern.nn.exprnn import FLATTEST, skew_from, transported
 from orthokern.optim import optimizer_for
 
 F64 = torch.float64
+KINDS = [ExpRNN, NonNormalRNN]
+Kind = type[ExpRNN] | type[NonNormalRNN]
 
 
 def make(**options: object) -> ExpRNN:
@@ -39,6 +44,14 @@ def turn(rnn: ExpRNN, size: float = 0.3) -> None:
             rnn._tensor(f"skew_{suffix}").add_(size * torch.randn(6, 6, dtype=F64, generator=generator))
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    x = torch.randn(5, 2, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x)[0].square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("init", ["henaff", "cayley", "torus", "orthogonal", "identity"])
 @pytest.mark.parametrize("rebase_every", [None, 3])
 def test_initial_matrix(init: str, rebase_every: int | None) -> None:
@@ -55,22 +68,6 @@ def test_initial_matrix(init: str, rebase_every: int | None) -> None:
         assert not rnn.skew_l0.any()
     else:
         assert torch.allclose(w, torch.matrix_exp(skew_from(rnn.skew_l0.detach())), rtol=0, atol=1e-14)
-
-
-def test_the_state_equation() -> None:
-    rnn = make(nonlinearity="modrelu", num_layers=2, bidirectional=True, learned_h0=True, gain=1.1)
-    x = torch.randn(5, 2, 3, dtype=F64)
-    w, u, b = rnn.recurrent_matrix(), rnn.weight_ih_l0, rnn.bias_l0
-    h = rnn.h0_l0.expand(2, 6)
-    for t in range(5):
-        z = 1.1 * (h @ w.mT + x[t] @ u.mT + b)
-        h = z.sign() * (z.abs() + rnn.modrelu_bias_l0).relu()
-    single = make(nonlinearity="modrelu", learned_h0=True, gain=1.1)
-    single.load_state_dict({k: v for k, v in rnn.state_dict().items() if k in single.state_dict()})
-    assert torch.allclose(single(x)[1][0], h)
-    output, h_n = rnn(x)
-    assert output.shape == (5, 2, 12)
-    assert h_n.shape == (4, 2, 6)
 
 
 def test_when_the_base_moves() -> None:
@@ -94,10 +91,6 @@ def test_when_the_base_moves() -> None:
         assert rnn.get_extra_state().tolist() == [(step + 1) % 2, (step + 1) // 2]
     assert not torch.equal(rnn.base_l0, base)
     assert float((rnn.base_l0.mT @ rnn.base_l0 - torch.eye(6)).abs().max()) < 1e-14  # projected: the second move
-
-
-KINDS = [ExpRNN, NonNormalRNN]
-Kind = type[ExpRNN] | type[NonNormalRNN]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "fused", "combined"])
@@ -155,14 +148,7 @@ def test_one_graph_serves_all_moves(kind: Kind) -> None:
 def test_copies_move_on_their_own(how: str) -> None:
     """Of module and optimizer together, with their state; and what is gone is forgotten."""
     rnn = make(rebase_every=2)
-    taken, x = optimizer_for(rnn, lr=1e-2, euclidean=torch.optim.Adam), torch.randn(3, 2, 3, dtype=F64)
-
-    def train(module: ExpRNN, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss_of(module, x).backward()
-            optimizer.step()
-
+    taken = optimizer_for(rnn, lr=1e-2, euclidean=torch.optim.Adam)
     train(rnn, taken, 1)
     if how == "copied":
         copied, its = copy.deepcopy((rnn, taken))
@@ -241,8 +227,8 @@ def test_a_centered_rmsprop_keeps_its_variance_at_a_move() -> None:
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", [ExpRNN, NonNormalRNN])
-def test_a_generator_out_of_range(kind: type[ExpRNN] | type[NonNormalRNN]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_out_of_range(kind: Kind) -> None:
     """Of which the exponential is NaN."""
     x = torch.zeros(2, 1, 3)
     for backend in (None, "reference"):
@@ -272,3 +258,78 @@ def test_bad_states() -> None:
         rnn.load_state_dict({**state, "base_l0": 2 * state["base_l0"]})
     with pytest.raises(InputError, match="none of this module's skew parameters"):
         rnn.track_optimizer(torch.optim.SGD([rnn.bias_l0], lr=1.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0), None], ids=["rate 0", "a tensor", "no gradients"])
+def test_a_step_that_changes_nothing_moves_no_base(kind: Kind, rate: Any) -> None:
+    rnn = kind(3, 6, dtype=F64, init="orthogonal", rebase_every=1, project_every=1)
+    with torch.no_grad():
+        rnn.skew_l0.normal_()
+    before = copy.deepcopy(rnn.state_dict())
+    optimizer = torch.optim.Adam(rnn.parameters(), lr=0.1 if rate is None else rate)
+    if rate is None:
+        optimizer.step()
+    else:
+        train(rnn, optimizer, 2)
+    assert all(torch.equal(value, rnn.state_dict()[name]) for name, value in before.items())
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(rnn, optimizer, 1)
+    assert rnn.get_extra_state().tolist() == [0, 1]
+
+
+def test_states_of_earlier_versions_are_loaded() -> None:
+    rnn = make(rebase_every=5)
+    state = {**rnn.state_dict(), "_extra_state": {"uses": 3, "rebases": 2}}
+    rnn.load_state_dict(state)
+    assert rnn.get_extra_state().tolist() == [3, 2]
+    for wrong in ({"uses": 1}, torch.tensor([1]), torch.tensor([-1, 2]), None):
+        with pytest.raises(InputError, match="extra state is .*; accepted: a tensor of the counts"):
+            rnn.load_state_dict({**state, "_extra_state": wrong})
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_a_zero_redundancy_optimizer_is_refused(one_process: None) -> None:
+    rnn = make(rebase_every=2)
+    with pytest.raises(InputError, match="the optimizer is a ZeroRedundancyOptimizer; accepted: others"):
+        train(rnn, ZeroRedundancyOptimizer(rnn.parameters(), torch.optim.Adam, lr=0.1), 1)
+
+
+class Pair(nn.Module):
+    def __init__(self, first: ExpRNN, second: ExpRNN) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.first(x)[0] + self.second(x)[0],)
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_a_skew_parameter_shared_without_its_base_is_refused(every: int | None) -> None:
+    first, second = make(rebase_every=1, init="orthogonal"), make(rebase_every=every, init="orthogonal")
+    second.skew_l0 = first.skew_l0
+    with pytest.raises(InputError, match="tie base_l0 too"):
+        train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
+    first.rebase_every = second.rebase_every = None
+    train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
+
+
+@pytest.mark.parametrize("every", [(1, 1), (2, 2), (1, None)])
+def test_tied_bases_train_as_one(every: tuple[int, int | None]) -> None:
+    first, second = make(rebase_every=every[0]), make(rebase_every=every[1])
+    second.skew_l0, second.base_l0 = first.skew_l0, first.base_l0
+    before = first.recurrent_matrix().detach().clone()
+    model = Pair(first, second)
+    assert len({id(p) for p in model.parameters()}) == 5
+    train(model, torch.optim.SGD(model.parameters(), lr=0.5), 4)
+    w = first.recurrent_matrix().detach()
+    assert torch.equal(w, second.recurrent_matrix())
+    assert float((w - before).abs().max()) > 1e-3
+    assert first.orthogonality_error() < 1e-13
