@@ -16,12 +16,6 @@ from orthokern.ops import cayley
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Everything here is too small for a second thread; conftest.py gives the others back."""
-    torch.set_num_threads(1)
-
-
 def basis(*shape: int, dtype: torch.dtype = torch.float64) -> nn.Parameter:
     return nn.Parameter(haar_orthogonal_(torch.empty(shape, dtype=dtype)))
 
@@ -215,7 +209,6 @@ def test_refused_in_one_line(call: Any, message: str) -> None:
 def test_orthogonality_over_many_steps(rank: int, steps: int) -> None:
     """A basis [128, rank] in float32, at the copy task's rate with gradients that are not clipped: norms from 1 to 100,
     in any order and of either sign. docs/scripts/orthogonality_drift.py has other rates and two bases at once."""
-    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(64, 128, rank, generator=generator)
     gradients /= gradients.flatten(1).norm(dim=1)[:, None, None]

@@ -18,12 +18,6 @@ from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for, split_parameters
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Everything here is too small for a second thread; conftest.py gives the others back."""
-    torch.set_num_threads(1)
-
-
 class Model(nn.Module):
     """Two factorized recurrences with different margins, a dense one, a readout, and a weight used twice."""
 
@@ -123,47 +117,35 @@ def test_combined_trains(euclidean: Any) -> None:
 
 @pytest.mark.parametrize("geodesic", [GeodesicSGD, GeodesicRMSprop])
 def test_combined_state_dict_continues_bit_for_bit(geodesic: Any) -> None:
-    def make(model: nn.Module) -> CombinedOptimizer:
-        options = {"correct_every": 3, "drift_tolerance": 0.0}
-        euclidean = torch.optim.Adam
-        return optimizer_for(
-            model, lr=0.02, geodesic_lr=1e-2, euclidean=euclidean, geodesic=geodesic, geodesic_options=options
-        )
+    options: dict[str, Any] = {"correct_every": 3, "drift_tolerance": 0.0}
 
-    torch.manual_seed(0)
+    def make(model: nn.Module) -> tuple[CombinedOptimizer, ExponentialLR]:
+        euclidean, more = torch.optim.Adam, {"geodesic": geodesic, "geodesic_options": options}
+        optimizer = optimizer_for(model, lr=0.02, geodesic_lr=1e-2, euclidean=euclidean, **more)
+        return optimizer, ExponentialLR(optimizer, 0.9)
+
+    def run(model: nn.Module, optimizer: CombinedOptimizer, schedule: ExponentialLR, seeds: range) -> None:
+        for seed in seeds:
+            train(model, optimizer, 1, seed=seed)
+            schedule.step()
+
     one = Model()
-    two = copy.deepcopy(one)
-    straight = make(one)
-    schedule = ExponentialLR(straight, 0.9)
-    for i in range(8):
-        train(one, straight, 1, seed=i)
-        schedule.step()
-
-    first = make(two)
-    schedule = ExponentialLR(first, 0.9)
-    for i in range(4):
-        train(two, first, 1, seed=i)
-        schedule.step()
-    buffer = io.BytesIO()
-    torch.save({"model": two.state_dict(), "optimizer": first.state_dict(), "schedule": schedule.state_dict()}, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
-    three = Model()
-    three.load_state_dict(saved["model"])
-    second = make(three)
-    schedule = ExponentialLR(second, 0.9)
-    second.load_state_dict(saved["optimizer"])
-    schedule.load_state_dict(saved["schedule"])
-    assert [g["steps"] for g in second.param_groups if "steps" in g] == [4]
-    for i in range(4, 8):
-        train(three, second, 1, seed=i)
-        schedule.step()
+    two, three, buffer = copy.deepcopy(one), Model(), io.BytesIO()
+    straight, first, second = make(one), make(two), make(three)
+    run(one, *straight, range(8))
+    run(two, *first, range(4))
+    torch.save([part.state_dict() for part in (two, *first)], buffer)
+    saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    for part, state in zip((three, *second), saved, strict=True):
+        part.load_state_dict(state)
+    assert [g["steps"] for g in second[0].param_groups if "steps" in g] == [4]
+    run(three, *second, range(4, 8))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), three.parameters(), strict=True))
-    assert [g["lr"] for g in second.param_groups] == [g["lr"] for g in straight.param_groups]
+    assert [g["lr"] for g in second[0].param_groups] == [g["lr"] for g in straight[0].param_groups]
     with pytest.raises(InputError, match=r"groups \(role, parameters\)"):
-        make(FactorizedRNN(3, 4)).load_state_dict(saved["optimizer"])
+        make(FactorizedRNN(3, 4))[0].load_state_dict(saved[1])
     with pytest.raises(InputError):
-        make(three).load_state_dict({})
+        second[0].load_state_dict({})
 
 
 def one_cycle(optimizer: Any, rates: Any) -> Any:
