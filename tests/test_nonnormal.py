@@ -53,10 +53,8 @@ def test_the_matrix_is_its_schur_form(n: int) -> None:
     assert torch.allclose(moduli, pairs.sort().values, atol=1e-7)
 
 
-@pytest.mark.parametrize("init", ["henaff", "cayley", "torus", "orthogonal", "identity"])
-def test_orthogonal_at_first(init: str) -> None:
-    torch.manual_seed(0)
-    v = NonNormalRNN(2, 7, init=init, dtype=F64).recurrent_matrix()
+def test_orthogonal_at_first() -> None:
+    v = NonNormalRNN(2, 7, dtype=F64).recurrent_matrix()
     assert torch.allclose(v.mT @ v, torch.eye(7, dtype=F64), atol=1e-13)
 
 
@@ -96,11 +94,7 @@ def test_without_a_triangle() -> None:
     assert torch.allclose(v @ v.mT, v.mT @ v, atol=1e-13) and not hasattr(normal, "triangle_l0")
 
 
-def test_errors() -> None:
-    with pytest.raises(InputError, match="module must be one with a Schur form"):
-        penalties.modulus_penalty(nn.Linear(2, 2))
-    with pytest.raises(InputError, match="unknown norm"):
-        penalties.modulus_penalty(make(), "l3")
+def test_moduli_that_are_not_finite() -> None:
     rnn = make()
     rnn.gamma_l0.data[0] = float("nan")
     with pytest.raises(InputError, match="gamma_l0 holds 1 NaN or infinite"):

@@ -77,10 +77,6 @@ def test_penalties_of_plain_and_mixed_models() -> None:
     both = torch.nn.ModuleDict({"a": plain, "b": torch.nn.Sequential(factorized), "c": torch.nn.Linear(2, 2)})
     for penalty in (orthogonal_penalty, spectrum_prior):
         torch.testing.assert_close(penalty(both), penalty(plain) + penalty(factorized))
-        with pytest.raises(InputError, match="^module must be one with a recurrence, as an RNN or .*, got Linear"):
-            penalty(both["c"])
-    with pytest.raises(InputError, match=r"W must be .*, got shape \[3\] and torch.float32"):
-        orthogonal_penalty(torch.zeros(3))
 
 
 # ---- OrthogonalPenalty ---------------------------------------------------------------------------
@@ -101,11 +97,9 @@ def test_penalty_and_gradient_of_a_matrix(shape: tuple[int, int], squared: bool)
     torch.testing.assert_close(penalty(w), 0.3 * literal(w, squared))
     (expected,) = torch.autograd.grad(0.3 * literal(w, squared), w)
     torch.testing.assert_close(torch.autograd.grad(penalty(w), w)[0], expected)
-    if squared:  # eq. 31 with its factors in the order of a gradient; as printed it is something else
+    if squared:  # eq. 31 with its factors in the order of a gradient
         eye = torch.eye(shape[0], dtype=torch.float64)
         torch.testing.assert_close(expected, 4 * 0.3 * (w @ w.mT - eye) @ w.detach())
-        if shape[0] == shape[1]:
-            assert ((w @ (w @ w.mT - eye) - (w @ w.mT - eye) @ w).abs().max() > 0.1).item()
 
 
 @pytest.mark.parametrize("squared", [True, False])
@@ -140,25 +134,25 @@ def test_an_orthogonal_matrix_feels_nothing() -> None:
         assert not torch.autograd.grad(penalty(w), w)[0].any()
 
 
-def test_refusals_of_the_penalty() -> None:
-    for call, message in (
+def test_refusals() -> None:
+    sparse, linear = torch.eye(3).to_sparse(), torch.nn.Linear(2, 2)
+    flat = NonNormalRNN(3, 4, triangular=False)
+    calls: list[tuple[Callable[[], object], str]] = [
         (lambda: OrthogonalPenalty(-1), "strength must be a finite number of at least 0, got -1"),
         (lambda: OrthogonalPenalty(on=None), "on must be one or several of recurrent, input, feedforward, got None"),
         (lambda: OrthogonalPenalty()(), "parts must be modules and matrices [n, m], got nothing"),
-        (lambda: orthogonal_penalty(3), "module must be a torch.nn.Module with recurrences, got int"),
         (lambda: OrthogonalPenalty(on="recurent"), "unknown layer 'recurent': did you mean 'recurrent'"),
-        (lambda: OrthogonalPenalty()(torch.eye(3).to_sparse()), "W is a sparse_coo tensor; accepted: a strided"),
-        (lambda: orthogonal_penalty(torch.eye(3).to_sparse()), "W is a sparse_coo tensor; accepted: a strided"),
-        (lambda: OrthogonalPenalty(on="input")(torch.nn.Linear(2, 2)), "modules with matrices (input), got Linear"),
-    ):
+        (lambda: OrthogonalPenalty()(sparse), "W is a sparse_coo tensor; accepted: a strided"),
+        (lambda: OrthogonalPenalty(on="input")(linear), "modules with matrices (input), got Linear"),
+        (lambda: orthogonal_penalty(3), "module must be a torch.nn.Module with recurrences, got int"),
+        (lambda: orthogonal_penalty(torch.zeros(3)), "got shape [3] and torch.float32"),
+        (lambda: spectrum_prior(linear), "module must be one with a recurrence, as an RNN or a FactorizedRNN"),
+        (lambda: composite_weight_decay(torch.eye(3)), "module must be a torch.nn.Module with recurrences, got Tensor"),
+        (lambda: modulus_penalty(linear), "module must be one with a Schur form"),
+        (lambda: modulus_penalty(flat, "l3"), "unknown norm 'l3'"),
+        (lambda: triangular_decay(flat), "Schur form that has a triangle, as a NonNormalRNN with triangular=True"),
+    ]
+    for call, message in calls:
         with pytest.raises(InputError) as error:
             call()
         assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
-
-
-def test_what_a_module_must_be() -> None:
-    for call in (modulus_penalty, triangular_decay, spectrum_prior, composite_weight_decay):
-        with pytest.raises(InputError, match="^module must be a torch.nn.Module with recurrences, got Tensor$"):
-            call(torch.eye(3))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="Schur form that has a triangle, as .* triangular=True"):
-        triangular_decay(NonNormalRNN(3, 4, triangular=False))
