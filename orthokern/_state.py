@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from orthokern._files import LARGEST_INTEGER
 from orthokern.errors import InputError
 
 
@@ -21,11 +20,3 @@ def shown(value: Any) -> str:
 def misfit(name: str, value: Any, expected: str) -> InputError:
     """Build (not raise) the error for a value that does not fit."""
     return InputError(f"{name} is {shown(value)}; expected: {expected}")
-
-
-def check_integer(name: str, value: Any, minimum: int = 0, maximum: int = LARGEST_INTEGER) -> int:
-    """The value, if it is an integer in [minimum, maximum]; InputError otherwise."""
-    if type(value) is not int or not minimum <= value <= maximum:
-        most = "" if maximum == LARGEST_INTEGER else f" and at most {maximum}"
-        raise misfit(name, value, f"an integer of at least {minimum}{most}")
-    return value

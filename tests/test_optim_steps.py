@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_optim import basis as float64_basis
 from test_optim import error
-from torch import Tensor, nn
+from torch import nn
 
 from orthokern import functional, ops
 from orthokern.errors import InputError
@@ -87,34 +87,6 @@ def test_a_learning_rate_out_of_range_changes_nothing(rate: Any) -> None:
             assert all(torch.equal(torch.as_tensor(found[key][n]), torch.as_tensor(v)) for n, v in values.items())
         group["lr"] = good
     optimizer.step()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("named", [False, True])
-def test_the_same_parameter_twice(kind: type[GeodesicSGD], named: bool) -> None:
-    m, other = basis(4, 4), basis(4, 4)
-
-    def listed(*params: Tensor) -> list[Any]:
-        return [(f"p{i}", p) for i, p in enumerate(params)] if named else list(params)
-
-    with pytest.raises(InputError, match=r"parameter 2 \(shape \[4, 4\]\).*already in the group, as parameter 0"):
-        kind(listed(m, other, m), lr=0.1)
-    with pytest.raises(InputError, match=r"parameter 0 .* already in group 0"):
-        kind([{"params": listed(m)}, {"params": listed(m)}], lr=0.1)
-    optimizer = kind(listed(m), lr=0.1)
-    with pytest.raises(InputError, match="already in group 0"):
-        optimizer.add_param_group({"params": listed(m)})
-    assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradient_of_a_basis(kind: type[GeodesicSGD]) -> None:
-    one, other = basis(4, 4), basis(4, 4)
-    one.grad, other.grad = torch.ones_like(one), torch.ones(4, 4).to_sparse()
-    before = one.detach().clone()
-    with pytest.raises(InputError, match=r"gradient of parameter 1 is sparse_coo; accepted: a dense one"):
-        kind([one, other], lr=0.1).step()
-    assert torch.equal(one, before)
 
 
 @pytest.mark.parametrize("reads", [False, True])

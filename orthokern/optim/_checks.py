@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._state import misfit, shown
-from orthokern.errors import InputError, is_number, require
+from orthokern._state import shown
+from orthokern.errors import is_number, require
 from orthokern.ops._checks import whole
-
-
-def check_new(groups: Sequence[dict[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
-    """The new group with its parameters in a list. InputError if a parameter is repeated, or in another group."""
-    params = new["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)  # it may be an iterator
-    held = {id(p): f"in group {number}" for number, group in enumerate(groups) for p in group["params"]}
-    for index, item in enumerate(params):
-        p = item[1] if isinstance(item, tuple) and len(item) == 2 else item
-        if id(p) in held:
-            shape = list(p.shape) if isinstance(p, Tensor) else p
-            raise InputError(
-                f"parameter {index} (shape {shape}) of the new group is already {held[id(p)]}; accepted: each once"
-            )
-        held[id(p)] = f"in the group, as parameter {index}"
-    return {**new, "params": params}
 
 
 def check_range(name: str, value: Any, low: float = 0.0, *, above: bool = False) -> None:
@@ -57,24 +40,6 @@ def parameter_label(group: dict[str, Any], index: int) -> str:
     """A parameter in the text of an error: its place in the group, and its name if the group has names."""
     names = group.get("param_names")
     return f"parameter {index}" + (f" ({names[index]})" if names else "")
-
-
-def check_dense(name: str, parameter: Tensor) -> None:
-    """InputError if the gradient of a parameter is sparse."""
-    grad = parameter.grad
-    if grad is not None and grad.layout is not torch.strided:
-        kind = str(grad.layout).removeprefix("torch.")
-        raise InputError(
-            f"gradient of {name} is {kind}; accepted: a dense one, as of torch.nn.Embedding(sparse=False); "
-            "no parameter was changed"
-        )
-
-
-def check_matrix(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raises InputError unless a value is a finite, dense floating tensor of a shape."""
-    fine = isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()
-    if not fine or tuple(value.shape) != shape or not bool(value.isfinite().all()):
-        raise misfit(name, value, f"a finite floating tensor {list(shape)}")
 
 
 def check_constrained(index: int, item: Any) -> tuple[Tensor, slice]:

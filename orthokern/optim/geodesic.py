@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from orthokern.dispatch import requested
 from orthokern.errors import InputError, is_number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
-from orthokern.optim._checks import check_dense, check_new, check_range, check_rate, parameter_label
+from orthokern.optim._checks import check_range, check_rate, parameter_label
 
 # A matrix with a larger error was not orthonormal from the start.
 _NOT_A_BASIS = 1e-2
@@ -96,9 +96,9 @@ class GeodesicSGD(Optimizer):
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
-            options out of range; from `step`, before any parameter has changed, for a sparse gradient, and for one with
-            NaN or inf (on a GPU in the steps that measure the drift); from a step that measures the drift, before a
-            basis of its group has changed, if a basis would be NaN or inf.
+            options out of range; from `step`, before any parameter has changed, for a gradient with NaN or inf (on a
+            GPU in the steps that measure the drift); from a step that measures the drift, before a basis of its group
+            has changed, if a basis would be NaN or inf.
 
     Example::
 
@@ -135,7 +135,6 @@ class GeodesicSGD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases, with the checks of the constructor. An invalid group is not added."""
-        param_group = check_new(self.param_groups, param_group)
         super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1])
@@ -153,14 +152,8 @@ class GeodesicSGD(Optimizer):
         """torch's, with every number of a group on the host."""
         return counters_on_host(super().state_dict())
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every basis that has a gradient.
 
         Args:
@@ -273,14 +266,13 @@ class _Work:
 
     batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step measures
     the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
-    Raises InputError for a sparse gradient, and for one that is not finite, see Note [No wait for the GPU].
+    Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for index, p in enumerate(group["params"]):
+        for p in group["params"]:
             if p.grad is not None:
-                check_dense(parameter_label(group, index), p)
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,14 @@ from torch.optim import Optimizer
 
 from orthokern._state import shown
 from orthokern.errors import InputError, require, unknown_name
-from orthokern.optim._checks import check_new, check_range, check_rate
+from orthokern.optim._checks import check_range, check_rate
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
-# geodesic: orthonormal bases; spectrum: see HasRoles; skew: generators of an exponential; rotation: moduli and angles
-# of eigenvalues; other: everything else
+# geodesic: orthonormal bases; spectrum: singular values; skew: generators of an exponential; rotation: moduli and
+# angles of eigenvalues; other: everything else
 ROLES = ("geodesic", "spectrum", "skew", "rotation", "other")
 # Options of torch's optimizers that schedulers cycle, and the values that stand for no momentum
 _MOMENTA: dict[str, Any] = {"momentum": 0.0, "betas": (0.0, 0.0)}
-
-
-@runtime_checkable
-class HasRoles(Protocol):
-    """A module that defines the roles of its own parameters, as the recurrences of orthokern.nn.
-
-    A module with the role "spectrum" also has `margin`, a number or None, and may have `spectrum_map`, "tanh" or
-    "sigmoid" (the default).
-    """
-
-    def parameter_roles(self) -> dict[str, str]:
-        """Parameter name -> one of ROLES."""
-        ...
 
 
 class _Entry(NamedTuple):
@@ -50,9 +37,8 @@ def _named_split(model: nn.Module) -> dict[str, list[_Entry]]:
     require(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     roles: dict[Tensor, tuple[str, float | None, str]] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, HasRoles):
-            continue
-        for name, role in module.parameter_roles().items():
+        own: Any = getattr(module, "parameter_roles", dict)
+        for name, role in own().items():
             require(role in ROLES, f"role of {path}.{name}", f"one of {', '.join(ROLES)}", repr(role))
             if role != "other":
                 margin = getattr(module, "margin", None) if role == "spectrum" else None
@@ -68,7 +54,9 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
     """Group a model's parameters by role.
 
     Args:
-        model: any module. The roles are those of `parameter_roles()` of all modules in it that have this method.
+        model: any module. The roles are those of `parameter_roles()`, {parameter name: role}, of all modules in it that
+            have this method. A module with the role "spectrum" also has `margin`, a number or None, and may have
+            `spectrum_map`, "tanh" or "sigmoid" (the default).
 
     Returns:
         {"geodesic": [parameter, ...], the orthonormal bases; "spectrum": [(parameter, margin), ...], where margin is
@@ -128,11 +116,9 @@ class CombinedOptimizer(Optimizer):
             require(fits, f"part {name!r}", accepted, type(part).__name__)
         seen: dict[Tensor, str] = {}
         for name, part in parts.items():
-            for group in part.param_groups:
-                check_new([], group)
-                for p in group["params"]:
-                    if seen.setdefault(p, name) != name:
-                        raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
+            for p in (p for group in part.param_groups for p in group["params"]):
+                if seen.setdefault(p, name) != name:
+                    raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
         self.parts = dict(parts)
         self._complete = False
         momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
@@ -173,13 +159,7 @@ class CombinedOptimizer(Optimizer):
         if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
             raise InputError(f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}")
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
 
         Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and where a

@@ -15,10 +15,10 @@ from orthokern import _autocast
 from orthokern._decompositions import LinAlgError, robust_svd
 from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
-from orthokern._state import check_integer, misfit
+from orthokern._state import misfit
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops._checks import own_parameter
-from orthokern.optim._checks import check_constrained, check_matrix
+from orthokern.optim._checks import check_constrained
 
 THRESHOLDS = ("2-delta", "2")
 # If sigma_1 is more than this many times the limit, W itself is decomposed: squares would lose digits.
@@ -160,12 +160,10 @@ class SpectralNormProjection:
             raise misfit("blocks", blocks, f"a list of {len(self._matrices)}, one for each matrix")
         if not isinstance(counts, dict) or counts.keys() != self.counts.keys():
             raise misfit("counts", counts, f"a dict of {', '.join(self.counts)}")
-        for name, count in counts.items():
-            check_integer(f"counts.{name}", count)
         for index, (v, w) in enumerate(zip(blocks, self.matrices, strict=True)):
-            if v is not None:
-                columns = v.shape[-1] if isinstance(v, Tensor) and v.dim() == 2 else 0
-                check_matrix(f"blocks.{index}", v, (min(w.shape), min(max(columns, 1), min(w.shape))))
+            rows = min(w.shape)
+            if v is not None and not (isinstance(v, Tensor) and v.ndim == 2 and v.shape[0] == rows >= v.shape[1]):
+                raise misfit(f"blocks.{index}", v, f"a tensor [{rows}, k] with k of at most {rows}")
         self._blocks = [
             None if v is None else v.to(w.device, torch.float64) for v, w in zip(blocks, self.matrices, strict=True)
         ]
