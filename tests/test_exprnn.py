@@ -205,28 +205,6 @@ def test_optimizer_state_at_a_move(mode: str) -> None:
     optimizer.step()
 
 
-def test_a_centered_rmsprop_keeps_its_variance_at_a_move() -> None:
-    """A transported mean above the root of the second moment would be the root of a negative number."""
-    torch.manual_seed(0)
-    rnn = ExpRNN(3, 8, rebase_every=20)
-    optimizer = optimizer_for(rnn, lr=1e-3, centered=True)
-    x, y = torch.randn(5, 4, 3), torch.randn(5, 4, 8)
-    for _ in range(150):
-        optimizer.zero_grad()
-        loss = (rnn(x)[0] - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        assert bool(loss.isfinite())
-    with torch.no_grad():
-        rnn.skew_l0.add_(0.01 * torch.randn(8, 8))
-    state = optimizer.state[rnn.skew_l0]
-    before = state["square_avg"] - state["grad_avg"].square()
-    rnn.rebase()
-    after = state["square_avg"] - state["grad_avg"].square()
-    assert bool((after >= 0.0).all())
-    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-8)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_generator_out_of_range(kind: Kind) -> None:
     """Of which the exponential is NaN."""
@@ -311,25 +289,17 @@ class Pair(nn.Module):
         return (self.first(x)[0] + self.second(x)[0],)
 
 
-@pytest.mark.parametrize("every", [1, None])
-def test_a_skew_parameter_shared_without_its_base_is_refused(every: int | None) -> None:
-    first, second = make(rebase_every=1, init="orthogonal"), make(rebase_every=every, init="orthogonal")
+def test_tied_skew_parameters() -> None:
+    """Both bases have to be tied too, and then train as one."""
+    first, second = make(rebase_every=1, init="orthogonal"), make(init="orthogonal")
     second.skew_l0 = first.skew_l0
-    with pytest.raises(InputError, match="tie base_l0 too"):
-        train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
-    first.rebase_every = second.rebase_every = None
-    train(Pair(first, second), torch.optim.SGD(first.parameters(), lr=0.5), 1)
-
-
-@pytest.mark.parametrize("every", [(1, 1), (2, 2), (1, None)])
-def test_tied_bases_train_as_one(every: tuple[int, int | None]) -> None:
-    first, second = make(rebase_every=every[0]), make(rebase_every=every[1])
-    second.skew_l0, second.base_l0 = first.skew_l0, first.base_l0
-    before = first.recurrent_matrix().detach().clone()
     model = Pair(first, second)
-    assert len({id(p) for p in model.parameters()}) == 5
-    train(model, torch.optim.SGD(model.parameters(), lr=0.5), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(InputError, match="tie base_l0 too"):
+        train(model, optimizer, 1)
+    second.base_l0 = first.base_l0
+    before = first.recurrent_matrix().detach().clone()
+    train(model, optimizer, 4)
     w = first.recurrent_matrix().detach()
-    assert torch.equal(w, second.recurrent_matrix())
+    assert torch.equal(w, second.recurrent_matrix()) and first.orthogonality_error() < 1e-13
     assert float((w - before).abs().max()) > 1e-3
-    assert first.orthogonality_error() < 1e-13

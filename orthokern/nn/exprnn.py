@@ -26,8 +26,8 @@ Note [Optimizer state at a move]
     and at A = 0 it is K: the same cotangent in the new chart. In the basis of eigenvectors of A, with eigenvalues
     i a_j, the integral multiplies element jk by f(a_j - a_k), f(d) = (exp(id) - 1) / (id) = exp(id/2) sinc(d/2), so
     that K is Gamma divided by f. Where |sinc| is below FLATTEST (P hardly changes in that direction, and Gamma has
-    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept. Of a
-    centered RMSprop, which divides by the root of square_avg - grad_avg^2, this difference is kept, a variance.
+    little information about K), FLATTEST is used. Second moments are scales, not vectors: they are kept. So is the mean
+    of a centered RMSprop, grad_avg, since it divides by the root of the variance square_avg - grad_avg^2.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["INITS", "ExpRNN"]
 
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")
-FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "grad_avg")  # names in torch.optim
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg")  # names in torch.optim
 FLATTEST = 0.1
 
 # Complete modules -> the optimizers that step their A. An optimizer of torch knows parameters and no modules; and as an
@@ -247,11 +247,7 @@ class _Exponential(Recurrent):
             state = optimizer.state.get(parameter, {})
             for name in FIRST_MOMENTS:
                 if isinstance(state.get(name), Tensor):
-                    moved = transported(state[name], parameter)
-                    square = state.get("square_avg")
-                    if name == "grad_avg" and isinstance(square, Tensor):
-                        square.add_(moved.square() - state[name].square()).clamp_min_(moved.square())
-                    state[name].copy_(moved)
+                    state[name].copy_(transported(state[name], parameter))
 
     # -- state
 
