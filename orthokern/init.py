@@ -11,7 +11,7 @@ Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
 not changed. Every function returns its tensor t, [..., N, K] or for square matrices [..., N, N], and raises InputError
-for a tensor that is not of this shape, not floating point, or not writable element by element.
+for a tensor that is not of this shape or not floating point.
 """
 
 from __future__ import annotations

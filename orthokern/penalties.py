@@ -101,12 +101,9 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         Value. With U^T U = V^T V = I,
             W^T W = V S U^T U S V^T = V S^2 V^T,
         whose eigenvalues are the s_i^2, and N - K zeros; so ||W^T W - I||_F^2 = sum_i (s_i^2 - 1)^2 + N - K.
-        Gradients of the full expression at orthonormal U and V. With dL/dW = 4 W (W^T W - I),
-            dL/dU = dL/dW V S = 4 U S V^T (V S^2 V^T - I) V S = U D,   D = 4 S^2 (S^2 - I) diagonal,
-            dL/dV = (dL/dW)^T U S = V D,
-        normal to the manifold: the direction of the Cayley step is A = G U^T - U G^T = U D U^T - U D U^T = 0. It must
-        be, since a rotation of U or of V does not change the eigenvalues of W^T W. The penalty affects s only, so the
-        gradients for U and V are left out, for the reasons in Note [Weight decay of the composite].
+        Gradients of the full expression at orthonormal U and V: with dL/dW = 4 W (W^T W - I) they are U D and V D,
+        D = 4 S^2 (S^2 - I) diagonal, and normal to the manifold. They are left out, for the reasons in Note [Weight
+        decay of the composite].
         A matrix. W^T W and W W^T have the same eigenvalues except for |n - m| zeros, so the smaller of the two is used:
         for n < m, ||W^T W - I_m||^2 = ||W W^T - I_n||^2 + m - n.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from orthokern import _autocast
-from orthokern._decompositions import LinAlgError, robust_svd
+from orthokern._decompositions import robust_eigh, robust_svd
 from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
 from orthokern._state import misfit
@@ -244,11 +244,8 @@ def _is_bounded(gram: Tensor, bound: float) -> bool:
 
 
 def _eigenvectors(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and eigenvectors of a symmetric gram [..., K, K]; NaN if the driver fails."""
-    try:
-        theta, vectors = torch.linalg.eigh(gram)
-    except LinAlgError:
-        return gram.new_full(gram.shape[:-1], math.nan), torch.full_like(gram, math.nan)
+    """Eigenvalues, descending, and eigenvectors of a symmetric gram [..., K, K]."""
+    theta, vectors = robust_eigh(gram)
     return theta.flip(-1), vectors.flip(-1)
 
 
