@@ -199,11 +199,6 @@ def feature_names() -> tuple[str, ...]:
     return tuple(sorted({name for table in _tables.values() for row in table.values() for name in row.features}))
 
 
-def has_feature(op: str, backend: str, feature: str) -> bool:
-    """Whether a backend supports an optional argument of an op."""
-    return feature in _tables[op][backend].features
-
-
 def resolve(
     op: str,
     backend: str | None = None,

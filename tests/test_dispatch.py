@@ -131,7 +131,6 @@ def test_an_argument_that_a_backend_does_not_serve(monkeypatch: pytest.MonkeyPat
         functional.dense_scan(x, torch.eye(3), lengths=lengths, backend="cpu")
     functional.dense_scan(x, torch.eye(3), lengths=lengths)  # auto goes on to the reference
     assert dispatch.choose("dense_scan", None, dispatch.Call(CPU, torch.float32, {})) == "cpu"
-    assert not dispatch.has_feature("dense_scan", "cpu", "lengths")
     assert "cpu: cpu; float32; message_clip (dense_scan)" in dispatch.explain()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern import _autocast, dispatch
+from orthokern import _autocast
 from orthokern._autocast import widened
 from orthokern.errors import InputError, require
 from orthokern.nn._checks import (
@@ -49,7 +49,7 @@ class Layers(nn.Module):
     """Layers, directions, layouts and initial states.
 
     A subclass defines its parameters (`_shapes_of`) and their initial values (`reset_parameters`), and one recurrence
-    in one direction (`_op`, `_factors` and `_scan`). Its constructor ends with `_build`.
+    in one direction (`_factors` and `_scan`). Its constructor ends with `_build`.
     """
 
     backend: str | None = None
@@ -216,10 +216,6 @@ class Layers(nn.Module):
 
     # -- one recurrence
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        """The op that `_scan` runs, and the sizes that a backend may limit."""
-        raise NotImplementedError
-
     def _factors(self, suffix: str) -> Any:
         """What `_scan` needs of the parameters, computed once per forward."""
         raise NotImplementedError
@@ -243,13 +239,6 @@ class Layers(nn.Module):
             return linear(x, weight, bias)
         check_ids(x, self.input_size)
         return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
-
-    def _serves_lengths(self) -> bool:
-        """Whether the backend of this module's scans accepts lengths. The choice of "auto" does not depend on lengths:
-        a GPU kernel that also computes padding is faster than the reference."""
-        (op, sizes), weight = self._op(), self._tensor("weight_ih_l0")
-        chosen = dispatch.choose(op, self.backend, dispatch.Call(weight.device, weight.dtype, sizes))
-        return dispatch.has_feature(op, chosen, "lengths")
 
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,S] of one recurrence, the index-th of hx."""
@@ -333,7 +322,7 @@ class Layers(nn.Module):
         self, input: PackedSequence, hx: Any, resets: Tensor | None, reset_state: Tensor | None
     ) -> tuple[PackedSequence, Tensor]:
         self._check_input(input.data, packed=True)
-        layout, order = Packed(input.batch_sizes, input.data.device, self._serves_lengths()), input.sorted_indices
+        layout, order = Packed(input.batch_sizes, input.data.device), input.sorted_indices
         hx = self._checked_hx(hx, layout.batch, input.data.device)
         cuts = self._cuts(resets, reset_state, (layout.steps, layout.batch), input.data.device, True)
         if order is not None:  # the caller's order -> order by decreasing length

@@ -67,15 +67,11 @@ class Dense:
 
 
 class Packed:
-    """data [P,D] or ids [P], the packed form of B sequences sorted by decreasing length (PackedSequence.data).
+    """data [P,D] or ids [P], the packed form of B sequences sorted by decreasing length (PackedSequence.data). One
+    scan runs over the padded rectangle [T,B]."""
 
-    One scan runs over the padded rectangle [T,B]. With `by_lengths` it gets the lengths and skips padding. For a
-    backend without lengths, which only gated recurrences have, the states after a sequence's end are computed but not
-    used: they are bounded, and their cotangents are exact zeros.
-    """
-
-    def __init__(self, batch_sizes: Tensor, device: torch.device, by_lengths: bool) -> None:
-        self.sizes, self.by_lengths = batch_sizes.to("cpu", torch.int64), by_lengths
+    def __init__(self, batch_sizes: Tensor, device: torch.device) -> None:
+        self.sizes = batch_sizes.to("cpu", torch.int64)
         self.steps, self.batch = len(self.sizes), int(self.sizes[0])
         self.lengths = (self.sizes.unsqueeze(1) > torch.arange(self.batch, device="cpu")).sum(0)
         ragged = int(self.sizes[-1]) != self.batch
@@ -83,8 +79,7 @@ class Packed:
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         x = pad_packed_sequence(PackedSequence(data, self.sizes))[0]
-        inner = scan if self.by_lengths else lambda x, h0, _: scan(x, h0, None)
-        states, last = self.dense.run(inner, x, h0, reverse)
+        states, last = self.dense.run(scan, x, h0, reverse)
         return pack_padded_sequence(states, self.lengths).data, last
 
 

@@ -179,6 +179,7 @@ class Recurrent(Layers):
         return self._matrix(suffix), self._bias(suffix)
 
     def _op(self) -> tuple[str, dict[str, Any]]:
+        """The op that `_scan` runs, and the sizes that a backend may limit."""
         return "dense_scan", {"N": self.hidden_size}
 
     def _scan(self, suffix: str, *args: Any) -> Tensor:

@@ -129,7 +129,7 @@ class _Frozen(Layers):
     def _prepare(self, x: Tensor, key: tuple[Any, ...]) -> list[Call] | None:
         """The prepared calls of all layers for the batch size of x, if the cpu backend serves them."""
         weight = self._tensor("weight_ih_l0")
-        op, sizes = self._op()
+        op, sizes = self._op()  # type: ignore[operator]
         if not x.is_floating_point() or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
             return None
         if dispatch.cpu_leaf(op, self.backend, weight.dtype, **sizes) is None:

@@ -95,9 +95,6 @@ class LSTM(Layers):
     def _state_size(self) -> int:
         return 2 * self.hidden_size
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        return "peephole_scan", {}
-
     def _peephole(self, suffix: str) -> Tensor:
         return self._tensor(f"weight_hh_{suffix}").new_zeros(3, self.hidden_size)
 
