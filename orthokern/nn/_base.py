@@ -18,7 +18,6 @@ from orthokern._autocast import widened
 from orthokern.errors import InputError, require
 from orthokern.nn._checks import (
     check_dtype,
-    check_held,
     check_ids,
     flag,
     integer,
@@ -70,7 +69,6 @@ class Layers(nn.Module):
         **placement: Any,
     ) -> None:
         super().__init__()
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters, by name
         self.input_size = integer("input_size", input_size)
         self.hidden_size = integer("hidden_size", hidden_size)
         self.num_layers = integer("num_layers", num_layers)
@@ -111,7 +109,6 @@ class Layers(nn.Module):
             for stem, shape in self._shapes_of(suffix).items():
                 name = f"{stem}_{suffix}"
                 self.register_parameter(name, new_parameter(name, shape, **placement))
-                self._shapes[name] = shape
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -146,22 +143,16 @@ class Layers(nn.Module):
         return self.input_size if first else self.hidden_size * (2 if self.bidirectional else 1)
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Any = self._parameters.get(name)
-        if type(tensor) is nn.Parameter and tensor.shape == self._shapes[name] and tensor.layout is torch.strided:
-            return tensor
-        if tensor is None:  # a buffer, or an attribute that replaces a parameter
-            tensor = self._buffers.get(name)
-            tensor = getattr(self, name) if tensor is None else tensor
-        check_held(name, tensor, self._shapes.get(name))
-        checked: Tensor = tensor
-        return checked
+        """A parameter or buffer, or the attribute in its place, as after pruning."""
+        tensor: Tensor = getattr(self, name)
+        return tensor
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
         """The weights and biases, one list per recurrence, as in torch."""
         stems = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         names = [[f"{stem}_{suffix}" for stem in stems] for suffix in self._suffixes()]
-        return [[self._tensor(name) for name in own if name in self._shapes] for own in names]
+        return [[self._tensor(name) for name in own if hasattr(self, name)] for own in names]
 
     def flatten_parameters(self) -> None:
         """Does nothing. It exists for code written for torch's modules, where it serves cuDNN."""

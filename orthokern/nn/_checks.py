@@ -15,7 +15,7 @@ from orthokern import dispatch
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
-from orthokern.ops._checks import as_int, strided
+from orthokern.ops._checks import as_int
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -108,16 +108,6 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
             f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} "
             f"({reason}); accepted: a device that is present, as cpu or cuda, and sizes that fit"
         ) from None
-
-
-def check_held(name: str, value: Any, shape: tuple[int, ...] | None) -> None:
-    """Rejects an invalid replacement of a module's parameter; of a buffer, whose shape is None, any tensor is taken."""
-    if not isinstance(value, Tensor) or (shape is not None and value.shape != shape):
-        got = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
-        raise InputError(
-            f"parameter {name} {got}; accepted: a tensor of shape {'any' if shape is None else list(shape)}"
-        )
-    strided(f"parameter {name}", value)
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ class _Frozen(Layers):
             if name not in vars(self) and not isinstance(value, Tensor):
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
         self._calls: dict[tuple[Any, ...], list[Call]] = {}
         for name, tensor in tensors.items():
@@ -234,7 +233,8 @@ class FrozenGRU(_Frozen, GRU):
     and with ``step``."""
 
     def __init__(self, source: GRU) -> None:
-        super().__init__(source, {name: source._tensor(name) for name in source._shapes})
+        names = [f"{stem}_{suffix}" for suffix in source._suffixes() for stem in source._shapes_of(suffix)]
+        super().__init__(source, {name: source._tensor(name) for name in names})
 
     def _prepared(self, suffix: str, B: int) -> Call:
         N, args = self.hidden_size, self._example(suffix, B)

@@ -124,7 +124,7 @@ class RotationRNN(Layers):
             else:
                 nn.init.zeros_(radius)
             for name in ("bias", "h0"):
-                if f"{name}_{suffix}" in self._shapes:
+                if f"{name}_{suffix}" in self._parameters:
                     nn.init.zeros_(self._tensor(f"{name}_{suffix}"))
 
     def eigenvalues(self, layer: int = 0, reverse: bool = False) -> Tensor:
