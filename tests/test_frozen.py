@@ -20,7 +20,8 @@ from orthokern.nn import RNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"gain": 1.5, "nonlinearity": "prelu", "message_clip": 0.1, "checkpoint_every": 2},
-    {"nonlinearity": "leaky_relu", "negative_slope": 0.3},
+    {"nonlinearity": "leaky_relu", "negative_slope": 0.3, "leak": 0.3, "noise": 0.5},
+    {"nonlinearity": "tanh", "leak": 0.3, "learned_leak": True},
     {"num_layers": 2, "batch_first": True, "dropout": 0.9},
     {"bidirectional": True, "learned_h0": True, "dtype": torch.float64},
 ]
@@ -75,9 +76,11 @@ def test_weights_that_are_computed_from_others(kind: str, changed: str) -> None:
 
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("batch", [None, 3])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "batch_first": True, "learned_h0": True}])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "batch_first": True, "learned_h0": True}, {"leak": 0.3}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_make_the_sequence(kind: str, options: dict[str, Any], batch: int | None, ids: bool) -> None:
+    if kind == "gru":
+        options = {name: value for name, value in options.items() if name != "leak"}
     frozen = made(kind, **options).frozen()
     shape = (6,) if batch is None else (6, batch)
     x = torch.randint(D, shape) if ids else torch.randn(*shape, D)

@@ -21,8 +21,10 @@ from orthokern.errors import InputError
 from orthokern.nn import (
     GRU,
     RNN,
+    ExpRNN,
     FactorizedRNN,
     LinearCrossEntropy,
+    NonNormalRNN,
 )
 from orthokern.nn.rnn import NONLINEARITIES
 
@@ -51,23 +53,19 @@ def run(module: torch.nn.Module, x: Any, hx: Tensor | None) -> dict[str, Tensor]
     return seen
 
 
-def plain(module: RNN | FactorizedRNN, x: Tensor, h: Tensor) -> Tensor:
+def plain(module: Any, x: Tensor, h: Tensor) -> Tensor:
     """One layer, one direction, written down: states [T,B,N]."""
-    if isinstance(module, RNN):
-        w, bias = module.weight_hh_l0, module.bias_ih_l0 + module.bias_hh_l0
-    else:
-        p, m = module.spectrum_l0, module.margin
-        s = p if m is None else 2 * m * (torch.sigmoid(p) - 0.5) + 1
-        w, bias = module.u_l0 @ torch.diag(s) @ module.v_l0.T, module.bias_l0
+    w, leak = module.recurrent_matrix(), torch.sigmoid(module.leak_logit_l0) if module.learned_leak else module.leak
+    bias = module.bias_ih_l0 + module.bias_hh_l0 if isinstance(module, RNN) else module.bias_l0
+    param = {"prelu": "slope_l0", "modrelu": "modrelu_bias_l0"}.get(module.nonlinearity)
+    slope = x.new_full((1,), 0.01) if module.nonlinearity == "leaky_relu" else None
+    act_param = slope if param is None else module.get_parameter(param)
     states = []
     for x_t in x.unbind(0):
         a = module.gain * (h @ w.T + x_t @ module.weight_ih_l0.T + bias)
         if module.message_clip:
             a.register_hook(lambda g: g.clamp(-module.message_clip, module.message_clip))
-        param = {"prelu": "slope_l0", "modrelu": "modrelu_bias_l0"}.get(module.nonlinearity)
-        slope = a.new_full((1,), 0.01) if module.nonlinearity == "leaky_relu" else None
-        act_param = slope if param is None else module.get_parameter(param)
-        h = functional.activation(a, module.nonlinearity, act_param, backend="reference")
+        h = (1 - leak) * h + leak * functional.activation(a, module.nonlinearity, act_param, backend="reference")
         states.append(h)
     return torch.stack(states)
 
@@ -80,12 +78,13 @@ def gradients(module: torch.nn.Module, hs: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
-@pytest.mark.parametrize(("gain", "message_clip"), [(1.0, 0.0), (1.05, 0.0), (0.7, 0.2)])
-def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, gain: float, message_clip: float) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"gain": 1.05}, {"gain": 0.7, "message_clip": 0.2}, {"leak": 0.2}, {"leak": 0.3, "learned_leak": True}]
+)
+def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, more: dict[str, Any]) -> None:
     x, h0 = torch.randn(9, 4, 3, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    options: dict[str, Any] = {"nonlinearity": nonlinearity, "gain": gain, "message_clip": message_clip}
-    options["dtype"] = torch.float64
-    modules = [RNN(3, 6, init="orthogonal", **options)]
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "dtype": torch.float64, **more}
+    modules = [RNN(3, 6, init="orthogonal", **options), ExpRNN(3, 6, **options), NonNormalRNN(3, 6, **options)]
     for margin, rank in ((0.3, None), (None, 4), (2.0, 1), (0.01, 6)):
         modules += [FactorizedRNN(3, 6, margin=margin, rank=rank, apply=a, **options) for a in ("factored", "composed")]
     for module in modules:
@@ -93,6 +92,8 @@ def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, gain: floa
             for name, p in module.named_parameters():
                 if name.startswith(("bias", "spectrum")):
                     p.add_(torch.randn_like(p))
+        if "learned_leak" in more:
+            torch.testing.assert_close(torch.sigmoid(module.leak_logit_l0), torch.full((6,), 0.3, dtype=x.dtype))
         close(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)))
 
 
@@ -263,3 +264,31 @@ def test_a_dropout_without_effect_warns(kind: str) -> None:
     with pytest.warns(UserWarning, match="num_layers is 1") as caught:
         made(kind, dropout=0.1)
     assert caught[0].filename == module_kinds.__file__
+
+
+def test_noise_is_added_to_the_input_term_in_training() -> None:
+    rnn = FactorizedRNN(3, 8, noise=0.5, leak=0.2)
+    quiet = FactorizedRNN(8, 8, leak=0.2, bias=False)
+    quiet.load_state_dict({**rnn.state_dict(), "weight_ih_l0": torch.eye(8)}, strict=False)
+    x = torch.randn(6, 2, 3)
+    torch.manual_seed(5)
+    states = rnn(x)[0]
+    torch.manual_seed(5)
+    term = x @ rnn.weight_ih_l0.mT + rnn.bias_l0
+    torch.testing.assert_close(states, quiet(term + 0.5 * torch.randn(6, 2, 8))[0])
+    rnn.noise_generator = torch.Generator().manual_seed(5)
+    globally, copied = torch.get_rng_state(), copy.deepcopy(rnn)
+    torch.testing.assert_close(rnn(x)[0], states)
+    assert torch.equal(copied(x)[0], states) and torch.equal(torch.get_rng_state(), globally)
+    assert torch.equal(rnn.eval()(x)[0], rnn(x)[0])
+
+
+def test_the_loss_has_the_leak_and_the_noise() -> None:
+    rnn, readout = FactorizedRNN(5, 8, nonlinearity="identity", leak=0.4, noise=0.1), torch.nn.Linear(8, 3)
+    tokens, target = torch.randint(0, 5, (9, 4)), torch.randint(0, 3, (9, 4))
+    torch.manual_seed(1)
+    loss, _ = rnn.loss(tokens, readout, target)
+    torch.manual_seed(1)
+    expected = torch.nn.functional.cross_entropy(readout(rnn(tokens)[0]).flatten(0, 1), target.flatten())
+    torch.testing.assert_close(loss, expected)
+    assert "leak" in rnn.explain_loss(1000, 4, 3)[1]
