@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.errors import InputError
+from orthokern.errors import require
 
 
 def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torch.Generator | None) -> None:
@@ -24,10 +24,8 @@ def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torc
     if generator is None:
         fill(tensor, *args, generator=None)
         return
-    if not hasattr(generator, "device"):
-        raise InputError(f"generator is {generator!r}; accepted: a CPU torch.Generator, or None")
-    if generator.device.type != "cpu":
-        raise InputError(f"generator is on {generator.device}; accepted: a CPU generator, for modules on any device")
+    device = getattr(generator, "device", None)
+    require(device is not None and device.type == "cpu", "generator", "a CPU torch.Generator or None", generator)
     if tensor.is_meta:
         return
     drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

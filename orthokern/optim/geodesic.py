@@ -126,10 +126,6 @@ class GeodesicSGD(Optimizer):
 
     def _begin(self, params: Iterable[Any], **options: Any) -> None:
         """Calls torch's constructor with the options and counters of a group."""
-        several = isinstance(params, Iterable) and not isinstance(params, (Tensor, str))
-        require(several, "params", "several matrices, as [tensor], or group dicts", f"one {type(params).__name__}")
-        params = list(params)
-        require(params, "params", "at least one matrix with orthonormal columns", "none")
         counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan}
         Optimizer.__init__(self, params, {**options, **counters})
 

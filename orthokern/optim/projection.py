@@ -125,8 +125,6 @@ class SpectralNormProjection:
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Run ``step`` after every step of the optimizer, until ``remove()`` of the returned handle is called."""
-        if not isinstance(optimizer, Optimizer):
-            raise InputError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         return optimizer.register_step_post_hook(lambda *_: self.step())
 
     @torch.no_grad()
