@@ -278,26 +278,15 @@ def test_a_zero_redundancy_optimizer_is_refused(one_process: None) -> None:
         train(rnn, ZeroRedundancyOptimizer(rnn.parameters(), torch.optim.Adam, lr=0.1), 1)
 
 
-class Pair(nn.Module):
-    def __init__(self, first: ExpRNN, second: ExpRNN) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (self.first(x)[0] + self.second(x)[0],)
-
-
-def test_tied_skew_parameters() -> None:
-    """Both bases have to be tied too, and then train as one."""
+def test_tied_parameters_and_bases_train_as_one() -> None:
     first, second = make(rebase_every=1, init="orthogonal"), make(init="orthogonal")
-    second.skew_l0 = first.skew_l0
-    model = Pair(first, second)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(InputError, match="tie base_l0 too"):
-        train(model, optimizer, 1)
-    second.base_l0 = first.base_l0
-    before = first.recurrent_matrix().detach().clone()
-    train(model, optimizer, 4)
+    second.skew_l0, second.base_l0 = first.skew_l0, first.base_l0
+    before, x = first.recurrent_matrix().detach().clone(), torch.randn(5, 2, 3, dtype=F64)
+    optimizer = torch.optim.SGD([*first.parameters(), second.weight_ih_l0, second.bias_l0], lr=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (first(x)[0] + second(x)[0]).square().mean().backward()
+        optimizer.step()
     w = first.recurrent_matrix().detach()
     assert torch.equal(w, second.recurrent_matrix()) and first.orthogonality_error() < 1e-13
     assert float((w - before).abs().max()) > 1e-3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orthokern import InputError, functional
 from orthokern.init import haar_orthogonal_
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import RNN
 from orthokern.ops import cayley
 from orthokern.optim import CombinedOptimizer, GeodesicRMSprop, GeodesicSGD, optimizer_for
 
@@ -175,10 +175,6 @@ REFUSED = [
         r"\(rnn.w\) must be an orthonormal basis, .*, got 3",
     ),
     (lambda: GeodesicRMSprop([basis(3, 3)], alpha=1.0), r"alpha must be a number in \[0, 1\), got 1.0"),
-    (
-        lambda: optimizer_for(FactorizedRNN(2, 3, margin=1e-45)),
-        "spectrum_lr must be a rate that can be divided by the margin of 1e-45",
-    ),
     (lambda: optimizer_for(nn.ReLU()), "model must be a module with parameters, got ReLU"),
     (lambda: optimizer_for(RNN(2, 3), euclidean=torch.optim.LBFGS), "LBFGS"),
     (

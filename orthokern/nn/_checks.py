@@ -50,10 +50,7 @@ def number(
     name: str, value: Any, accepted: str = "a finite number", fits: Callable[[float], bool] = math.isfinite
 ) -> float:
     """A finite number for which `fits` is true."""
-    try:
-        result = float(value) if is_number(value) else math.nan
-    except OverflowError:  # of an integer
-        result = math.nan
+    result = float(value) if is_number(value) else math.nan
     require(math.isfinite(result) and fits(result), name, accepted, repr(value)[:80])
     return result
 

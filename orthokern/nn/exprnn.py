@@ -33,7 +33,6 @@ Note [Optimizer state at a move]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -178,15 +177,9 @@ class _Exponential(Recurrent):
             )
         _followed[self].update(holders)
 
-    def _raw_skews(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-        """(suffix, parameter, base) of every recurrence without checks, for modules that the step at hand may not
-        concern; None for one that is replaced by another attribute."""
-        for suffix in self._suffixes():
-            yield suffix, self._parameters.get(f"skew_{suffix}"), self._buffers.get(f"base_{suffix}")
-
     def _groups(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor]]:
         """The skew parameters that an optimizer holds, with their groups of options."""
-        own = {id(parameter) for _, parameter, _ in self._raw_skews()}
+        own = {id(self._parameters.get(f"skew_{suffix}")) for suffix in self._suffixes()}
         return [(group, p) for group in optimizer.param_groups for p in group["params"] if id(p) in own]
 
     def _stepped(self, optimizer: Optimizer) -> None:
@@ -199,20 +192,7 @@ class _Exponential(Recurrent):
             raise InputError("rebase_every is set, and the optimizer is a ZeroRedundancyOptimizer; accepted: others")
         self._uses += 1
         if self.rebase_every is not None and self._uses >= self.rebase_every:
-            self._check_ties()
             self.rebase()
-
-    def _check_ties(self) -> None:
-        """Rejects a skew parameter of this module that is also that of a recurrence with another base: a move would set
-        it to 0 and change one of the bases."""
-        own = {id(parameter): base for _, parameter, base in self._raw_skews() if parameter is not None}
-        for module in _alive():
-            for suffix, parameter, base in module._raw_skews():
-                if own.get(id(parameter), base) is not base:
-                    raise InputError(
-                        f"skew_{suffix} is shared by two recurrences with different bases, and rebase_every is "
-                        f"{self.rebase_every}; accepted: tie base_{suffix} too, or rebase_every=None"
-                    )
 
     @torch.no_grad()
     @_autocast.off()
@@ -300,8 +280,7 @@ class ExpRNN(_Exponential):
     strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:
     base_l0 [N,N]. The state_dict also has the counters of steps and moves.
 
-    Raises InputError for a bad argument; in forward on a CPU for an A that is not finite or too large; and, with
-    `rebase_every`, in a step of the optimizer for a skew parameter that is shared without its base.
+    Raises InputError for a bad argument, and in forward on a CPU for an A that is not finite or too large.
 
     Example::
 
@@ -343,19 +322,14 @@ def _rests(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and bool(rate == 0)
 
 
-def _alive() -> list[_Exponential]:
-    """All modules that are complete."""
-    return [module for reference in _followed.keyrefs() if (module := reference()) is not None]
-
-
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # the hook also runs for each part of a combined optimizer
     if not _followed or _parts(optimizer) != [optimizer] or _capturing():
         return
-    for module in _alive():
-        if module.rebase_every is not None:
+    for module in [reference() for reference in _followed.keyrefs()]:
+        if module is not None and module.rebase_every is not None:
             module._stepped(optimizer)
 
 

@@ -270,8 +270,7 @@ def optimizer_for(
 
     Raises:
         InputError: one of these:
-            - a rate that is not a finite number of at least 0, or overflows when it is divided by the margin of a
-              spectrum;
+            - a rate that is not a finite number of at least 0;
             - `euclidean` is LBFGS, or `euclidean` or `geodesic` cannot be called;
             - a model without parameters;
             - a dict `lr` that lacks a child or has an unknown one;
@@ -359,10 +358,7 @@ def _by_child(
 
 
 def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, Any]]:
-    """One group for the spectra of each margin and map, see `optimizer_for`.
-
-    Raises InputError for a rate that overflows when it is divided by the margin.
-    """
+    """One group for the spectra of each margin and map, see `optimizer_for`."""
     alike: dict[tuple[float | None, str], list[_Entry]] = {}
     for entry in entries:
         alike.setdefault((entry.margin, entry.spectrum_map), []).append(entry)
@@ -374,8 +370,6 @@ def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, 
             continue
         scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
         rate = spectrum_lr / scale if margin > 0.0 else 0.0
-        finite = rate <= torch.finfo(torch.float32).max
-        require(finite, "spectrum_lr", f"a rate that can be divided by the margin of {margin:g}", f"{spectrum_lr:g}")
         groups.append({**_group(same, "spectrum", rate), **constraint, "weight_decay": 0.0})
     return groups
 
