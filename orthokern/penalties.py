@@ -24,7 +24,7 @@ __all__ = [
     "triangular_decay",
 ]
 
-LAYERS = ("recurrent", "input", "feedforward")
+LAYERS = ("recurrent", "feedforward")
 _svdvals = _autocast.keeps_dtype(robust_svdvals)
 
 
@@ -137,9 +137,8 @@ class OrthogonalPenalty:
             networks, where the paper's text squares: the strengths of its Tables I and II are for this one. Its
             gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
             orthogonal W it is taken as zero.
-        on: which matrices of a module are meant, one or several of LAYERS. "recurrent": W_hh [N, N] of every
-            recurrence; "input": W_ih [N, D] of every recurrence; "feedforward": the weight [n, m] of every other layer
-            that has one, but embeddings.
+        on: which matrices of a module are meant, one or both of LAYERS. "recurrent": W_hh [N, N] of every recurrence;
+            "feedforward": the weight [n, m] of every other layer that has one, but embeddings.
 
     Raises:
         InputError: a strength that is negative or not finite, unknown or no layers.
@@ -159,7 +158,7 @@ class OrthogonalPenalty:
         require(valid, "strength", "a finite number of at least 0", repr(strength))
         self.strength = strength
         self.squared = squared
-        accepted = f"one or several of {', '.join(LAYERS)}"
+        accepted = f"one or both of {', '.join(LAYERS)}"
         require(isinstance(on, Iterable) and on, "on", accepted, repr(on))
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for layer in self.on:
@@ -195,9 +194,6 @@ class OrthogonalPenalty:
         for module in whole.modules():
             if "recurrent" in self.on:
                 yield from _recurrent(module)
-            if "input" in self.on and any(hasattr(module, name) for name in ("spectra", "recurrent_matrices")):
-                weights = module.named_parameters(recurse=False)
-                yield from (_distance(p) for name, p in weights if name.startswith("weight_ih_"))
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
                 if not isinstance(module, nn.Embedding):

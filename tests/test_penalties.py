@@ -109,13 +109,11 @@ def test_which_layers_are_meant(squared: bool) -> None:
     words = torch.nn.Embedding(5, 3, dtype=torch.float64)
     everything = torch.nn.ModuleList([words, rnn, factorized, head])
     recurrent = [rnn.weight_hh_l0, *composed(factorized)]
-    inputs = [rnn.weight_ih_l0, *(p for name, p in factorized.named_parameters() if name.startswith("weight_ih"))]
     feedforward = [head[0].weight, head[2].weight]
     for on, matrices in (
         ("recurrent", recurrent),
-        ("input", inputs),
         (("feedforward",), feedforward),
-        (("recurrent", "input", "feedforward"), recurrent + inputs + feedforward),
+        (("recurrent", "feedforward"), recurrent + feedforward),
     ):
         expected = torch.stack([literal(w, squared) for w in matrices]).sum()
         torch.testing.assert_close(OrthogonalPenalty(1, squared=squared, on=on)(everything), expected)
@@ -139,11 +137,11 @@ def test_refusals() -> None:
     flat = NonNormalRNN(3, 4, triangular=False)
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: OrthogonalPenalty(-1), "strength must be a finite number of at least 0, got -1"),
-        (lambda: OrthogonalPenalty(on=None), "on must be one or several of recurrent, input, feedforward, got None"),
+        (lambda: OrthogonalPenalty(on=None), "on must be one or both of recurrent, feedforward, got None"),
         (lambda: OrthogonalPenalty()(), "parts must be modules and matrices [n, m], got nothing"),
         (lambda: OrthogonalPenalty(on="recurent"), "unknown layer 'recurent': did you mean 'recurrent'"),
         (lambda: OrthogonalPenalty()(sparse), "W is a sparse_coo tensor; accepted: a strided"),
-        (lambda: OrthogonalPenalty(on="input")(linear), "modules with matrices (input), got Linear"),
+        (lambda: OrthogonalPenalty(on="recurrent")(linear), "modules with matrices (recurrent), got Linear"),
         (lambda: orthogonal_penalty(3), "module must be a torch.nn.Module with recurrences, got int"),
         (lambda: orthogonal_penalty(torch.zeros(3)), "got shape [3] and torch.float32"),
         (lambda: spectrum_prior(linear), "module must be one with a recurrence, as an RNN or a FactorizedRNN"),
