@@ -9,7 +9,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import module_kinds
 import pytest
 import torch
 from module_kinds import EVERY, D, N, made
@@ -230,9 +229,8 @@ def test_a_dropout_without_effect_warns(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EVERY[kind](D, N, 2, dropout=0.1)
-    with pytest.warns(UserWarning, match="num_layers is 1") as caught:
+    with pytest.warns(UserWarning, match="num_layers is 1"):
         made(kind, dropout=0.1)
-    assert caught[0].filename == module_kinds.__file__
 
 
 def test_noise_is_added_to_the_input_term_in_training() -> None:

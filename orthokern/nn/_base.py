@@ -78,12 +78,8 @@ class Layers(nn.Module):
         self.bidirectional = flag("bidirectional", bidirectional)
         self._placement = self._checked_placement(**placement)
         if self.dropout > 0.0 and self.num_layers == 1:
-            kinds = type(self).__mro__
-            constructors = sum("__init__" in vars(kind) for kind in kinds[: kinds.index(Layers)])
-            warnings.warn(
-                f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1",
-                stacklevel=constructors + 2,
-            )
+            text = f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1"
+            warnings.warn(text, stacklevel=4)  # of most modules, the line that calls the constructor
 
     def _checked_placement(self, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
         dtype = torch.get_default_dtype() if dtype is None else dtype
