@@ -79,6 +79,38 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
             torch.testing.assert_close(found[0][name][index], grad)
 
 
+@pytest.mark.parametrize("spectrum_map", ["sigmoid", "tanh"])
+@pytest.mark.parametrize("margins", [(0.0, 0.1, 0.5), (None, 0.3, 2.0), (0.3, None, 0.3)])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_margins(margins: Any, spectrum_map: str) -> None:
+    """Each model has its own margin, also after a load into memory without values, and in a compiled program."""
+    x = torch.randn(5, 2, D, dtype=torch.float64)
+    models = [made("factorized", margin=m, spectrum_map=spectrum_map, dtype=torch.float64) for m in margins]
+    empty = made("factorized", margin=margins[0], spectrum_map=spectrum_map, dtype=torch.float64, device="meta")
+    empty.to_empty(device="cpu").load_state_dict(models[0].state_dict())
+
+    def loss(*state: Any) -> Tensor:
+        result: Tensor = torch.func.functional_call(models[0], state, (x,))[0]
+        return result.square().sum()
+
+    expected = [model(x)[0].square().sum() for model in models]
+    parameters, buffers = torch.func.stack_module_state([empty, *models[1:]])
+    parameters = {name: value.detach() for name, value in parameters.items()}
+    gradients, losses = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
+    torch.testing.assert_close(losses, torch.stack(expected))
+    compiled = torch.compile(torch.vmap(loss), backend="aot_eager")
+    torch.testing.assert_close(compiled(parameters, buffers), torch.stack(expected))
+    for index, (model, value) in enumerate(zip(models, expected, strict=True)):
+        torch.testing.assert_close(gradients["u_l0"][index], torch.autograd.grad(value, [model.u_l0])[0])
+
+
+def test_margin_after_a_change_of_dtype() -> None:
+    model = made("factorized", margin=0.1, dtype=torch.float32).double()
+    p, x = model.spectrum_l0.detach().fill_(3.0), torch.randn(5, 2, D, dtype=torch.float64)
+    mapped = torch.vmap(lambda values: torch.func.functional_call(model, {"spectrum_l0": values}, (x,)))
+    torch.testing.assert_close(mapped(p.unsqueeze(0))[0][0], model(x)[0].detach(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 6])], ids=["", "lengths"])
 @pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
 def test_compile(kind: str, lengths: Tensor | None) -> None:

@@ -104,6 +104,20 @@ class FactorizedRNN(Recurrent):
         init_.factorized_(u, spectrum, v, self.init, generator, max_angle=self.max_angle)
         if self.margin is not None:  # s = 1 is p = 0
             nn.init.zeros_(spectrum)
+        self._register_margin()
+
+    def _register_margin(self) -> None:
+        """The margin as a buffer, NaN for None. torch.func stacks the buffers of several models, but not attributes."""
+        value = torch.nan if self.margin is None else self.margin
+        margin = self._tensor("spectrum_l0").detach().new_full((), value)
+        self.register_buffer("margin_of_model", margin, persistent=False)
+
+    def _apply(self, *args: Any, **options: Any) -> FactorizedRNN:
+        super()._apply(*args, **options)
+        margin = self._buffers.get("margin_of_model")
+        if margin is not None:  # a change of the dtype rounds it, and `to_empty` leaves it without a value
+            margin.fill_(torch.nan if self.margin is None else self.margin)
+        return self
 
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
@@ -189,6 +203,7 @@ class FactorizedRNN(Recurrent):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._register_margin()  # still on the meta device after a load with assign=True
         local_metadata, *_, errors = args
         saved = local_metadata.get("spectrum")
         if saved is not None and saved != self._meaning():
@@ -208,7 +223,10 @@ class FactorizedRNN(Recurrent):
         return f"margin={self.margin}" + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
 
     def _spectrum(self, suffix: str) -> Tensor:
-        return functional.spectrum(self._tensor(f"spectrum_{suffix}"), self.margin, self.spectrum_map)
+        p, m = self._tensor(f"spectrum_{suffix}"), self._buffers.get("margin_of_model")
+        if m is not None and torch._C._are_functorch_transforms_active():
+            return torch.where(m.isnan(), p, 1 + m.nan_to_num() * (functional.spectrum(p, 1.0, self.spectrum_map) - 1))
+        return functional.spectrum(p, self.margin, self.spectrum_map)
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         if suffix == "l0":
