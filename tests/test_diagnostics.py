@@ -312,8 +312,8 @@ def new_run(name: str, task: str = "copy", records: list[dict[str, Any]] | None 
 
 
 def test_labels_tell_the_settings_that_differ_and_no_more() -> None:
-    grid = [new_run(f"{T}-{m}", seed=0, T=T, margin=m, lr=0.1 / T) for T in (200, 500) for m in (0.1, None)]
-    assert comparison.differing_settings(grid) == ["T", "margin", "lr"]
+    grid = [new_run(f"{T}-{m}", seed=0, lr=0.1 / T, T=T, margin=m) for T in (200, 500) for m in (0.1, None)]
+    assert comparison.differing_settings(grid) == ["T", "lr", "margin"]
     assert comparison.labels(grid) == [
         "T 200, margin 0.1",
         "T 200, margin none",

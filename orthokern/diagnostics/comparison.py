@@ -8,6 +8,8 @@ from orthokern.commandline import printable
 from orthokern.diagnostics.runs import RunRecord
 from orthokern.errors import unknown_name
 
+# These come first in a label: many defaults, such as learning rates, depend on them.
+_FIRST = ("model", "T")
 # Settings that change how a run is executed, not what it learns. They come last in a label, and only if the other
 # settings of two runs are equal.
 _TECHNICAL: tuple[str, ...] = ("seed", "iterations", "device", "backend", "threads", "preset", "plots")
@@ -24,7 +26,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
         runs: the runs to compare.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    ordered = [name for name in names if name not in _TECHNICAL] + [name for name in _TECHNICAL if name in names]
+    others = [name for name in names if name not in (*_FIRST, *_TECHNICAL)]
+    ordered = [name for name in (*_FIRST, *others, *_TECHNICAL) if name in names]
     values = {name: {setting_text(run, name) for run in runs} for name in ordered}
     return [name for name in ordered if len(values[name]) > 1]
 
