@@ -121,10 +121,8 @@ def cell(row: Row | None) -> str:
 def note_of(rows: Sequence[Row]) -> str:
     if any("gflops" in row["details"] for row in rows):
         return "In parentheses: GFLOP/s, and µs per time step."
-    if any("peer_ms" in row["details"] for row in rows):
-        unit = "µs per time step" if all("T" in row["size"] for row in rows) else "ms"
-        return f"In parentheses: {unit}, theirs / ours."
-    return ""
+    timed = any("peer_ms" in row["details"] for row in rows)
+    return "" if not timed or all("T" in row["size"] for row in rows) else "In parentheses: ms, theirs / ours."
 
 
 def of(results: Results, table: str) -> list[Row]:
@@ -176,16 +174,12 @@ def table5(results: Results) -> list[Table]:
             line += [number(value) if value else "–" for value in (sgd, geodesic)]
             line += [number(row["value"]) for row in (theirs, *ours)]
             line.append(f"{geodesic / sgd:.2f}" if sgd else "–")
-            for row in ours:
-                over, target = row["details"]["over_torch"], row["details"]["target_over_torch"]
-                line.append(f"{over:.2f}{mark(over, target, 'lower')}")
-            target = ours[1]["details"]["target_over_torch"]
-            lines.append([*line, f"{target:g}" if target else "–"])
+            lines.append([*line, *(f"{row['details']['over_torch']:.2f}" for row in ours)])
     if not lines:
         return []
     header = ["hidden, non-linearity", "paper SGD", "paper geoSGD", "torch.nn.RNN, SGD", "RNN, SGD"]
     header += ["factored, geodesic", "composed, geodesic", "paper geoSGD / SGD"]
-    header += ["RNN / torch", "factored / torch", "composed / torch", "target, at most"]
+    header += ["RNN / torch", "factored / torch", "composed / torch"]
     note = (
         "Medians of interleaved rounds, scaled to 1000 iterations. torch.nn.RNN has no linear recurrence: it uses tanh "
         "in both rows of a size. Paper: Vorontsov et al. 2017, Table 5, on a GTX-770. RNN and FactorizedRNN are "
@@ -199,7 +193,7 @@ def speed_summary(results: Results) -> list[Table]:
     """Three modules beside those of torch, for the README."""
     cells = []
     for name, (table, case) in SUMMARY.items():
-        rows = [{**row, "target": None} for row in of(results, table) if row["case"] == case]
+        rows = [row for row in of(results, table) if row["case"] == case]
         some = [next((row for row in rows if size.items() <= row["size"].items()), None) for size in SUMMARY_SIZES]
         cells.append([name, *map(cell, some)])
     here = results["conditions"]
@@ -244,7 +238,6 @@ def support() -> str:
         parts += [f"{letter} up to {most}" for letter, most in served.limits.items()]
         parts += ["chunks of time"] if "chunked" in served.algorithms else []
         parts += [", ".join(served.features)] if served.features else []
-        parts += ["compute capability {}.{} or higher".format(*served.capability)] if served.capability else []
         return "; ".join(parts)
 
     backends = dispatch.BACKENDS
@@ -253,7 +246,9 @@ def support() -> str:
 
 
 def sections(results: Results, link: str) -> dict[str, str]:
-    """The text of every section. `link` is the path of the results file relative to the page."""
+    """The text of every section, without targets, which are for developers. `link` is the path of the results file
+    relative to the page."""
+    results = {**results, "rows": [{**row, "target": None} for row in results["rows"]]}
     contents = {
         "speed-summary": speed_summary(results),
         "speed": speed(results),
