@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from orthokern import _autocast
 from orthokern._decompositions import robust_svd
