@@ -2,7 +2,7 @@
 
 README.md is the site's first page. A link to a file of the repository that is no page of the site becomes plain text.
 Formulas become MathML, which browsers draw by themselves. Pages of results are added to the navigation, and come last
-in a search, behind the pages that explain a term.
+in a search with tutorials, behind the pages that explain a term.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PAGES = {
 }
 IMAGES = (".png", ".svg")
 SMALL = ("images/speed.png", "images/copy_learning.png")  # drawn for a phone
-LAST_IN_SEARCH = ("results/", "changelog", "cpu-", "cuda-", "triton-", "gpu", "testing", "releasing", "contributing")
+LAST_IN_SEARCH = ("tutorials/", "results/", "changelog", "cpu-", "cuda-", "triton-", "gpu", "testing", "releasing")
+LAST_IN_SEARCH += ("contributing",)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<target>[^()\s]+)\)")
 CODE = re.compile(r"^```.*?^```\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
