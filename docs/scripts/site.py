@@ -1,8 +1,8 @@
 """MkDocs hook: pages of the site that lie outside docs/, tutorials with their outputs, and links between them.
 
 README.md is the site's first page. A link to a file of the repository that is no page of the site becomes plain text.
-Formulas become MathML, which browsers draw by themselves. Pages of results are added to the navigation, and come last
-in a search with tutorials, behind the pages that explain a term.
+Formulas become MathML, which browsers draw by themselves. Pages of results are added to the navigation. In a search
+they and the tutorials come behind the pages that explain a term.
 """
 
 from __future__ import annotations
