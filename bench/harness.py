@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
@@ -62,21 +61,6 @@ class Bench:
         row |= {"target": None if self.quick else target, "better": better}
         self.rows.append({**row, "details": {key: _rounded(detail) for key, detail in details.items()}})
 
-    def record_ratio(
-        self,
-        table: str,
-        case: str,
-        size: Size,
-        theirs: Sequence[float],
-        ours: Sequence[float],
-        *,
-        better: str = "higher",
-        **more: Any,
-    ) -> None:
-        """Add a row of a comparison: theirs over ours, or ours over theirs where lower is better."""
-        value = ratio(theirs, ours) if better == "higher" else ratio(ours, theirs)
-        self.record(table, case, size, value, better=better, ms=spread_ms(ours), peer_ms=spread_ms(theirs), **more)
-
     def compare(
         self,
         benchmark: Any,
@@ -88,13 +72,16 @@ class Bench:
         *,
         rounds: int,
         warmup: int = 1,
+        better: str = "higher",
         **more: Any,
     ) -> None:
-        """Time two calls in turns and record the ratio of their times."""
+        """Time two calls in turns and record a row: theirs over ours, or ours over theirs where lower is better."""
         benchmark.group = table
         calls = {"theirs": theirs, "ours": ours}
-        seconds = interleave(benchmark, calls, rounds=self.rounds(rounds), warmup=warmup)
-        self.record_ratio(table, case, size, seconds["theirs"], seconds["ours"], **more)
+        times = interleave(benchmark, calls, rounds=self.rounds(rounds), warmup=warmup)
+        details = {"ms": spread_ms(times["ours"]), "peer_ms": spread_ms(times["theirs"]), **more}
+        pair = ("theirs", "ours") if better == "higher" else ("ours", "theirs")
+        self.record(table, case, size, ratio(*(times[name] for name in pair)), better=better, **details)
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
@@ -220,13 +207,12 @@ def peak_of(command: Sequence[str]) -> int:
     return int(process.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 
-def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
-    """Forward and backward of a recurrent module: the output (the data of a packed one), the gradient of x if it
-    requires one, and those of all parameters."""
+def module_step(module: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward of a recurrent module: the output, the gradient of x if it requires one, and those of all
+    parameters."""
     output = module(x)[0]
-    data = output.data if isinstance(output, PackedSequence) else output
-    variables = [*([x] if isinstance(x, Tensor) and x.requires_grad else []), *module.parameters()]
-    return data.detach(), *torch.autograd.grad(data, variables, cotangent)
+    variables = [*([x] if x.requires_grad else []), *module.parameters()]
+    return output.detach(), *torch.autograd.grad(output, variables, cotangent)
 
 
 def checked_sequences(size: Size) -> Tensor:

@@ -39,8 +39,6 @@ TITLES = {
     "overhead": "One step of one sequence: time of torch's module divided by ours, forward and backward",
     "frozen": "One step of a frozen module: time of its `step`, one sequence, divided by that of torch's module",
     "one sequence": "One sequence: our time divided by that of torch's module",
-    "packed": "Packed batches beside torch: time of torch.nn.RNN divided by ours",
-    "resets": "Sequences that reset: time with `resets` divided by the time without, forward and backward",
     "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
     "copy": "The copy task by its command line: one iteration, and the peak memory of the process",
