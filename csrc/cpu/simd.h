@@ -24,7 +24,7 @@
 #error "compile the CPU kernels with -DORTHOKERN_ISA=<name>"
 #endif
 
-// A multiply-add can take a factor from a lane, so that products need no broadcasts. A test defines it elsewhere.
+// A multiply-add can take a factor from a lane, so that products need no broadcasts.
 #if defined(__aarch64__)
 #define ORTHOKERN_LANE_PRODUCTS 1
 #endif
