@@ -1,18 +1,15 @@
-"""The Markdown files: lines of at most 120 columns, links that resolve, and tables whose rows have all their cells. The
-Notes of the sources: each that is referred to is defined once."""
+"""The Markdown files: links that resolve, an index of all pages, and numbers that are those of their files."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH = 120
 README_LINES, README_WORDS = 110, 900
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a source tree with documentation")
@@ -30,11 +27,9 @@ def prose(path: Path) -> str:
 
 def anchors(path: Path) -> set[str]:
     """Of the headings, as GitHub forms them."""
-    found: set[str] = set()
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE):
-        found.add(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-"))
-    return found
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def unresolved(path: Path) -> list[str]:
@@ -50,16 +45,6 @@ def unresolved(path: Path) -> list[str]:
     return found
 
 
-def test_lines_fit() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
-        for path in documents()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > WIDTH and not line.lstrip().startswith("|")
-    ]
-    assert not long, f"lines of at most {WIDTH} columns, tables excepted:\n" + "\n".join(long)
-
-
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= README_LINES and len(text.split()) <= README_WORDS
@@ -67,22 +52,6 @@ def test_the_readme_is_short() -> None:
 
 def test_relative_links_resolve() -> None:
     broken = [f"{path.relative_to(ROOT)}: {target}" for path in documents() for target in unresolved(path)]
-    assert not broken, "\n".join(broken)
-
-
-def ragged(text: str) -> list[str]:
-    """The first lines of tables that have no rows, or rows of different numbers of cells."""
-    found = []
-    for table in re.findall(r"(?:^\|.*\n)+", text + "\n", flags=re.MULTILINE):
-        rows = re.sub(r"`[^`\n]*`", "code", table).splitlines()
-        widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
-        if len(rows) < 3 or len(widths) > 1:
-            found.append(rows[0])
-    return found
-
-
-def test_tables_are_complete() -> None:
-    broken = [f"{path.relative_to(ROOT)}: {first}" for path in documents() for first in ragged(path.read_text())]
     assert not broken, "\n".join(broken)
 
 
@@ -108,23 +77,3 @@ def test_the_plot_of_speed_shows_rows_of_the_results_that_the_readme_names(monke
     rows = json.loads((ROOT / path).read_text())["rows"]
     ratios = [plots.ratio(rows, bar) for bars in plots.GROUPS.values() for bar in bars]
     assert min(ratios) < 1 < max(ratios), "rows in which torch is faster are shown too"
-
-
-NOTED = {"orthokern", "triton_kernels", "csrc", "tests", "bench", "docs"}
-NOTE = re.compile(r"Note \[([^\]]+)\]")
-
-
-def notes(text: str) -> tuple[list[str], set[str]]:
-    """The names of the Notes that a source defines, each on a line of its own, and of those that it refers to."""
-    defined = re.findall(r"^\s*(?:#|//)?\s*Note \[([^\]\n]+)\]\s*$", text, flags=re.MULTILINE)
-    one_line = re.sub(r"\n\s*(?:#|//)?\s*", " ", text)
-    return defined, {name for name in NOTE.findall(one_line)}
-
-
-def test_every_note_that_is_referred_to_is_defined_once() -> None:
-    kinds = {".py", ".h", ".cuh", ".cpp", ".cu", ".md"}
-    paths = [path for folder in NOTED for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
-    found = [notes(path.read_text()) for path in paths if path != Path(__file__)]
-    counts = Counter(name for defined, _ in found for name in defined)
-    wrong = {name: counts[name] for _, referred in found for name in referred if counts[name] != 1}
-    assert not wrong, f"definitions of Notes (exactly one is needed): {wrong}"

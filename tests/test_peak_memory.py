@@ -1,8 +1,4 @@
-"""Calls of many lengths need the memory of the longest, and work that is done in parts that of a few parts.
-
-The allocator of the C library can make the latter that of all parts: where a small result is kept after each part, the
-next part no longer fits into the memory of the last one.
-"""
+"""Calls of many lengths need the memory of the longest."""
 
 from __future__ import annotations
 
@@ -14,30 +10,6 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import resource
-import sys
-
-import torch
-
-from orthokern._products import norms_of_steps
-from orthokern.ops.modal.loss import _hits
-
-torch.set_num_threads(2)
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-if sys.argv[1] == "hits":  # logits of 400 MB
-    rows, readout, target = torch.randn(100_000, 16), torch.randn(1000, 16), torch.randint(0, 1000, (100_000,))
-    work = lambda n: _hits(rows[:n], readout, None, target[:n])
-else:  # 400 MB in float64
-    values = torch.ones(8000, 50, 128)
-    work = lambda n: norms_of_steps(values[:n])
-work(10)
-before = peak()
-work(None)
-print((peak() - before) // 1024)
-"""
-
-
-LENGTHS = """
 import resource
 
 import torch
@@ -63,22 +35,11 @@ print((peak() - before) // 1024)
 """
 
 
-def growth(program: str, *arguments: str) -> int:
-    """The MB that a program prints."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=kept)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit on other systems")
-@pytest.mark.parametrize("what", ["hits", "norms"])
-def test_parts_share_their_memory(what: str) -> None:
-    assert growth(PROGRAM, what) < 150
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit on other systems")
 def test_a_thousand_lengths_need_the_memory_of_the_longest() -> None:
-    assert growth(LENGTHS) < 4
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=kept)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 4  # MB

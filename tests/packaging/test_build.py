@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import platform
 import re
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,6 +59,12 @@ def probe(checkout: Path) -> tuple[dict[str, Any], tuple[str, str, int]]:
     return info, tuple(answer)
 
 
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
 def error_line(run: subprocess.CompletedProcess[str]) -> str:
     """The one line that a failed build prints as its own."""
     assert run.returncode != 0
@@ -80,23 +84,6 @@ def built(make_checkout: Callable[[], Path]) -> Path:
     run = build(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     return checkout
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """setup.py as a module; its ``setup()`` call is under ``__main__``."""
-    spec = importlib.util.spec_from_file_location("orthokern_setup_script", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_windows_is_refused_before_anything_is_looked_for(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script.sys, "platform", "win32")
-    with pytest.raises(SystemExit, match="^orthokern: error: Windows is not supported; use WSL$"):
-        script.NinjaBuild.run(None)
 
 
 def test_build_information(built: Path) -> None:
@@ -128,9 +115,7 @@ def test_a_second_build_compiles_what_changed(built: Path) -> None:
 
 
 def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(FAKE_NVCC)
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    nvcc = executable(tmp_path / "nvcc", FAKE_NVCC)
     source = built / "csrc/cuda/probe.cu"
     source.parent.mkdir()
     source.write_text('const char* cuda_probe() { return "cuda"; }\n')
@@ -144,28 +129,23 @@ def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
 
         run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS="9.0;70")
         assert "does not know '70', accepted is a list as 80;90 of 80, 90" in error_line(run)
-        run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS=";")
-        assert "ORTHOKERN_CUDA_ARCHS=';' names no compute capability; accepted is a list as 80;90" in error_line(run)
     finally:
         source.unlink()
-
-
-def test_no_compiler(built: Path) -> None:
-    line = error_line(build(built, CXX="no-such-compiler"))
-    assert "no C++17 compiler found (tried no-such-compiler)" in line
+    run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc))
+    assert "ORTHOKERN_CUDA=1 asks for the CUDA kernels, but this version has no CUDA kernels" in error_line(run)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        *((name, 'c++ "', "No closing quotation; accepted is text that") for name in ("CXX", "CXXFLAGS", "LDFLAGS")),
-        ("ORTHOKERN_CUDA", "yes", "accepted are auto"),
-        ("MAX_JOBS", "0", "accepted is a whole number, 1 or more"),
-        ("MAX_JOBS", "two", "accepted is a whole number, 1 or more"),
+        ("CXX", "no-such-compiler", "no C++17 compiler found (tried no-such-compiler)"),
+        ("CXXFLAGS", 'c++ "', "CXXFLAGS='c++ \"': No closing quotation; accepted is text that"),
+        ("ORTHOKERN_CUDA", "yes", "ORTHOKERN_CUDA='yes': accepted are auto"),
+        ("MAX_JOBS", "0", "MAX_JOBS='0': accepted is a whole number, 1 or more"),
     ],
 )
 def test_bad_settings(built: Path, name: str, value: str, message: str) -> None:
-    assert f"{name}='{value}': {message}" in error_line(build(built, **{name: value}))
+    assert message in error_line(build(built, **{name: value}))
 
 
 def test_compiler_error(built: Path) -> None:
@@ -178,44 +158,9 @@ def test_compiler_error(built: Path) -> None:
         header.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("mode", "nvcc", "sources", "outcome"),
-    [
-        ("0", True, True, "switched off by ORTHOKERN_CUDA=0"),
-        ("auto", False, True, "nvcc not found"),
-        ("auto", True, False, "this version has no CUDA kernels"),
-        ("1", False, True, "ORTHOKERN_CUDA=1 asks for the CUDA kernels, but nvcc not found"),
-        ("1", True, False, "ORTHOKERN_CUDA=1 asks for the CUDA kernels, but this version has no CUDA kernels"),
-    ],
-)
-def test_cuda_rule_without_cuda(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str, nvcc: bool, sources: bool, outcome: str
-) -> None:
-    monkeypatch.setenv("ORTHOKERN_CUDA", mode)
-    monkeypatch.setattr(script.Cuda, "find_nvcc", staticmethod(lambda: "nvcc" if nvcc else None))
-    units = [Path("csrc/cuda/probe.cu")] if sources else []
-    if mode == "1":
-        with pytest.raises(SystemExit, match=outcome):
-            script.Cuda.find(units)
-    else:
-        cuda = script.Cuda.find(units)
-        assert cuda.nvcc is None and cuda.reason.startswith(outcome)
-
-
-@pytest.mark.parametrize(
-    ("archs", "ptx"), [("80 90 100", "100"), ("100 80 90", "100"), ("80 90a", "80"), ("100f 90a", "100f"), ("80", "80")]
-)
-def test_ptx_is_that_of_the_highest_architecture(script: ModuleType, archs: str, ptx: str) -> None:
-    """In whatever order they are asked for; PTX of 90a runs on no later GPU."""
-    flags = script.Cuda("nvcc", archs.split(), "").gencode()
-    assert flags[:-1] == [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs.split()]
-    assert flags[-1] == f"-gencode=arch=compute_{ptx},code=compute_{ptx}"
-
-
-def test_instruction_sets_that_the_compiler_refuses(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(script, "compiles", lambda command, flags, source: "-mavx512f" not in flags)
-    assert script.Toolchain.probe_isas(["c++"], "x86_64-linux-gnu") == ["baseline", "avx2"]
-    assert "no kernels for avx512" in capsys.readouterr().out
-    assert script.Toolchain.probe_isas(["c++"], "aarch64-apple-darwin23") == ["baseline"]
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set")
+def test_instruction_sets_that_the_compiler_refuses(built: Path, tmp_path: Path) -> None:
+    compiler = executable(tmp_path / "c++", '#!/bin/sh\ncase "$*" in *-mavx512f*) exit 1;; esac\nexec c++ "$@"\n')
+    run = build(built, CXX=str(compiler))
+    assert run.returncode == 0 and "no kernels for avx512" in run.stdout
+    assert probe(built)[0]["isas"] == ["baseline", "avx2"]
