@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import GruProblem, call_functional, leaf_tensors, scan_problem
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-from orthokern import functional
+from orthokern import dispatch, functional
 
 T, B, N = 5, 2, 7
 LENGTHS, RESETS = torch.tensor([5, 3]), torch.rand(T, B) < 0.3
@@ -73,3 +74,16 @@ def test_saved_tensors_that_hooks_round(name: str, dtype: torch.dtype) -> None:
 
     expected, actual = found(rounded), found(lambda t: t.to(dtype) if t.is_floating_point() else t)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_activation_checkpointing(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward runs the forward again while it hands out what was saved: that has to be recorded."""
+    monkeypatch.setattr(dispatch, "_process_default", backend)
+    given, function = cases()[name]
+    tensors = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in given]
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    expected = torch.autograd.grad(function(*tensors).square().sum(), wanted)
+    again = torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again.square().sum(), wanted), expected, rtol=0, atol=0)

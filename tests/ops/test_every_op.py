@@ -1,27 +1,17 @@
-"""What holds for several ops at once: that they are built, torch.compile, half precision.
+"""What holds for several ops at once: torch.compile, half precision.
 
 The opcheck of an op is in the file of the op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.utils.checkpoint
-from helpers import SCANS, GruProblem, call_functional, compiled, gradients, leaf_tensors, scan_problem
+from helpers import call_functional, compiled, gradients, scan_problem
 from torch import Tensor
 
-from orthokern import InputError, cpu, dispatch, functional, ops
+from orthokern import InputError, dispatch, functional
 from orthokern.ops._taps import tap
-
-
-def test_the_scans_and_the_cayley_step_have_cpu_kernels() -> None:
-    built = [op for op in ops.NAMES if getattr(ops, op).SUPPORT["cpu"].missing is None]
-    assert set(built) >= {*SCANS, "cayley"}
-    for op in built if cpu.AVAILABLE else ():
-        assert dispatch.absence(op, "cpu") is None, op
 
 
 def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,29 +57,6 @@ def test_compiled_code_checks_values_too() -> None:
         run(problem, list(problem.inputs()), lengths=torch.tensor([3, 9]))
     with pytest.raises(InputError, match="m holds 16 NaN or infinite values of 16"):
         compiled(functional.cayley)(torch.full((4, 4), torch.nan), torch.zeros(4, 4), 0.1)
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_activation_checkpointing(backend: str | None) -> None:
-    """Its backward runs the forward again while it hands out what was saved: that has to be recorded."""
-    scan, gru = scan_problem("factored_scan", B=2, T=5, N=4, inputs="features"), GruProblem.random("kanai", 5, 2, 4)
-    target = torch.tensor([0, 2, 1])
-    cases: list[tuple[list[Tensor | None], Callable[..., Tensor]]] = [
-        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), backend=backend)),
-        (leaf_tensors(scan), lambda *given: call_functional(scan, list(given), checkpoint_every=2, backend=backend)),
-        ([gru.x, gru.w], lambda x, w: functional.gru_scan(x, w, backend=backend)),
-        ([torch.randn(3, 4)], lambda x: functional.activation(x, "relu", backend=backend)),
-        ([torch.randn(4, 4)], lambda x: functional.skew_exp(x, backend=backend)),
-        ([torch.randn(3, 4)], lambda x: functional.linear_cross_entropy(x, x, None, target, backend=backend)),
-    ]
-    for given, function in cases:
-        wanted = [t.detach().requires_grad_() for t in given if t is not None]
-        given = [None if t is None else wanted.pop(0) for t in given]
-        wanted = [t for t in given if t is not None]
-        expected = torch.autograd.grad(function(*given).square().sum(), wanted)
-        again = torch.utils.checkpoint.checkpoint(function, *given, use_reentrant=False)
-        for a, e in zip(torch.autograd.grad(again.square().sum(), wanted), expected, strict=True):
-            assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,6 +19,8 @@ from orthokern.ops.activations import NAMES
 
 KINDS = ("dense", "features", "tokens")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
+LENGTHS = torch.tensor([4, 2, 3])
+RESETS = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 0]]).bool()
 
 
 class Case:
@@ -33,7 +35,6 @@ class Case:
         self.call, self.inputs, self.cotangent = call, inputs, cotangent
         self.where = [i for i, t in enumerate(inputs) if t is not None and t.is_floating_point()]
         self.leaves = [inputs[i].detach().requires_grad_() for i in self.where]  # type: ignore[union-attr]
-        self.plain = tuple(leaf.detach() for leaf in self.leaves)
 
     def __call__(self, *leaves: Tensor, backend: str | None = None) -> Tensor:
         given = list(self.inputs)
@@ -41,106 +42,48 @@ class Case:
             given[i] = leaf
         return self.call(*given, backend=backend)
 
-    def loss(self, *leaves: Tensor) -> Tensor:
-        return (self(*leaves) * self.cotangent).square().sum()
-
-    def reference_loss(self, *leaves: Tensor) -> Tensor:
-        return (self(*leaves, backend="reference") * self.cotangent).square().sum()
+    def loss(self, *leaves: Tensor, backend: str | None = None) -> Tensor:
+        return (self(*leaves, backend=backend) * self.cotangent).square().sum()
 
 
-def scan_case(op: str, activation: str, inputs: str, *, gap: float = 1e-3, **options: Any) -> Case:
-    """T = 4, B = 3, N = 5 (oplu 6), K = 3; options: of the functional; resets: RESETS, from a state that is a leaf."""
+def scan_case(op: str, activation: str, inputs: str, **options: Any) -> Case:
+    """T = 4, B = 3, N = 5 (oplu 6), K = 3; options: of the functional; with resets, from a state that is a leaf."""
     K = {"K": 3} if op == "factored_scan" else {}
     N = 6 if activation == "oplu" else 5
-    problem = scan_problem(op, B=3, T=4, N=N, D=2, activation=activation, inputs=inputs, gap=gap, **K)
-    count = len(problem.matrices)
-    if "resets" in options:
-        options["resets"] = torch.tensor(RESETS).bool()
-
-    def call(x: Tensor, *rest: Tensor | None, backend: str | None) -> Tensor:
-        h0, weight, bias, act_param, *reset_state = rest[count:]
-        kwargs = {"weight": weight, "bias": bias, "act_param": act_param, "backend": backend, **options}
-        if reset_state:
-            kwargs["reset_state"] = reset_state[0]
-        if activation == "leaky_relu":
-            kwargs["act_param"] = problem.act_param  # is not learned
-        function = getattr(functional, op)
-        if op == "factored_scan":
-            return function(x, *rest[:count], h0=h0, activation=activation, **kwargs)
-        return function(x, *rest[:count], h0, activation=activation, **kwargs)
-
-    given = list(problem.inputs())
-    if activation == "leaky_relu":
-        given[-1] = None
+    problem = scan_problem(op, B=3, T=4, N=N, D=2, activation=activation, inputs=inputs, gap=1e-3, **K)
+    fixed = problem.act_param if activation == "leaky_relu" else None  # which is not learned
+    given = [None if t is fixed else t for t in problem.inputs()]
     if "resets" in options:
         given.append(torch.randn(3, N, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
+
+    def call(x: Tensor, *rest: Tensor | None, backend: str | None) -> Tensor:
+        matrices, others = rest[: len(problem.matrices)], rest[len(problem.matrices) :]
+        names = ("h0", "weight", "bias", "act_param", "reset_state")
+        more = {name: t for name, t in zip(names, others, strict=False) if t is not None}
+        if fixed is not None:
+            more["act_param"] = fixed
+        return getattr(functional, op)(x, *matrices, activation=activation, backend=backend, **more, **options)
+
     return Case(call, given, problem.grad_hs)
 
 
-def gru_case(variant: str, lengths: Tensor | None, *, resets: bool = False, state: bool = True) -> Case:
+def gru_case(variant: str, lengths: Tensor | None = None, *, resets: bool = False, state: bool = True) -> Case:
     """resets: RESETS, from a state that is a leaf, or without `state` from zeros."""
     problem = GruProblem.random(variant, 4, 3, 3, bias=lengths is None)
-    cuts = {"lengths": lengths, "resets": torch.tensor(RESETS).bool() if resets else None}
     given = [problem.x, problem.w, problem.h0, problem.bias]
+    options: dict[str, Any] = {"lengths": lengths, "resets": RESETS if resets else None, "variant": variant}
     if resets and state:
         given.append(problem.h0.flip(0) / 2)
 
     def call(x: Tensor, w: Tensor, h0: Tensor, bias: Tensor | None, *state: Tensor, backend: str | None) -> Tensor:
-        options: dict[str, Any] = {
-            **cuts,
-            "reset_state": state[0] if state else torch.zeros_like(h0) if resets else None,
-        }
-        return functional.gru_scan(x, w, h0=h0, bias=bias, variant=variant, backend=backend, **options)
+        reset_state = state[0] if state else torch.zeros_like(h0) if resets else None
+        return functional.gru_scan(x, w, h0=h0, bias=bias, backend=backend, reset_state=reset_state, **options)
 
     return Case(call, given, problem.grad_hs)
 
 
-LENGTHS = torch.tensor([4, 2, 3])
-RESETS = [[0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 0]]
-SCAN_CASES = [
-    pytest.param(op, activation, KINDS[(i + j) % 3], LENGTHS if (i + j) % 2 else None, id=f"{op}-{activation}")
-    for i, op in enumerate(SCANS)
-    for j, activation in enumerate(NAMES)
-]
-
-
-# ------------------------------------------------------------------------------------------------------ double backward
-
-
-@pytest.mark.parametrize(("op", "activation", "inputs", "lengths"), SCAN_CASES)
-def test_double_backward_and_forward_mode_of_the_scans(
-    op: str, activation: str, inputs: str, lengths: Tensor | None
-) -> None:
-    case = scan_case(op, activation, inputs, lengths=lengths, checkpoint_every=0 if lengths is None else 3)
-    assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
-    assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
-
-
-@pytest.mark.parametrize("variant", ["kanai", "torch"])
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "lengths"])
-@pytest.mark.parametrize(("resets", "state"), [(False, False), (True, True), (True, False)])
-def test_gru(variant: str, lengths: Tensor | None, resets: bool, state: bool) -> None:
-    case = gru_case(variant, lengths, resets=resets, state=state)
-    assert gradcheck(case, case.leaves, check_forward_ad=True)
-    assert gradgradcheck(case, case.leaves, check_fwd_over_rev=True)
-    for actual, expected in zip(second_gradients(case, None), second_gradients(case, "reference"), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("activation", ["tanh", "modrelu", "prelu"])
-def test_resets(op: str, activation: str) -> None:
-    """With lengths together, and with a message clip against the reference."""
-    case = scan_case(op, activation, "features", resets=True, lengths=LENGTHS)
-    assert gradcheck(case, case.leaves, fast_mode=True, check_forward_ad=True)
-    assert gradgradcheck(case, case.leaves, fast_mode=True, check_fwd_over_rev=True)
-    case = scan_case(op, activation, "features", resets=True, message_clip=0.5)
-    for actual, expected in zip(second_gradients(case, None), second_gradients(case, "reference"), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def second_gradients(case: Case, backend: str | None) -> list[Tensor]:
-    """Of a weighted sum of the first gradients; zeros where it does not depend on a leaf."""
+    """The first gradients, and those of a weighted sum of them; zeros where it does not depend on a leaf."""
     loss = (case(*case.leaves, backend=backend) * case.cotangent).sum()
     first = torch.autograd.grad(loss, case.leaves, create_graph=True)
     generator = torch.Generator().manual_seed(1)
@@ -150,37 +93,69 @@ def second_gradients(case: Case, backend: str | None) -> list[Tensor]:
     return [*(g.detach() for g in first), *found]
 
 
+def scan_cases() -> dict[str, Case]:
+    """Both scans with every activation; every kind of input, with lengths and checkpoints, and without."""
+    cases = {}
+    for i, op in enumerate(SCANS):
+        for j, activation in enumerate(NAMES):
+            options = {"lengths": LENGTHS, "checkpoint_every": 3} if (i + j) % 2 else {}
+            cases[f"{op}-{activation}"] = scan_case(op, activation, KINDS[(i + j) % 3], **options)
+        for activation in ("tanh", "modrelu", "prelu"):
+            options = {"resets": RESETS, "lengths": LENGTHS}
+            cases[f"{op}-{activation}-resets"] = scan_case(op, activation, "features", **options)
+    return cases
+
+
+def gru_cases() -> dict[str, Case]:
+    return {
+        f"gru-{variant}-{'lengths' if lengths is not None else 'whole'}-{resets}": gru_case(variant, lengths, **options)
+        for variant in ("kanai", "torch")
+        for lengths in (None, LENGTHS)
+        for resets, options in {
+            "no resets": {},
+            "resets": {"resets": True},
+            "resets to zeros": {"resets": True, "state": False},
+        }.items()
+    }
+
+
+SCAN_CASES, GRU_CASES = scan_cases(), gru_cases()
+
+
+@pytest.mark.parametrize("name", [*SCAN_CASES, *GRU_CASES])
+def test_double_backward_and_forward_mode(name: str) -> None:
+    case, fast = {**SCAN_CASES, **GRU_CASES}[name], name in SCAN_CASES
+    assert gradcheck(case, case.leaves, fast_mode=fast, check_forward_ad=True)
+    assert gradgradcheck(case, case.leaves, fast_mode=fast, check_fwd_over_rev=True)
+
+
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_message_clip(op: str, activation: str) -> None:
     """Reverse over reverse clips the messages of the second backward too, so finite differences are not the measure:
     the reference's autograd is. Some messages are clipped, some are not."""
-    case = scan_case(op, activation, "features", message_clip=0.5, lengths=LENGTHS)
-    expected = second_gradients(case, "reference")
-    for actual, e in zip(second_gradients(case, None), expected, strict=True):
-        torch.testing.assert_close(actual, e)
-    free = second_gradients(scan_case(op, activation, "features", lengths=LENGTHS), "reference")
-    assert not all(torch.equal(a, b) for a, b in zip(expected, free, strict=True))
+    for options in ({"lengths": LENGTHS}, {"resets": RESETS}):
+        case = scan_case(op, activation, "features", message_clip=0.5, **options)
+        expected = second_gradients(case, "reference")
+        torch.testing.assert_close(second_gradients(case, None), expected)
+        free = second_gradients(scan_case(op, activation, "features", **options), "reference")
+        assert not all(torch.equal(a, b) for a, b in zip(expected, free, strict=True))
 
 
 @pytest.mark.parametrize("op", SCANS)
 def test_padding_is_not_read(op: str) -> None:
     """NaN in x and in the cotangent there reaches neither a second derivative nor a tangent."""
-    case = scan_case(op, "tanh", "features", lengths=LENGTHS)
+    case, poisoned = (scan_case(op, "tanh", "features", lengths=LENGTHS) for _ in range(2))
     padding = torch.arange(4)[:, None] >= LENGTHS
-    poisoned = scan_case(op, "tanh", "features", lengths=LENGTHS)
     with torch.no_grad():
         poisoned.leaves[0][padding] = float("nan")
         poisoned.cotangent[padding] = float("nan")
-    expected = second_gradients(case, None)
-    x_at = (0, len(case.leaves))  # the first and the second gradient of x
-    for i, (a, e) in enumerate(zip(second_gradients(poisoned, None), expected, strict=True)):
-        if i in x_at:
-            assert not a[padding].any()
-        torch.testing.assert_close(a, e)
-    directions = tuple(torch.ones_like(leaf) for leaf in case.plain)
-    tangent = torch.func.jvp(poisoned, tuple(leaf.detach() for leaf in poisoned.leaves), directions)[1]
-    torch.testing.assert_close(tangent, torch.func.jvp(case, case.plain, directions)[1])
+    results = second_gradients(poisoned, None)
+    torch.testing.assert_close(results, second_gradients(case, None))
+    assert not results[0][padding].any() and not results[len(case.leaves)][padding].any()
+    directions = tuple(map(torch.ones_like, case.leaves))
+    tangent, expected = (torch.func.jvp(each, tuple(each.leaves), directions)[1] for each in (poisoned, case))
+    torch.testing.assert_close(tangent, expected)
 
 
 def test_other_ops() -> None:
@@ -191,12 +166,14 @@ def test_other_ops() -> None:
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     target = torch.tensor([0, 2, 4, 1])
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        reduction = "sum" if bias is None else "mean"
+        return functional.linear_cross_entropy(hidden, weight, bias, target, reduction=reduction)
+
     cases: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
-        (lambda h, w, b: functional.linear_cross_entropy(h, w, b, target), [normal(4, 3), normal(5, 3), normal(5)]),
-        (
-            lambda h, w: functional.linear_cross_entropy(h, w, None, target, reduction="sum"),
-            [normal(4, 3), normal(5, 3)],
-        ),
+        (loss, [normal(4, 3), normal(5, 3), normal(5)]),
+        (loss, [normal(4, 3), normal(5, 3)]),
         (functional.skew_exp, [normal(3, 3)]),
     ]
     for name in NAMES:
@@ -213,53 +190,39 @@ def test_other_ops() -> None:
             assert gradgradcheck(function, leaves, fast_mode=True, check_fwd_over_rev=True)
 
 
-# ------------------------------------------------------------------------------------------ forward mode and torch.func
+TRANSFORMED = {
+    "dense_scan-tanh": scan_case("dense_scan", "tanh", "tokens", lengths=LENGTHS),
+    "factored_scan-prelu": scan_case("factored_scan", "prelu", "dense", resets=RESETS),
+    "gru-kanai": gru_case("kanai", LENGTHS),
+    "gru-torch-resets": gru_case("torch", LENGTHS, resets=True),
+}
 
 
-KINDS_OF_CALLS = [
-    pytest.param(lambda: scan_case("dense_scan", "tanh", "tokens", lengths=LENGTHS), id="dense_scan-tanh"),
-    pytest.param(lambda: scan_case("factored_scan", "prelu", "dense", resets=True), id="factored_scan-prelu"),
-    pytest.param(lambda: scan_case("dense_scan", "oplu", "features", lengths=LENGTHS), id="dense_scan-oplu"),
-    pytest.param(lambda: gru_case("kanai", LENGTHS), id="gru-kanai"),
-    pytest.param(lambda: gru_case("torch", None), id="gru-torch"),
-    pytest.param(lambda: gru_case("kanai", None, resets=True), id="gru-kanai-resets"),
-    pytest.param(lambda: gru_case("torch", LENGTHS, resets=True), id="gru-torch-resets"),
-]
-
-
-@pytest.mark.parametrize("make", KINDS_OF_CALLS)
-def test_torch_func(make: Callable[[], Case]) -> None:
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_torch_func(name: str) -> None:
     """Hessians in every mixture of the two modes, and vmap inside and outside."""
-    case = make()
-    every = tuple(range(len(case.plain)))
-    expected = torch.func.hessian(case.reference_loss, every)(*case.plain)
+    case = TRANSFORMED[name]
+    plain = tuple(leaf.detach() for leaf in case.leaves)
+    every = tuple(range(len(plain)))
+
+    def reference(*leaves: Tensor) -> Tensor:
+        return case.loss(*leaves, backend="reference")
+
+    expected = torch.func.hessian(reference, every)(*plain)
     rev, fwd = torch.func.jacrev, torch.func.jacfwd
     for outer, inner in ((fwd, rev), (rev, rev), (rev, fwd), (fwd, fwd)):
-        found = outer(inner(case.loss, every), every)(*case.plain)
-        torch.testing.assert_close(found, expected, msg=lambda m, o=outer, i=inner: f"{o.__name__} {i.__name__}: {m}")
+        torch.testing.assert_close(outer(inner(case.loss, every), every)(*plain), expected)
 
-    several = [torch.stack([leaf, 1.1 * leaf]) for leaf in case.plain]
+    several = [torch.stack([leaf, 1.1 * leaf]) for leaf in plain]
     for dims in ((0,) * len(every), (0,) + (None,) * (len(every) - 1)):
-        given = [many if dim == 0 else one for many, one, dim in zip(several, case.plain, dims, strict=True)]
-        found = torch.func.vmap(torch.func.grad(case.loss, every), dims)(*given)
-        wanted = torch.func.vmap(torch.func.grad(case.reference_loss, every), dims)(*given)
+        given = [many if dim == 0 else one for many, one, dim in zip(several, plain, dims, strict=True)]
+        found, wanted = (torch.func.vmap(torch.func.grad(f, every), dims)(*given) for f in (case.loss, reference))
         torch.testing.assert_close(found, wanted)
 
     with torch.no_grad():  # outside; derivatives are taken inside all the same
-        found = torch.func.hessian(case.loss)(*case.plain)
-    torch.testing.assert_close(found, expected[0][0])
-
-    def total(*leaves: Tensor) -> Tensor:
-        return torch.func.vmap(case.loss)(*leaves).sum()
-
-    found = torch.func.grad(total, every)(*several)
-    for i, many in enumerate(found):
-        for r in range(2):
-            at = [leaf[r] for leaf in several]
-            torch.testing.assert_close(many[r], torch.func.grad(case.reference_loss, i)(*at))
-
-
-# ---------------------------------------------------------------------------------------------- what stays as it was
+        torch.testing.assert_close(torch.func.hessian(case.loss)(*plain), expected[0][0])
+    found = torch.func.grad(lambda *leaves: torch.func.vmap(case.loss)(*leaves).sum(), every)(*several)
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(reference, every))(*several))
 
 
 def test_a_tap_sees_one_backward() -> None:
@@ -285,12 +248,13 @@ def test_what_has_no_second_derivative_says_so() -> None:
 
     x, w = torch.randn(6, 2, 4), torch.randn(4, 4).requires_grad_()
     readout, target = torch.randn(3, 4), torch.zeros(6, 2, dtype=torch.int64)
-    loss = functional.scan_cross_entropy(x, (w,), readout, target, activation="identity", algorithm="modal")[0]
+    losses = {
+        algorithm: functional.scan_cross_entropy(x, (w,), readout, target, activation="identity", algorithm=algorithm)
+        for algorithm in ("modal", "sequential")
+    }
     with pytest.raises(RuntimeError, match=f"the modal form {line}algorithm='sequential'"):
-        torch.autograd.grad(loss, w, create_graph=True)
-    torch.autograd.grad(loss, w)
-    loss = functional.scan_cross_entropy(x, (w,), readout, target, activation="identity", algorithm="sequential")[0]
-    (first,) = torch.autograd.grad(loss, w, create_graph=True)
+        torch.autograd.grad(losses["modal"].loss, w, create_graph=True)
+    (first,) = torch.autograd.grad(losses["sequential"].loss, w, create_graph=True)
     assert torch.autograd.grad(first.square().sum(), w)[0].any()
 
     lstm = PeepholeLSTM(4, 3)
