@@ -41,7 +41,6 @@ def cpu_leaf(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     ("available", "device", "dtype", "package"),
     [
         (True, "cpu", torch.float32, "cpu"),
-        (True, "cpu", torch.float64, "cpu"),
         (True, "cpu", torch.bfloat16, "reference"),
         (True, "meta", torch.float32, "reference"),
         (False, "cpu", torch.float32, "reference"),
@@ -58,25 +57,12 @@ def test_auto_takes_the_cpu_kernels_where_they_serve(
 
 def test_an_explicit_backend_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_leaf(monkeypatch, False)
-    with pytest.raises(BackendUnavailable) as error:
-        dispatch.resolve("factored_scan", "cpu", device=CPU, dtype=torch.float32)
-    message = str(error.value)
-    assert "\n" not in message
-    assert message.startswith("backend 'cpu' cannot serve factored_scan (float32 on cpu): ")
-    for part in (
-        "cuda: ",  # these reasons depend on the build and on the machine
-        "triton: ",
-        "cpu: the native module was not built (no compiler)",
-        "reference: can serve this call",
-    ):
-        assert part in message
-
-
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_public_functions_pass_the_refusal_on(backend: str) -> None:
     x, u = torch.zeros(2, 1, 3), torch.eye(3)
-    with pytest.raises(BackendUnavailable, match=f"backend '{backend}' cannot serve"):
-        functional.factored_scan(x, u, torch.ones(3), u, backend=backend)
+    reasons = r"cuda: .*triton: .*cpu: the native module was not built \(no compiler\); reference: can serve this call"
+    with pytest.raises(
+        BackendUnavailable, match=f"^backend 'cpu' cannot serve factored_scan .float32 on cpu.*{reasons}"
+    ):
+        functional.factored_scan(x, u, torch.ones(3), u, backend="cpu")
     with pytest.raises(BackendUnavailable, match="reference: algorithm is chunked, it serves sequential"):
         functional.factored_scan(x, u, torch.ones(3), u, activation="identity", algorithm="chunked", backend="auto")
 
@@ -93,63 +79,38 @@ def test_wrong_dtype_and_device_are_reasons(monkeypatch: pytest.MonkeyPatch) -> 
         dispatch.resolve("cayley", device=CPU, dtype=torch.bfloat16)
 
 
-def test_limits_are_compared_with_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_and_features_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_leaf(monkeypatch, True)
-    table = {
-        **ops.factored_scan.SUPPORT,
-        "cpu": Support(devices=("cpu",), dtypes=(torch.float32,), limits={"N": 512, "K": 64}),
-    }
-    monkeypatch.setitem(dispatch._tables, "factored_scan", table)
-
-    def resolve(backend: str, **facts: int) -> Any:
-        return dispatch.resolve("factored_scan", backend, device=CPU, dtype=torch.float32, **facts)
-
-    assert resolve("auto", N=512, K=64).__name__.startswith("orthokern.cpu.")
-    assert resolve("auto", N=768, K=64).__name__ == "orthokern.reference.factored_scan"
-    assert resolve("auto", N=512, K=64).__name__.startswith("orthokern.cpu.")  # the refusal was that call's own
-    with pytest.raises(BackendUnavailable, match="cpu: N=768 > 512 and K=100 > 64"):
-        resolve("cpu", N=768, K=100)
-    assert "cpu: cpu; float32, N up to 512, K up to 64 (factored_scan)" in dispatch.explain()
-
-
-def test_an_argument_that_a_backend_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_leaf(monkeypatch, True)
-    row = Support(devices=("cpu",), dtypes=(torch.float32,), features=("message_clip",))
+    limits = {"N": 512, "K": 64}
+    row = Support(devices=("cpu",), dtypes=(torch.float32,), features=("message_clip",), limits=limits)
     monkeypatch.setitem(dispatch._tables, "dense_scan", {**ops.dense_scan.SUPPORT, "cpu": row})
 
-    def resolve(backend: str, *features: str) -> Any:
-        return dispatch.resolve("dense_scan", backend, device=CPU, dtype=torch.float32, features=features)
+    def backend(name: str, *features: str, **facts: int) -> str:
+        call = {"device": CPU, "dtype": torch.float32, "features": features, **facts}
+        return str(dispatch.resolve("dense_scan", name, **call).__name__.split(".")[1])
 
-    assert resolve("auto").__name__.startswith("orthokern.cpu.") and resolve("cpu", "message_clip").__name__.startswith(
-        "orthokern.cpu."
-    )
-    assert resolve("auto", "lengths").__name__ == "orthokern.reference.dense_scan"
-    with pytest.raises(BackendUnavailable, match="cpu: it does not serve lengths; reference: can serve this call"):
-        resolve("cpu", "lengths", "message_clip")
+    assert backend("auto", N=512, K=64) == backend("cpu", "message_clip") == "cpu"
+    assert backend("auto", N=768, K=64) == backend("auto", "lengths") == "reference"
+    with pytest.raises(BackendUnavailable, match="cpu: N=768 > 512 and K=100 > 64"):
+        backend("cpu", N=768, K=100)
     x, lengths = torch.zeros(2, 1, 3), torch.tensor([1])
     with pytest.raises(BackendUnavailable, match="cpu: it does not serve lengths;"):
         functional.dense_scan(x, torch.eye(3), lengths=lengths, backend="cpu")
     functional.dense_scan(x, torch.eye(3), lengths=lengths)  # auto goes on to the reference
-    assert dispatch.choose("dense_scan", None, dispatch.Call(CPU, torch.float32, {})) == "cpu"
-    assert "cpu: cpu; float32; message_clip (dense_scan)" in dispatch.explain()
+    assert "cpu: cpu; float32, N up to 512, K up to 64; message_clip (dense_scan)" in dispatch.explain()
 
 
 def test_unknown_backend_names() -> None:
     x, u = torch.zeros(2, 1, 3), torch.eye(3)
-    for backend in ("gpu", "CPU", "refrence", ""):
-        with pytest.raises(InputError, match=f"unknown backend '{backend}'.*auto, reference, cpu, triton, cuda"):
+    for backend, guess in (("gpu", ""), ("", ""), ("refrence", ": did you mean 'reference'?")):
+        with pytest.raises(InputError, match=f"unknown backend '{backend}'{guess}.*auto, reference, cpu, triton, cuda"):
             functional.dense_scan(x, u, backend=backend)
-    with pytest.raises(InputError, match="did you mean 'reference'"):
-        dispatch.requested("refrence")
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = python("from orthokern import dispatch; print(dispatch.requested(None))", ORTHOKERN_BACKEND="Reference")
+    code = "from orthokern import dispatch; print(dispatch.requested(None))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ORTHOKERN_BACKEND": "Reference"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.stdout == "reference\n", run.stderr
 
     def call() -> Any:
@@ -157,9 +118,6 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(dispatch, "_process_default", "reference")
     assert call() == "MulBackward0"  # plain torch code
-    monkeypatch.setattr(dispatch, "_process_default", "cuda")
-    with pytest.raises(BackendUnavailable, match="backend 'cuda' cannot serve activations"):
-        call()
     monkeypatch.setattr(dispatch, "_process_default", "refrence")
     with pytest.raises(InputError, match="unknown backend in ORTHOKERN_BACKEND 'refrence': did you mean 'reference'?"):
         call()
@@ -169,17 +127,12 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
 def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     cpu_leaf(monkeypatch, available)
     text = orthokern.explain()
-    assert text.startswith(f"orthokern {orthokern.__version__}, Python 3.")
-    assert f"PyTorch {torch.__version__}" in text
-    assert "isas: baseline, avx2" in text
+    assert text.startswith(f"orthokern {orthokern.__version__}, Python 3.") and "isas: baseline, avx2" in text
     for op in ops.NAMES:
         native = available and op != "skew_exp"  # plain torch on every device
         assert any(line.split() == [op, "yes", "yes" if native else "no", "no", "no"] for line in text.splitlines())
-    assert "cuda: no CUDA kernel in this release" in text
-    if available:
-        assert "cpu: cpu; float64, float32" in text
-    else:
-        assert "native module: not available: the native module was not built (no compiler)" in text
+    missing = "native module: not available: the native module was not built (no compiler)"
+    assert ("cpu: cpu; float64, float32" if available else missing) in text
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, cuda_serves: bool = True) -> torch.device:
@@ -197,10 +150,6 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
     text = orthokern.explain("factored_scan", N=128, device="cpu")
     assert text.splitlines()[0] == "factored_scan (float32 on cpu, N=128, K=128): backend 'auto' takes cpu"
     assert "  cpu: chosen\n  reference: could serve, and comes later in the order of auto" in text
-    assert "takes reference" in orthokern.explain("factored_scan", N=128, device="cpu", dtype="bfloat16")
-    assert "  cpu: tensors are bfloat16, it serves" in orthokern.explain(
-        "factored_scan", dtype="bfloat16", device="cpu"
-    )
     gpu(monkeypatch)
     text = orthokern.explain("factored_scan", N=600, dtype=torch.float64)  # a GPU is what one has it for
     assert text.splitlines() == [
@@ -212,7 +161,6 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
     ]
     refused = orthokern.explain("dense_scan", N=8, backend="cpu", features=("lengths",))
     assert refused.splitlines()[0] == "dense_scan (float32 on cuda, N=8, K=8): backend 'cpu' cannot serve"
-    assert "  cuda: could serve" in refused.splitlines()
     asked = orthokern.explain("dense_scan", N=8, backend="triton")
     assert asked.splitlines()[0].endswith("backend 'triton' takes triton") and "asked for, and it can serve" in asked
 
@@ -223,12 +171,8 @@ def test_explain_of_a_call_says_what_dispatch_does(monkeypatch: pytest.MonkeyPat
         (["--op", "factored_scn"], "unknown op 'factored_scn': did you mean 'factored_scan'?"),
         (["--op", "cayley", "--dtype", "float31"], "unknown dtype 'float31'; accepted: float64"),
         (["--op", "cayley", "--device", "gpu"], "unknown device 'gpu'; accepted: cpu, cuda"),
-        (
-            ["--op", "factored_scan", "--features", "lengths,lenghts"],
-            "unknown feature 'lenghts': did you mean 'lengths'?",
-        ),
+        (["--op", "factored_scan", "--features", "lenghts"], "unknown feature 'lenghts': did you mean 'lengths'?"),
         (["--op", "factored_scan", "--algorithm", "bogus"], "unknown algorithm 'bogus': accepted: auto, sequential"),
-        (["--op", "cayley", "--backend", "refrence"], "unknown backend 'refrence': did you mean 'reference'?"),
         (["--N", "600"], "--N describes a call: give --op too, one of factored_scan, dense_scan"),
         (["factored_scan"], "unknown argument factored_scan: did you mean --op factored_scan"),
         (["--op", "cayley", "--N", "-3"], "--N: '-3' is not an integer of at least 0"),
@@ -243,10 +187,8 @@ def test_explain_refuses_what_means_nothing(
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"error: {message}") and said.err.count("\n") == 1 and not said.out
-    assert main(["--op", "cayley", "--N", "9", "--K", "3", "--device", "cpu", "--features", "lengths"]) == 0
+    assert main(["--op", "cayley", "--N", "9", "--K", "3", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("cayley (float32 on cpu, N=9, K=3): ")
-    with pytest.raises(InputError, match="unknown size 'M'"):
-        orthokern.explain("cayley", M=3)
 
 
 def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +211,6 @@ def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.Monkey
         "cuda: not in this build: nvcc not found; triton: N=600 > 128"
     ]
     assert resolve("factored_scan", 700) == []
-    assert len(resolve("dense_scan", 600)) == 1  # another op
     assert resolve("skew_exp", 8) == []  # there is nothing else, and it is made of torch's own kernels
 
 
@@ -287,8 +228,6 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert why("unused") == f"torch {torch.__version__} is built without CUDA"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert why("No CUDA GPUs are available") == "no CUDA device"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert why("No CUDA GPUs are available") == "no CUDA device (CUDA_VISIBLE_DEVICES='')"
     said = "Unexpected error from cudaGetDeviceCount().\nError 803: system has unsupported display driver"

@@ -44,7 +44,6 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     # x
     ({"x": [1.0]}, "x must be a torch.Tensor, got list"),
     ({"x": torch.zeros(T, B)}, "x has shape [4, 3]: accepted is [T, B, D] with D = 7, or integer token ids [T, B]"),
-    ({"x": torch.zeros(T, B, D).double()}, "x has dtype float64: accepted is the dtype of {m}, float32"),
     ({"x": torch.zeros(T, B, D, device="meta")}, "x is on meta: accepted is the device of {m}, cpu"),
     (
         {"x": torch.zeros(T, B).bool()},
@@ -79,7 +78,6 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
     # lengths and clip
     ({"lengths": [4, 2, 1]}, "lengths must be a torch.Tensor, got list"),
-    ({"lengths": torch.zeros(B, device="meta").long()}, "lengths is on meta: accepted is the device of x, cpu"),
     ({"lengths": torch.tensor([4, 5, 1])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
     ({"message_clip": -1.0}, "message_clip is -1.0: accepted is a finite number, 0 (no clipping) or more"),
     (
@@ -111,10 +109,8 @@ def test_scans(op: str, backend: str | None, changes: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"u": torch.zeros(N)}, "u has shape [6]: accepted is [N, K], both at least 1"),
         ({"u": torch.zeros(5, 6)}, "u has shape [5, 6]: the rank K = 6 is above N = 5, accepted is K up to N"),
         ({"u": torch.zeros(N, K).long()}, "u has dtype int64: accepted are floating dtypes"),
-        ({"u": None}, "u must be a torch.Tensor, got None"),
         ({"v": torch.zeros(N, N)}, "v has shape [6, 6]: accepted is [N, K], the shape of u, = [6, 5]"),
         ({"s": torch.zeros(N)}, "s has shape [6]: accepted is [K] = [5]"),
     ],
@@ -123,14 +119,9 @@ def test_factored_matrices(changes: dict[str, Any], message: str) -> None:
     assert refusal(f.factored_scan, **scan_arguments(**changes)).startswith(message)
 
 
-def test_dense_matrix() -> None:
+def test_dense_matrix_and_pairs_of_units() -> None:
     x = torch.zeros(T, B, N)
     assert refusal(f.dense_scan, x, torch.zeros(N, K)) == "w has shape [6, 5]: accepted is [N, N], N at least 1"
-    assert refusal(f.dense_scan, x, torch.zeros(0, 0)) == "w has shape [0, 0]: accepted is [N, N], N at least 1"
-    assert refusal(f.dense_scan, x, torch.zeros(N, N).int()).startswith("w has dtype int32: accepted are floating")
-
-
-def test_odd_units_with_oplu() -> None:
     message = "N is 5: activation 'oplu' works on pairs and needs an even N"
     assert refusal(f.dense_scan, torch.zeros(T, B, 5), torch.zeros(5, 5), activation="oplu") == message
     assert refusal(f.oplu, torch.zeros(2, 5)) == message
@@ -149,13 +140,10 @@ NAN, INF = float("nan"), float("inf")
             0.1,
             "m has shape [5]: accepted is [..., N, K] with 1 <= K <= N, nothing empty",
         ),
-        (torch.zeros(0, 3, 3), torch.zeros(0, 3, 3), 0.1, "m has shape [0, 3, 3]: accepted is [..., N, K]"),
         (torch.eye(3).half(), torch.eye(3).half(), 0.1, "m has dtype float16: accepted are float32 and float64"),
         (torch.eye(3), torch.eye(4), 0.1, "g has shape [4, 4]: accepted is [..., N, K], the shape of m, = [3, 3]"),
-        (torch.eye(3), None, 0.1, "g must be a torch.Tensor, got None"),
         (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
         (torch.eye(3), torch.eye(3), NAN, "lr is nan: accepted are finite numbers"),
-        (torch.eye(3), torch.eye(3), torch.tensor(NAN), "lr is nan: accepted are finite numbers"),
         (torch.eye(3), torch.eye(3), "fast", "lr is 'fast': accepted is a number, or a tensor with one per matrix"),
         (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
     ],
@@ -249,7 +237,4 @@ def test_nearest_names() -> None:
     assert nearest("tahn", names) == "tanh"
     assert nearest("relu", names) == "ReLU"
     assert nearest("xyz", names) is None and nearest(None, names) is None and nearest(3, names) is None
-    assert str(unknown_name("nonlinearity", "tahn", names)) == (
-        "unknown nonlinearity 'tahn': did you mean 'tanh'? accepted: identity, tanh, ReLU"
-    )
     assert str(unknown_name("nonlinearity", 7, names)) == "unknown nonlinearity 7: accepted: identity, tanh, ReLU"
