@@ -37,9 +37,9 @@ class Problem:
         def one(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(one, value))
-            if not isinstance(value, Tensor) or not (value.is_floating_point() or value.dtype == torch.bool):
-                return value
-            return change(value).bool() if value.dtype == torch.bool else change(value)
+            if isinstance(value, Tensor) and value.dtype == torch.bool:
+                return change(value).bool()
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         return type(self)(**{field.name: one(getattr(self, field.name)) for field in fields})
@@ -90,8 +90,7 @@ class ScanProblem(Problem):
 
     def grad_names(self) -> tuple[str, ...]:
         """The names of what the backward returns."""
-        names = (*self.input_names(), "reset_state", "leak", "norm")
-        return tuple(f"grad_{name}" for name in names)
+        return tuple(f"grad_{name}" for name in (*self.input_names(), "reset_state", "leak", "norm"))
 
     def to(self, dtype: torch.dtype) -> ScanProblem:
         """A copy in another dtype."""
@@ -185,7 +184,7 @@ def scan_problem(
         param_size: "1" or "N", the size of act_param.
     """
     K = N if K is None else K
-    for attempt in itertools.count():
+    for attempt in range(200):
         generator = torch.Generator().manual_seed(1000 * seed + attempt)
 
         def normal(*shape: int, g: torch.Generator = generator) -> Tensor:
@@ -214,10 +213,9 @@ def scan_problem(
             grad_hs=normal(T, B, N),
             leak=0.1 + 0.8 * torch.rand(leak, dtype=torch.float64, generator=generator) if leak else None,
         )
-        if attempt == 200 or distance_to_kink(problem) > gap:
-            assert attempt < 200, "no problem without units on a kink: make it smaller"
+        if distance_to_kink(problem) > gap:
             return problem
-    raise AssertionError
+    raise AssertionError("no problem without units on a kink: make it smaller")
 
 
 def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, object]]]:
@@ -315,9 +313,7 @@ def some_lengths(B: int, T: int, order: str, seed: int = 0) -> Tensor:
     return lengths if order == "any" else lengths.sort(descending=order == "falling").values
 
 
-def with_poisoned_padding(problem: ScanProblem, lengths: Tensor) -> ScanProblem:
-    """See ``Problem.with_poisoned_padding``."""
-    return problem.with_poisoned_padding(lengths)
+with_poisoned_padding = ScanProblem.with_poisoned_padding
 
 
 @dataclasses.dataclass
@@ -389,10 +385,8 @@ def assert_same_bits(
     """
     for name, tensor in one.items():
         if name in rounded:
-            eps = torch.finfo(tensor.dtype).eps
-            torch.testing.assert_close(
-                tensor, other[name], rtol=100 * eps, atol=100 * eps, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            bound = 100 * torch.finfo(tensor.dtype).eps
+            torch.testing.assert_close(tensor, other[name], rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
         elif name not in skip:
             assert torch.equal(tensor, other[name]), f"{name} differs: {(tensor - other[name]).abs().max():.3e}"
 

@@ -56,7 +56,9 @@ def by_autograd(problem: Problem, lengths: Tensor | None = None) -> dict[str, Te
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("padded", [False, True])
-def test_gradients_of_the_reference(padded: bool, tokens: bool) -> None:
+def test_gradients_of_the_reference(padded: bool, tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums by token id as a product, and in sorted order."""
+    monkeypatch.setattr(reference, "ONE_HOT", 4 if padded else 5)
     lengths = torch.tensor([7, 2, 5]) if padded else None
     for problem in (Problem(3, 7, 3, tokens=tokens), Problem(1, 7, 3, tokens=tokens, bias=False, P=0)):
         expected = by_autograd(problem, lengths)
@@ -66,15 +68,6 @@ def test_gradients_of_the_reference(padded: bool, tokens: bool) -> None:
         entering = reference.entering(problem.x[:1], problem.table, None)
         assert torch.equal(first, reference.scan(entering, problem.re, problem.im, problem.z0)[0])
         torch.testing.assert_close(reference.turn(adjoints[0], problem.re, -problem.im), expected["grad_z0"])
-
-
-def test_sums_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a product, and in sorted order; wrong ids count nowhere."""
-    ids, values = torch.tensor([[0, 3], [-1, 2], [3, 4]]), torch.randn(3, 2, 2, dtype=torch.float64)
-    expected = torch.stack([values[ids == id].sum(0) for id in range(4)])
-    for most in (4, 3):
-        monkeypatch.setattr(reference, "ONE_HOT", most)
-        torch.testing.assert_close(reference.sum_by_id(ids, values, 4), expected)
 
 
 CASES = [

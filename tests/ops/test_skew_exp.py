@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_matches_reference
+from helpers import DTYPES, assert_matches_reference, strided
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orthokern import InputError, functional
 from orthokern.reference import skew_exp as reference
-
-DTYPES = [torch.float32, torch.float64]
 
 
 def generator() -> torch.Generator:
@@ -34,11 +33,6 @@ def by_eigenvectors(a: Tensor) -> Tensor:
     return ((q * torch.exp(-1j * angles).unsqueeze(-2)) @ q.mH).real
 
 
-def orthogonality_error(p: Tensor) -> float:
-    p = p.double()
-    return float((p.mT @ p - torch.eye(p.shape[-1], dtype=torch.float64)).abs().max())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [1e-30, 1e-3, 1.0, 3.2, 30.0, 200.0])
 def test_values_and_orthogonality(dtype: torch.dtype, norm: float) -> None:
@@ -50,8 +44,7 @@ def test_values_and_orthogonality(dtype: torch.dtype, norm: float) -> None:
         # RMS over |P|_F = sqrt(n); the eigenvectors themselves are good to 2e-15
         error = (p - by_eigenvectors(a.double())).square().mean().sqrt() * n**0.5
         assert error < 2 * eps * (2 + norm) + 4e-15
-        assert orthogonality_error(p) < 6 * eps
-        assert torch.allclose(torch.linalg.det(p.double()), torch.ones(2, dtype=torch.float64), atol=1e-4)
+        assert (p.mT.double() @ p.double() - torch.eye(n, dtype=torch.float64)).abs().max() < 6 * eps
 
 
 def test_the_symmetric_part_plays_no_role() -> None:
@@ -110,22 +103,18 @@ def test_too_large_or_not_finite_is_nan_in_that_matrix_alone() -> None:
 @pytest.mark.parametrize("norm", [1e-3, 1.0, 9.0])
 def test_gradcheck(norm: float) -> None:
     x = (skew(4, norm, (2,)) + 0.1 * torch.randn(2, 4, 4, generator=generator(), dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(functional.skew_exp, (x,))
-    assert torch.autograd.gradcheck(lambda t: functional.skew_exp(t, backend="reference"), (x,))
+    for backend in (None, "reference"):
+        assert torch.autograd.gradcheck(functools.partial(functional.skew_exp, backend=backend), (x,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [0.3, 3.0, 25.0])
 def test_gradient_against_torch(dtype: torch.dtype, norm: float) -> None:
-    n = 33
-    a = skew(n, norm)
-    g = torch.randn(n, n, generator=generator(), dtype=torch.float64)
+    a, g = skew(33, norm), torch.randn(33, 33, generator=generator(), dtype=torch.float64)
 
-    def gradient(function: object, kind: torch.dtype) -> Tensor:
+    def gradient(function: Any, kind: torch.dtype) -> Tensor:
         x = a.to(kind, copy=True).requires_grad_()
-        function((x - x.mT) / 2).backward(g.to(kind))  # type: ignore[operator]
-        assert x.grad is not None
-        return x.grad
+        return torch.autograd.grad(function((x - x.mT) / 2), x, g.to(kind))[0]
 
     ours = gradient(functional.skew_exp, dtype)
     assert torch.equal(ours, -ours.mT)
@@ -141,22 +130,17 @@ def test_opcheck_and_repeatable_bits() -> None:
     arguments = (torch.randn(2, 4, 4, dtype=torch.float64), x.detach(), *outputs[1:])
     torch.library.opcheck(namespace.skew_exp_bwd.default, arguments)
     assert all(torch.equal(a, b) for a, b in zip(outputs, namespace.skew_exp_fwd(x.detach()), strict=True))
-    strided = torch.randn(4, 4, 6, dtype=torch.float64).permute(2, 0, 1)
-    assert torch.equal(functional.skew_exp(strided), functional.skew_exp(strided.contiguous()))
+    assert torch.equal(functional.skew_exp(strided(x.detach())), functional.skew_exp(x.detach()))
 
 
 @pytest.mark.parametrize(
-    ("x", "words"),
+    ("x", "message"),
     [
-        (torch.ones(3), ["[3]", "[..., N, N]"]),
-        (torch.ones(2, 3), ["[2, 3]", "[..., N, N]"]),
-        (torch.ones(0, 3, 3), ["[0, 3, 3]", "nothing empty"]),
-        (torch.ones(3, 3, dtype=torch.bfloat16), ["bfloat16", "float32 and float64"]),
-        ([[0.0]], ["torch.Tensor", "list"]),
+        (torch.ones(2, 3), r"has shape \[2, 3\]: accepted is \[..., N, N\]"),
+        (torch.ones(0, 3, 3), r"has shape \[0, 3, 3\]: .*nothing empty"),
+        (torch.ones(3, 3, dtype=torch.bfloat16), "bfloat16: accepted are float32 and float64"),
     ],
 )
-def test_bad_input_is_one_line(x: Tensor, words: list[str]) -> None:
-    with pytest.raises(InputError) as caught:
+def test_bad_input_is_one_line(x: Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=f"^x .*{message}.*$"):
         functional.skew_exp(x)
-    assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in words)
