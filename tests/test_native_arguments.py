@@ -52,6 +52,8 @@ def call_other_ops() -> None:
     linear: dict[str, Any] = {"activation": "identity", "algorithm": "modal"}
     recurrent = torch.linalg.qr(torch.randn(4, 4))[0].requires_grad_()
     functional.dense_scan(torch.randn(3, 2, 4), recurrent, **linear).sum().backward()
+    eigenvalues = torch.randn(2, dtype=torch.complex64, requires_grad=True)
+    functional.rotation_scan(torch.randn(3, 2, 4), eigenvalues, torch.randn(2, 4)).sum().backward()
     target = torch.randint(0, 5, (3, 2))
     with tap(sparse=True):  # which asks for states and adjoints
         functional.scan_cross_entropy(torch.randn(3, 2, 4), recurrent, torch.randn(5, 4), target, **linear)
