@@ -1,4 +1,4 @@
-"""The first minutes on a GPU, in one command: correctness, times against cuDNN, and a report.
+"""The first minutes on a GPU, in one command: correctness, times against cuDNN, and a report with verdicts.
 
     python bench/first_hour.py --bundle DIR             # on a machine with an NVIDIA GPU and this source tree
     python bench/first_hour.py --bundle DIR --prebuilt  # with an extension that is in the tree already
@@ -35,7 +35,29 @@ START_SECONDS = 60.0  # of a process of cases before its first case
 CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
 CHECKS = 2  # the group of the stages that check results
 ENDING = 10.0  # seconds that a killed process has to end
+TIMES = ("ms", "us", "s")  # units of which less is better
 Record = dict[str, Any]
+
+# The required and the desired value by the name of a case, or by its beginning up to a hyphen: a time is to be below, a
+# ratio above.
+BARS = {
+    **{f"rnn-N{N}-B{B}": (1.0, 2.0) for N in (64, 128, 256, 512, 768, 1024) for B in (1, 8, 50, 128)},
+    "bf16-": (1.0, 2.0),
+    "gru-": (1.0, 1.5),
+    "lstm-": (1.0, 1.5),
+    "short-RNN-T1000": (None, None),
+    "short-RNN-": (0.7, 1.0),
+    "graphed-RNN-": (1.5, 3.0),
+    "long-factored-N128": (10.0, 7.5),
+    "long-composed-N128": (7.0, 5.0),
+    "long-factored-N500": (45.0, 35.0),
+    "long-composed-N500": (25.0, 18.0),
+    "long-composed-N1000": (85.0, 65.0),
+    "rank8-N512": (0.4, 0.2),
+    "rank8-N1024": (0.4, 0.2),
+    "copy-T10000": (10.0, 6.0),
+    "copy-T1000000": (60.0, 15.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +236,32 @@ class Runner:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
+def bars_of(name: str) -> tuple[float | None, float | None]:
+    """The bar and the goal of a case."""
+    return next(
+        (limits for start, limits in BARS.items() if f"{name}-".startswith(start.rstrip("-") + "-")), (None, None)
+    )
+
+
+def verdict(name: str, result: Record) -> tuple[str, str]:
+    """The bar and the goal of a case, and whether its value reaches them."""
+    bar, goal = bars_of(name)
+    if bar is None or goal is None:
+        return "", ""
+    value, lower = result["value"], result["unit"] in TIMES
+
+    def holds(limit: float) -> bool:
+        return bool(value <= limit if lower else value >= limit)
+
+    return f"{bar:g} / {goal:g}", "goal" if holds(goal) else "bar" if holds(bar) else "MISSED"
+
+
 def shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def report(records: Sequence[Record], title: str, dry: bool) -> str:
-    """One page: what failed first, then the results."""
+    """One page: what failed first, then the results with their bars."""
     counts = {status: sum(r["status"] == status for r in records) for status in ("ok", "failed", "cut off")}
     lines = [f"# First hour on {title}", "", ", ".join(f"{n} {status}" for status, n in counts.items()), ""]
     if dry:
@@ -228,15 +270,16 @@ def report(records: Sequence[Record], title: str, dry: bool) -> str:
     if failed:
         lines += ["## Failed or not run", ""]
         lines += [f"- {r['name']}: {r['status']}: {r.get('error', '')}" for r in failed] + [""]
-    lines += ["## Results", "", "| case | value | details |", "| --- | ---: | --- |"]
+    lines += ["## Results", "", "| case | value | bar / goal | verdict | details |", "| --- | ---: | --- | --- | --- |"]
     for r in records:
         if "result" in r:
             result = r["result"]
             details = ", ".join(f"{k} {shown(v)}" for k, v in result.items() if k not in ("value", "unit"))
-            value = f"{shown(result['value'])} {result['unit']}"
-            lines.append(f"| {r['name']} | {value} | {details.replace('|', '/')} |")
+            bars = ("", "dry run") if dry else verdict(r["name"], result)
+            cells = (r["name"], f"{shown(result['value'])} {result['unit']}", *bars, details.replace("|", "/"))
+            lines.append("| " + " | ".join(cells) + " |")
         elif "said" in r:
-            lines.append(f"| {r['name']} | {r['seconds']} s | {r['status']}: {r['said'].replace('|', '/')} |")
+            lines.append(f"| {r['name']} | {r['seconds']} s | | {r['status']} | {r['said'].replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -260,8 +303,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="every stage on the CPU, tiny sizes on the host harness")
     parser.add_argument("--prebuilt", action="store_true", help="use the extension of the tree instead of building it")
     parser.add_argument("--minutes", type=float, default=15, help="limit on the whole (default 15)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="stages and cases that begin with a NAME")
     parser.add_argument("--build", type=Path, help="dry run: folder of the compiled harness")
     return parser.parse_args(arguments)
+
+
+def chosen(plan: Sequence[Stage], only: Sequence[str]) -> list[Stage]:
+    """The stages and cases whose names begin with one of ``only``; all without it. Exits for a name without a match."""
+    if not only:
+        return list(plan)
+    names = [name for stage in plan for name in (stage.cases or (stage.name,))]
+    for start in only:
+        if not any(name.startswith(start) for name in names):
+            raise SystemExit(f"first_hour: nothing begins with {start!r}; accepted: {', '.join(names)}")
+    kept = tuple(only)
+    selected = []
+    for stage in plan:
+        cases = tuple(name for name in stage.cases if name.startswith(kept))
+        if cases or (not stage.cases and stage.name.startswith(kept)):
+            selected.append(dataclasses.replace(stage, cases=cases))
+    return selected
 
 
 def stop(*_: Any) -> NoReturn:
@@ -282,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         deadline = time.monotonic() + 60 * options.minutes
         runner = Runner(folder, deadline, dry=options.dry_run, build=options.build)
         try:
-            runner.run(plan)
+            runner.run(chosen(plan, options.only))
         finally:
             text = report(runner.records, chip, options.dry_run)
             write_bundle(options.bundle, folder, runner.records, text)

@@ -71,6 +71,25 @@ def test_cases_that_fail_hang_or_abort_leave_the_others(
     assert (errors["fails"], errors["hangs"], errors["aborts"]) == ("no", "ran past its time", "exit status -6")
 
 
+def test_verdicts(script: Any) -> None:
+    def of(name: str, value: float, unit: str) -> str:
+        return str(script.verdict(name, {"value": value, "unit": unit})[1])
+
+    assert [of("long-factored-N128", v, "ms") for v in (7.0, 9.0, 10.1)] == ["goal", "bar", "MISSED"]
+    assert [of("rnn-N64-B50", v, "times as fast") for v in (2.5, 1.0, 0.9, float("nan"))] == [
+        *("goal", "bar", "MISSED", "MISSED")
+    ]
+    names = script.case_names()
+    assert all(any(name.startswith(start) for name in names) for start in script.BARS)
+
+
+def test_a_name_that_nothing_begins_with(script: Any) -> None:
+    plan = [script.Stage("parity", 1, 60), script.Stage("times", 3, 60, cases=("rnn-N64", "gru-N64"))]
+    assert [s.cases for s in script.chosen(plan, ["gru"])] == [("gru-N64",)]
+    with pytest.raises(SystemExit, match="nothing begins with 'tims'; accepted: parity, rnn-N64, gru-N64"):
+        script.chosen(plan, ["tims"])
+
+
 def test_without_a_gpu_it_says_so(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "gpu_name", lambda: "")
     assert script.main(["--bundle", str(tmp_path)]) == 2
