@@ -50,7 +50,7 @@ def _scan(s: Sizes) -> dict[str, int]:
         "act_param": _act_param(s),
         "leak": _parameter(s, "leak_size"),
         "lengths": B,
-        "grad_map": N * N,
+        "grad_m": N * N,
         "grad_norm": T,
     }
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from orthokern._products import ieee_products, norms_of_steps
-from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates
+from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps
 
 # Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
 # such windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
@@ -79,7 +79,7 @@ class Scan:
         self.args, self.backward, self.chunk = args, backward, chunk
         self.sequences = args.h0.shape[0] if sequences is None else sequences
         self.sums_rows = self.norm_columns = self.sequences  # of the results of `sums` and `norms`
-        self.clip = args.message_clip if backward and args.message_clip > 0 else math.inf
+        self.clip = args.clip if backward else math.inf
         self.restart = None if backward else args.reset_state
         # bool [T, B]: the steps after which the state, or backward the adjoint, becomes ``restart``, or zeros for None.
         # Forward this is the step before a reset; backward the reset itself, which the adjoint does not pass.
@@ -146,14 +146,12 @@ def _input_of(args: ScanArgs, x: Tensor) -> dict[str, Any]:
 
 
 def chunk_length(args: ScanArgs, steps: int) -> int:
-    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan, which clips, resets and leaks require.
+    """Steps of a chunk, which depend on sizes only; 0 for the sequential scan.
 
     The cost is two scans of C steps over all chunks, and one over the T / C carries: it is lowest for C near sqrt(T).
     C is limited so that there are many chunks.
     """
-    if args.activation != "identity" or args.message_clip > 0 or args.algorithm == "sequential" or steps < 2:
-        return 0
-    if args.resets is not None or args.leak is not None:
+    if args.activation != "identity" or args.algorithm == "sequential" or steps < 2 or between_steps(args.features):
         return 0
     B, N = args.h0.shape
     if args.algorithm == "auto" and (steps < _CHUNKED_STEPS or B > _CHUNKED_BATCH or N > 128):

@@ -22,8 +22,10 @@ same names.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -51,6 +53,20 @@ def contiguous(args: Any) -> Any:
     return args._make([value.contiguous() if isinstance(value, Tensor) else value for value in args])
 
 
+def types_of(args: Any) -> dict[str, str]:
+    """The types of the fields of a named tuple, as they are written there."""
+    return {name: getattr(hint, "__forward_arg__", hint) for name, hint in args.__annotations__.items()}
+
+
+def schema_of(args: Any) -> str:
+    """The arguments of an op that are the fields of a named tuple, in the syntax of torch.library."""
+    defaults = {name: "None" if value is None else json.dumps(value) for name, value in args._field_defaults.items()}
+    fields = {name: hint.replace(" | None", "?") for name, hint in types_of(args).items()}
+    return ", ".join(
+        f"{hint} {name}{f'={defaults[name]}' if name in defaults else ''}" for name, hint in fields.items()
+    )
+
+
 def schema_of_needs(gradients: Any) -> str:
     """The arguments of a backward op for ``needs``."""
     return ", ".join(f"bool need_{name}" for name in gradients._fields)
@@ -67,6 +83,33 @@ def only_needed(grads: Any, needs: Any) -> tuple[Any, ...]:
     return tuple([grad if need else None for grad, need in zip(grads, needs, strict=True)])
 
 
+# Optional arguments that a backend may lack, see ``dispatch.Support``. All but lengths act between steps.
+FEATURES = ("lengths", "message_clip", "resets", "leak")
+
+
+def between_steps(features: Iterable[str]) -> list[str]:
+    """Those that act between steps, on a state or a message: with them, every step waits for the one before."""
+    return [name for name in features if name != "lengths"]
+
+
+class ScanOptions(TypedDict, total=False):
+    """The optional arguments of the functions of a scan, by name; see ``orthokern.functional.factored_scan``."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    act_param: Tensor | None
+    activation: str
+    checkpoint_every: int
+    backend: str | None
+    precision: str
+    algorithm: str
+    lengths: Tensor | None
+    message_clip: float
+    resets: Tensor | None
+    reset_state: Tensor | None
+    leak: Tensor | None
+
+
 class ScanArgs(NamedTuple):
     """The arguments of a scan, in the order of the ops' schemas; see ``orthokern.ops.factored_scan``.
 
@@ -78,16 +121,16 @@ class ScanArgs(NamedTuple):
     scale: Tensor | None  # s [K]
     second: Tensor  # U [N, K], or W [N, N]
     h0: Tensor  # [B, N]
-    weight: Tensor | None  # [N, D]
-    bias: Tensor | None  # [N]
-    act_param: Tensor | None  # [1] or [N]
-    activation: str
+    weight: Tensor | None = None  # [N, D]
+    bias: Tensor | None = None  # [N]
+    act_param: Tensor | None = None  # [1] or [N]
+    activation: str = "tanh"
     checkpoint_every: int = 0
     backend: str | None = None
     precision: str = "ieee"
     algorithm: str = "auto"
     lengths: Tensor | None = None  # int64 [B]
-    message_clip: float = 0.0
+    message_clip: float = 0  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
     resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes reset_state
     reset_state: Tensor | None = None  # [B, N]; None: zeros
     leak: Tensor | None = None  # [1] or [N], the share of phi(a_t) in h_t; None: 1
@@ -108,6 +151,19 @@ class ScanArgs(NamedTuple):
         """T, of a call with x."""
         assert self.x is not None
         return self.x.shape[0]
+
+    @property
+    def clip(self) -> float:
+        """The bound of |delta_t|; infinity without message_clip."""
+        return self.message_clip if self.message_clip > 0 else math.inf
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of FEATURES that the call uses."""
+        if self.lengths is None and self.resets is None and not self.message_clip and self.leak is None:
+            return ()
+        used = (self.lengths is not None, self.message_clip > 0, self.resets is not None, self.leak is not None)
+        return tuple([name for name, is_used in zip(FEATURES, used, strict=True) if is_used])
 
     @property
     def reads_pre(self) -> bool:
@@ -148,6 +204,7 @@ class ScanGradients(NamedTuple):
 
 
 GRU_VARIANTS = ("kanai", "torch")
+GRU_FEATURES = ("lengths", "resets")
 
 
 class GruArgs(NamedTuple):
@@ -167,6 +224,11 @@ class GruArgs(NamedTuple):
     def op(self) -> str:
         """The name of the op."""
         return "gru_scan"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of FEATURES that the call uses."""
+        return tuple([name for name in GRU_FEATURES if getattr(self, name) is not None])
 
     @property
     def kanai(self) -> bool:

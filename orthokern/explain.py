@@ -64,7 +64,7 @@ def explain(
         device: device of the tensors; None: a CUDA device if there is one, else the CPU.
         backend: the ``backend`` argument of the call; None for the default of the process.
         algorithm: the ``algorithm`` argument of the call.
-        features: optional arguments that the call uses, e.g. ("lengths", "message_clip").
+        features: optional arguments that the call uses, e.g. ("lengths", "resets").
         sizes: sizes of the call by their letters, e.g. N=600, K=600. K = N by default.
 
     Returns:
@@ -138,7 +138,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", help="device of the tensors (default cuda if there is a device, else cpu)")
     parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
-    parser.add_argument("--features", type=_names, help="features of the call: lengths,message_clip,resets")
+    parser.add_argument("--features", type=_names, help=f"features of the call: {','.join(dispatch.feature_names())}")
     return parser
 
 

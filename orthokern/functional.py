@@ -13,12 +13,14 @@ names the argument to change.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from orthokern import dispatch, ops
-from orthokern._scan_contract import Readout, ScanArgs
+from orthokern._scan_contract import FEATURES, Readout, ScanOptions
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
@@ -270,21 +272,10 @@ def scan_cross_entropy(
     target: Tensor,
     h0: Tensor | None = None,
     *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
     readout_bias: Tensor | None = None,
-    activation: str = "tanh",
-    act_param: Tensor | None = None,
     reduction: str = "mean",
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0,
     basis: Tensor | None = None,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-    leak: Tensor | None = None,
+    **options: Unpack[ScanOptions],
 ) -> ScanLoss:
     """Cross-entropy of a linear readout of a recurrence's states, in nats, without storing the states of all steps.
 
@@ -295,17 +286,14 @@ def scan_cross_entropy(
     Note [Chunks of states] in ``loss.py``.
 
     Args:
-        x, h0, weight, bias, activation, act_param, precision, lengths, message_clip, resets, reset_state, leak: as in
-            ``factored_scan``; token ids may also be uint8 or int16. With resets or leak the sequential scan is used. On
-            a GPU a sequential call with lengths waits for the device, since the loss is that of the rows before
-            padding.
+        x, h0, options: as in ``factored_scan``; token ids may also be uint8 or int16. With resets or leak the
+            sequential scan is used. On a GPU a sequential call with lengths waits for the device, since the loss is
+            that of the rows before padding. The algorithm "auto" is modal if that costs less and is as accurate as the
+            sequential scan.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
         reduction: "mean" over all steps before the end of their sequence, or "sum".
-        backend: see the module's docstring.
-        algorithm: "modal"; "sequential" or "chunked", as in ``factored_scan``; "auto": modal if it costs less and is as
-            accurate as the sequential scan.
         basis: the ``basis`` of an earlier call with a similar matrix. It is refined to the eigenvectors of W if the
             refinement converges, which costs less than an eigensolver. The result depends on the arguments only, this
             one included: save it for the same bits after a resume.
@@ -341,28 +329,7 @@ def scan_cross_entropy(
             raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
         check.is_float("matrix", like)
     N = like.shape[0]
-    u, s, v = factors if len(factors) == 3 else (like, None, None)
-    args = ScanArgs(
-        x,
-        v,
-        s,
-        u,
-        h0,  # type: ignore[arg-type]  # None before the check
-        weight,
-        bias,
-        act_param,
-        activation,
-        0,
-        backend,
-        precision,
-        algorithm,
-        lengths,
-        message_clip,
-        resets,
-        reset_state,
-        leak,
-    )
-    args = check.scan_args(args, name, small_ids=True)
+    args = check.scan_args(name, factors, x, h0, options, small_ids=True)
     check.is_tensor("readout", readout)
     if readout.ndim != 2 or readout.shape[1] != N or readout.shape[0] < 1:
         raise InputError(f"readout has shape {list(readout.shape)}: accepted is [C, N] with N = {N}, C at least 1")
@@ -391,22 +358,20 @@ def explain_scan_cross_entropy(
     classes: int,
     *,
     ids: bool = True,
-    lengths: bool = False,
     activation: str = "identity",
-    message_clip: float = 0,
     backend: str | None = None,
     algorithm: str = "auto",
     basis: Tensor | None = None,
-    resets: bool = False,
-    leak: bool = False,
+    **others: Any,
 ) -> tuple[str, str]:
     """Which algorithm ``scan_cross_entropy`` uses for a training step with this matrix, and why.
 
     Args:
-        matrix, activation, message_clip, backend, algorithm, basis: as in ``scan_cross_entropy``.
+        matrix, activation, backend, algorithm, basis: as in ``scan_cross_entropy``.
         T, B, classes: sizes of the call, each at least 1.
         ids: whether the inputs are token ids.
-        lengths, resets, leak: whether the call has these arguments.
+        others: whether the call has further arguments that the choice depends on, as ``lengths=True``; the names are
+            those of ``--features`` in ``python -m orthokern.explain --help``.
 
     Returns:
         ("modal", the condition of the eigenvectors), or (another algorithm, the reason why it is not modal).
@@ -422,8 +387,15 @@ def explain_scan_cross_entropy(
     """
     factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
-    check.scan_choices("ieee", algorithm, check.activation_name(activation), message_clip, resets or None, leak or None)
-    options = (activation, message_clip, backend, algorithm, lengths, resets, leak)
+    for name in others:
+        if name not in FEATURES:
+            raise unknown_name("argument", name, FEATURES)
+    features = tuple(name for name in FEATURES if others.get(name))
+    check.activation_name(activation)
+    check.scan_choices("ieee", algorithm)
+    if algorithm == "chunked":
+        check.in_chunks(activation, features)
+    options = (activation, backend, algorithm, features)
     modes, why = choice.choose(choice.Call(factors, T, B, classes, ids, True, basis, *options))
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"

@@ -82,7 +82,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"message_clip": -1.0}, "message_clip is -1.0: accepted is a finite number, 0 (no clipping) or more"),
     (
         {"message_clip": 0.5, "algorithm": "chunked", "activation": "identity"},
-        "algorithm is 'chunked' with message_clip 0.5: chunks of time can only be joined without",
+        "algorithm is 'chunked' with message_clip: chunks of time can only be joined without",
     ),
     # precision and algorithm
     ({"precision": "tf23"}, "unknown precision 'tf23': did you mean 'tf32'? accepted: ieee, 3xtf32, tf32, bf16"),

@@ -25,6 +25,7 @@ A product is summed on the FMA units over the columns that a thread holds, then 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ class Scan(_gpu_scans.Scan):
             self.maps = first.mT.contiguous(), args.scale, second
         N, K = second.shape
         self.plan = plan(N, K, 1 if first is None else 2, second.dtype)
-        self.bound = second.new_full((1,), self.clip) if backward and args.message_clip > 0 else None
+        self.bound = second.new_full((1,), self.clip) if self.clip < math.inf else None
 
     def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
         if not steps or not self.sequences:

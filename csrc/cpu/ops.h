@@ -33,7 +33,7 @@ struct ScanArgs {
   int bf16;  // 1: float32 products may round their factors to bfloat16, where cpu_has_bf16(); 2: in AMX's tiles, where
              // cpu_has_amx()
   int64_t checkpoint_every;  // 0: every state is kept
-  double message_clip;       // backward: bound of |delta_t|, 0: none
+  double clip;               // backward: bound of |delta_t|, infinity: none
   const int64_t* lengths;    // [B] in [1, T], steps of each sequence; null: T for all
   const uint8_t* resets;     // [T, B], 0 or 1: whether the step starts from reset_state; null: none does
 
@@ -61,9 +61,9 @@ struct ScanArgs {
   const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
   // and the results
-  void* grad_x;    // like x, or null
-  void* grad_map;  // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
-  void* grad_h0;   // [B, N]
+  void* grad_x;   // like x, or null
+  void* grad_m;   // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
+  void* grad_h0;  // [B, N]
   void* grad_reset_state;  // [B, N] or null
   void* grad_weight;       // [N, D] or null
   void* grad_bias;         // [N] or null
@@ -71,8 +71,8 @@ struct ScanArgs {
   void* grad_leak;         // [leak_size] or null
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 
-  ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, dtype, activation, threads, bf16, checkpoint_every, lengths, resets, x,
-                      tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size, leak,
+  ORTHOKERN_FIELDS_OF(common, B, T, N, K, D, dtype, activation, threads, bf16, checkpoint_every, clip, lengths, resets,
+                      x, tokens, first, scale, second, h0, reset_state, weight, bias, act_param, act_param_size, leak,
                       leak_size);
   template <class Visit>
   void forward(Visit& visit) {
@@ -82,8 +82,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, message_clip, grad_hs, states, saved_pre, grad_x, grad_map, grad_h0, grad_reset_state,
-                     grad_weight, grad_bias, grad_act_param, grad_leak, grad_norm);
+    ORTHOKERN_FIELDS(visit, grad_hs, states, saved_pre, grad_x, grad_m, grad_h0, grad_reset_state, grad_weight,
+                     grad_bias, grad_act_param, grad_leak, grad_norm);
   }
 };
 

@@ -98,7 +98,7 @@ bool scan_backward(const ScanArgs& args) {
   if (!prepare_scan(&plan, args, true)) return false;
   TaskSums<ScanSums<T>> sums;
   if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
-  const bool thin = plan.factored && 8 * plan.K <= plan.N && !args.grad_map;
+  const bool thin = plan.factored && 8 * plan.K <= plan.N && !args.grad_m;
   if (!each_group_of(plan, thin ? kThinGroupRows : kGroupRows,
                      [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
     return false;

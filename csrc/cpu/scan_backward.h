@@ -71,7 +71,7 @@ struct BackwardRows {
         every(args.checkpoint_every),
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
-        params(args.grad_map != nullptr),
+        params(args.grad_m != nullptr),
         needs_input(reads_of(args.activation) == act::kInput || args.leak),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),

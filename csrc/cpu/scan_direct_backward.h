@@ -83,7 +83,7 @@ struct DirectBackward {
     auto d = [this](int r) { return delta_row(r); };
     auto h = [this](int r) { return before(r); };
     auto x = [this](int r) { return at(args.x) + static_cast<ptrdiff_t>(r) * D; };
-    direct_outer<T>(args.threads, rows, d, h, args.grad_map, N, N);
+    direct_outer<T>(args.threads, rows, d, h, args.grad_m, N, N);
     if (args.weight) direct_outer<T>(args.threads, rows, d, x, args.grad_weight, N, D);
     direct_sum<T>(rows, d, args.grad_bias, N);
   }
@@ -115,7 +115,7 @@ struct DirectBackward {
 
 // Whether a call of scan_bwd is one of a few steps that may read the weights in place.
 inline bool direct_backward_serves(const ScanArgs& args) {
-  return direct_serves(args) && !args.tokens && args.message_clip == 0 && !args.leak;
+  return direct_serves(args) && !args.tokens && args.clip == __builtin_inf() && !args.leak;
 }
 
 template <class T>

@@ -84,7 +84,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->bias_column = features && args.bias;
   plan->X = features ? plan->D + (plan->bias_column ? 1 : 0) : 0;
   plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
-  plan->clip = static_cast<T>(args.message_clip > 0 ? args.message_clip : __builtin_inf());
+  plan->clip = static_cast<T>(args.clip);
   const bool aligned = args.N % kLanes<T> == 0;
   const void* result = backward ? delta_result(args) : args.hs;
   plan->stream = aligned && args.T * args.B * args.N * static_cast<int64_t>(sizeof(T)) > kStreamBytes &&

@@ -20,7 +20,7 @@ struct ScanSums {
     const ScanArgs& args = *plan.args;
     const size_t padded = plan.padded(), ldc = padded + round_up(plan.X, kLanes<T>);
     return param.allocate(padded) && leak.allocate(padded) && norm.allocate(args.T) &&
-           (!args.grad_map || gradients.allocate(padded * ldc, args.T * args.B)) &&
+           (!args.grad_m || gradients.allocate(padded * ldc, args.T * args.B)) &&
            (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
   }
 };
@@ -48,7 +48,7 @@ void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
     for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients.at(at);
     return static_cast<T>(sum);
   };
-  T *map = static_cast<T*>(args.grad_map), *weight = static_cast<T*>(args.grad_weight),
+  T *map = static_cast<T*>(args.grad_m), *weight = static_cast<T*>(args.grad_weight),
     *bias = static_cast<T*>(args.grad_bias);
   for (int n = 0; n < N; n++) {
     for (int m = 0; m < N; m++) map[static_cast<ptrdiff_t>(n) * N + m] = total(n * ldc + m);
@@ -83,7 +83,7 @@ void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
   collect_param(plan, sums, &ScanSums<T>::param, args.grad_act_param, args.act_param_size);
   collect_param(plan, sums, &ScanSums<T>::leak, args.grad_leak, args.leak_size);
-  if (!args.grad_map) return;
+  if (!args.grad_m) return;
   collect_products(plan, sums);
   if (args.tokens) collect_table(plan, sums);
 }

@@ -91,8 +91,9 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, Any], tensors: Mappi
     of this dtype. An input that is not contiguous is copied; results must be contiguous.
     """
     copies: list[Tensor] = []  # until the kernel has read them
-    arguments = _addresses(name, dtype, elements_of(name, sizes), tensors, copies)
-    getattr(_C, name)({**sizes, **arguments, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()})
+    arguments = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
+    _add_addresses(arguments, name, dtype, elements_of(name, sizes), tensors, copies)
+    getattr(_C, name)(arguments)
 
 
 class Prepared:
@@ -108,28 +109,29 @@ class Prepared:
         self._name, self._dtype, self._elements = name, dtype, elements_of(name, sizes)
         # aliases: a tensor whose ``data`` is exchanged gives up its memory
         self._held: list[Tensor] = [tensor.detach() for tensor in fixed.values() if tensor is not None]
-        addresses = _addresses(name, dtype, self._elements, fixed, self._held)
-        self._fixed = {**sizes, **addresses, "dtype": _DTYPES[dtype]}
+        self._fixed = {**sizes, "dtype": _DTYPES[dtype]}
+        _add_addresses(self._fixed, name, dtype, self._elements, fixed, self._held)
 
     def __call__(self, tensors: Mapping[str, Tensor | None]) -> None:
         """Run the kernel with the other tensors."""
         copies: list[Tensor] = []
-        addresses = _addresses(self._name, self._dtype, self._elements, tensors, copies)
-        getattr(_C, self._name)({**self._fixed, **addresses, "threads": torch.get_num_threads()})
+        arguments = {**self._fixed, "threads": torch.get_num_threads()}
+        _add_addresses(arguments, self._name, self._dtype, self._elements, tensors, copies)
+        getattr(_C, self._name)(arguments)
 
 
-def _addresses(
+def _add_addresses(
+    arguments: dict[str, Any],
     name: str,
     dtype: torch.dtype,
     elements: Mapping[str, int],
     tensors: Mapping[str, Tensor | None],
     copies: list[Tensor],
-) -> dict[str, Any]:
-    """The addresses of tensors, whose sizes are checked. Copies of inputs are appended to `copies`."""
-    addresses: dict[str, Any] = {}
+) -> None:
+    """Add the addresses of tensors, whose sizes are checked. Copies of inputs are appended to `copies`."""
     for key, tensor in tensors.items():
         if tensor is None:
-            addresses[key] = None
+            arguments[key] = None
             continue
         expected = _OWN_DTYPE.get(key, dtype)
         if tensor.dtype is not expected or tensor.numel() != elements[key] or not tensor.is_cpu:
@@ -137,7 +139,6 @@ def _addresses(
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
             copies.append(tensor)
-        address = addresses[key] = tensor.data_ptr()
+        address = arguments[key] = tensor.data_ptr()
         if not address and elements[key]:  # a null pointer would stand for None
             raise InputError(f"{name}: {key} has no memory: its storage was freed")
-    return addresses

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, types_of
 from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
 
 # T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
-# the fields of ScanGradients by their names in ScanArgs of csrc/cpu/ops.h
-_GRADIENTS = (
-    "grad_x",
-    "grad_map",
-    "grad_h0",
-    "grad_weight",
-    "grad_bias",
-    "grad_act_param",
-    "grad_reset_state",
-    "grad_leak",
-    "grad_norm",
-)
+# the tensors of ScanArgs, which ScanArgs of csrc/cpu/ops.h has by the same names
+_TENSORS = [name for name, kind in types_of(ScanArgs).items() if kind.startswith("Tensor")]
+_tensors_of = itemgetter(*map(ScanArgs._fields.index, _TENSORS))
+_GRADIENTS = [f"grad_{name}" for name in ScanGradients._fields]  # there
 
 
 def _bf16() -> int:
@@ -34,9 +27,10 @@ def _bf16() -> int:
 def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
-    x, tokens = args.x, None
+    x, tensors = args.x, dict(zip(_TENSORS, _tensors_of(args)))  # noqa: B905  # strict takes longer
+    tensors["tokens"] = None
     if x is not None and not x.is_floating_point() and args.weight is not None:
-        x, tokens = None, x
+        tensors["x"], tensors["tokens"] = None, x
     K, size, leak_size = (0 if t is None else t.shape[-1] for t in (args.first, args.act_param, args.leak))
     D = N if args.weight is None else args.weight.shape[1]
     sizes = {
@@ -49,22 +43,8 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
         "act_param_size": size,
         "leak_size": leak_size,
         "checkpoint_every": args.checkpoint_every,
+        "clip": args.clip,
         "bf16": _bf16() if args.precision == "bf16" and steps * B > MOST_ROWS else 0,
-    }
-    tensors = {
-        "first": args.first,
-        "scale": args.scale,
-        "second": args.second,
-        "x": x,
-        "tokens": tokens,
-        "h0": args.h0,
-        "weight": args.weight,
-        "bias": args.bias,
-        "act_param": args.act_param,
-        "leak": args.leak,
-        "reset_state": args.reset_state,
-        "lengths": args.lengths,
-        "resets": args.resets,
     }
     return sizes, tensors
 
@@ -112,7 +92,6 @@ def scan_bwd(
         leak=like(args.leak, needs.leak),
         norm=new(T, dtype=dtype),
     )
-    sizes["message_clip"] = args.message_clip
     tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
     tensors |= zip(_GRADIENTS, grads, strict=True)
     call(f"{args.op}_bwd", dtype, sizes, tensors)

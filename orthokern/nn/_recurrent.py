@@ -59,6 +59,7 @@ class RecurrentOptions(LayerOptions, total=False):
 
 _HINTS = get_type_hints(RecurrentOptions, include_extras=True)
 OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
+OF_TRAINING = ("message_clip", "checkpoint_every", "noise")  # without effect on states in inference
 
 
 class Recurrent(Layers):

@@ -15,7 +15,7 @@ from orthokern.cpu._scan import prepared_step
 from orthokern.cpu.gru_scan import prepared_step as prepared_gru_step
 from orthokern.errors import InputError
 from orthokern.nn._base import Layers
-from orthokern.nn._recurrent import Recurrent
+from orthokern.nn._recurrent import OF_TRAINING, OPTIONS, Recurrent
 from orthokern.nn.gru import GRU
 from orthokern.nn.rotation import RotationRNN
 from orthokern.ops import _taps
@@ -202,8 +202,9 @@ class FrozenRNN(_Frozen, Recurrent):
                 tensors[f"bias_{suffix}"] = bias
             tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
         super().__init__(source, tensors)
-        self.gain, self.message_clip, self.checkpoint_every, self._half_ok = 1.0, 0.0, 0, source._half_ok
-        self.noise = 0.0
+        for name in ("gain", *OF_TRAINING):  # the weights have the gain
+            setattr(self, name, OPTIONS[name][0])
+        self._half_ok = source._half_ok
         self.rank: int | None = rank  # of the factors; None for a dense W
 
     def _composed(self, suffix: str) -> Tensor:

@@ -7,6 +7,7 @@ values (token ids, finiteness) are in the implementations of the ops.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import GRU_VARIANTS as VARIANTS
-from orthokern._scan_contract import GruArgs, ScanArgs
+from orthokern._scan_contract import GruArgs, ScanArgs, between_steps
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -214,31 +215,24 @@ def _leak(leak: object, N: int, like_name: str, like: Tensor) -> None:
     same_kind("leak", tensor, like_name, like)
 
 
-def scan_choices(
-    precision: object,
-    algorithm: object,
-    activation: str,
-    message_clip: float,
-    resets: object = None,
-    leak: object = None,
-) -> None:
-    """precision and algorithm must be known names; "chunked" needs a linear recurrence in forward and backward."""
+def scan_choices(precision: object, algorithm: object) -> None:
+    """precision and algorithm must be known names."""
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     if algorithm not in ALGORITHMS:
         raise unknown_name("algorithm", algorithm, ALGORITHMS)
-    if algorithm != "chunked":
-        return
+
+
+def in_chunks(activation: str, features: tuple[str, ...]) -> None:
+    """Algorithm "chunked" needs a linear recurrence in forward and backward."""
     if activation != "identity":
         raise InputError(
             f"algorithm is 'chunked' with activation {activation!r}: chunks of time can only be joined for 'identity'"
         )
-    reason = f"message_clip {message_clip}" if message_clip > 0 else ""
-    reason = reason or ("resets" if resets is not None else "leak" if leak is not None else "")
-    if reason:
+    if names := between_steps(features):
         raise InputError(
-            f"algorithm is 'chunked' with {reason}: chunks of time can only be joined without (accepted is "
-            "'sequential' or 'auto')"
+            f"algorithm is 'chunked' with {' and '.join(names)}: chunks of time can only be joined without (accepted "
+            "is 'sequential' or 'auto')"
         )
 
 
@@ -248,7 +242,9 @@ def _options(args: ScanArgs) -> None:
     number = isinstance(clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(clip, bool)
     if not number or not 0 <= clip < float("inf"):
         raise InputError(f"message_clip is {describe(clip)}: accepted is a finite number, 0 (no clipping) or more")
-    scan_choices(args.precision, args.algorithm, args.activation, clip, args.resets, args.leak)
+    scan_choices(args.precision, args.algorithm)
+    if args.algorithm == "chunked":
+        in_chunks(args.activation, args.features)
     if isinstance(every, bool) or not isinstance(every, (int, torch.SymInt)):
         raise InputError(f"checkpoint_every is {describe(every)}: accepted is an integer, 0 or more")
     if every < 0:
@@ -292,17 +288,23 @@ def _input(args: ScanArgs, like_name: str, small_ids: bool) -> Tensor:
     return x
 
 
-def scan_args(args: ScanArgs, like_name: str, *, small_ids: bool = False) -> ScanArgs:
-    """Check the arguments of a scan except its matrices, which are already checked.
+def scan_args(
+    like_name: str, matrix: Sequence[Tensor], x: Tensor, h0: Tensor | None, options: Any, *, small_ids: bool = False
+) -> ScanArgs:
+    """The arguments of a scan. They are checked except for the matrix, which already is.
 
     Args:
-        like_name: the name of ``args.second``, with whose dtype and device the others have to agree.
+        like_name: the name of the first factor, with whose dtype and device the others have to agree.
+        matrix: (w,), or (u, s, v).
+        options: a ScanOptions.
         small_ids: token ids may have any dtype of ID_DTYPES and are not converted.
 
     Returns:
         The arguments with token ids as int64 (unless small_ids), h0 zeros for None, and reset_state h0 for None.
     """
-    like, h0, bias = args.second, args.h0, args.bias
+    like, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
+    args = ScanArgs(x, v, s, like, h0, **options)  # type: ignore[arg-type]  # h0 may still be None
+    bias = args.bias
     N, x = like.shape[0], _input(args, like_name, small_ids)
     if bias is not None:
         is_tensor("bias", bias)

@@ -11,10 +11,12 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, product, sum_over_rows
 from orthokern._scan_contract import (
+    FEATURES,
     ScanArgs,
     ScanGradients,
     join_tensors,
     only_needed,
+    schema_of,
     schema_of_needs,
     split_needs,
     split_tensors,
@@ -26,12 +28,6 @@ from orthokern.ops._common import check_leak, check_lengths, check_tokens, no_se
 from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._register import custom_op
 
-FEATURES = (
-    "lengths",
-    "message_clip",
-    "resets",
-    "leak",
-)  # optional arguments that a backend may lack, see Support.features
 _GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
@@ -39,19 +35,12 @@ SUPPORT = {
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), features=FEATURES, **_GPU),
 }
-_SCHEMA = (
-    "Tensor? first, Tensor? scale, Tensor second, Tensor h0, Tensor? weight, Tensor? bias, Tensor? act_param, "
-    'str activation, int checkpoint_every=0, str? backend=None, str precision="ieee", str algorithm="auto", '
-    "Tensor? lengths=None, float message_clip=0.0, Tensor? resets=None, Tensor? reset_state=None, Tensor? leak=None"
+_ARGS = schema_of(ScanArgs)
+_FORWARD = f"({_ARGS.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor grad_hs, Tensor states, Tensor? pre, {schema_of_needs(ScanGradients)}, {_ARGS}) "
+    f"-> ({', '.join(['Tensor'] * len(ScanGradients._fields))})"
 )
-
-
-def features(args: ScanArgs) -> tuple[str, ...]:
-    """The names of FEATURES that a call uses."""
-    if args.lengths is None and args.resets is None and not args.message_clip and args.leak is None:
-        return ()
-    used = (args.lengths is not None, args.message_clip > 0, args.resets is not None, args.leak is not None)
-    return tuple(name for name, is_used in zip(FEATURES, used, strict=True) if is_used)
 
 
 class ScanOp:
@@ -69,12 +58,8 @@ class ScanOp:
     def __init__(self, name: str) -> None:
         self.name = name
         dispatch.register(name, SUPPORT)
-        self.fwd = custom_op(f"{name}_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")(self._forward)
-        self.bwd = custom_op(
-            f"{name}_bwd",
-            f"(Tensor grad_hs, Tensor states, Tensor? pre, {schema_of_needs(ScanGradients)}, "
-            f"Tensor? x, {_SCHEMA}) -> ({', '.join(['Tensor'] * len(ScanGradients._fields))})",
-        )(self._backward)
+        self.fwd = custom_op(f"{name}_fwd", _FORWARD)(self._forward)
+        self.bwd = custom_op(f"{name}_bwd", _BACKWARD)(self._backward)
         self.fwd.register_fake(self._forward_fake)
         self.bwd.register_fake(self._backward_fake)
         self.fwd.register_autograd(self._derivative, setup_context=self._setup_context)
@@ -115,7 +100,7 @@ class ScanOp:
             device=second.device,
             dtype=second.dtype,
             algorithm=args.algorithm,
-            features=features(args),
+            features=args.features,
             **args.sizes,
         )
         check_values(args, T)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import ScanOptions
 from orthokern.errors import InputError
 from orthokern.ops._checks import is_float, is_tensor, scan_args
 from orthokern.ops._scan import SUPPORT, scan
@@ -13,25 +14,7 @@ from orthokern.ops.modal.op import modal_scan
 __all__ = ["SUPPORT", "dense_scan"]
 
 
-def dense_scan(
-    x: Tensor,
-    w: Tensor,
-    h0: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str = "tanh",
-    act_param: Tensor | None = None,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0,
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-    leak: Tensor | None = None,
-) -> Tensor:
+def dense_scan(x: Tensor, w: Tensor, h0: Tensor | None = None, **options: Unpack[ScanOptions]) -> Tensor:
     """h_t = phi(W h_{t-1} + e_t) over a sequence.
 
     Equation:
@@ -40,15 +23,14 @@ def dense_scan(
 
     Args:
         w: [N, N], applied to column vectors as torch's weight_hh. All floating tensors have its dtype.
-        x, h0, weight, bias, activation, act_param, checkpoint_every, backend, precision, algorithm, lengths,
-            message_clip, resets, reset_state, leak: as in ``factored_scan``.
+        x, h0, options: as in ``factored_scan``.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
         Differentiable in x, w, h0, weight, bias, act_param, reset_state, leak.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip, resets or leak.
+        InputError: wrong shapes, dtypes, devices, names, token ids or values of options.
         BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
@@ -71,25 +53,5 @@ def dense_scan(
     if w.ndim != 2 or w.shape[0] != w.shape[1] or w.shape[0] < 1:
         raise InputError(f"w has shape {list(w.shape)}: accepted is [N, N], N at least 1")
     is_float("w", w)
-    args = ScanArgs(
-        x,
-        None,
-        None,
-        w,
-        h0,  # type: ignore[arg-type]  # None before the check
-        weight,
-        bias,
-        act_param,
-        activation,
-        checkpoint_every,
-        backend,
-        precision,
-        algorithm,
-        lengths,
-        message_clip,
-        resets,
-        reset_state,
-        leak,
-    )
-    args = scan_args(args, "w")
-    return modal_scan(args) if algorithm == "modal" else scan(args)
+    args = scan_args("w", (w,), x, h0, options)
+    return modal_scan(args) if args.algorithm == "modal" else scan(args)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import ScanOptions
 from orthokern.ops._checks import factors, scan_args
 from orthokern.ops._scan import SUPPORT, scan
 from orthokern.ops.modal.op import modal_scan
@@ -13,25 +14,7 @@ __all__ = ["SUPPORT", "factored_scan"]
 
 
 def factored_scan(
-    x: Tensor,
-    u: Tensor,
-    s: Tensor,
-    v: Tensor,
-    h0: Tensor | None = None,
-    *,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str = "tanh",
-    act_param: Tensor | None = None,
-    checkpoint_every: int = 0,
-    backend: str | None = None,
-    precision: str = "ieee",
-    algorithm: str = "auto",
-    lengths: Tensor | None = None,
-    message_clip: float = 0,  # not 0.0, of which torch.compile(dynamic=True) makes a symbol
-    resets: Tensor | None = None,
-    reset_state: Tensor | None = None,
-    leak: Tensor | None = None,
+    x: Tensor, u: Tensor, s: Tensor, v: Tensor, h0: Tensor | None = None, **options: Unpack[ScanOptions]
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
 
@@ -61,8 +44,9 @@ def factored_scan(
             W and, for features, of weight and bias. The cuda backend has "tf32" and "bf16" in products with W and W^T,
             for some sizes; the gradient of W has TF32 factors there. The reference backend computes exact products.
         algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
-            message_clip); "modal" (in the eigenbasis of W, at O(N) a step and two products over all steps; for the same
-            calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision); or "auto".
+            message_clip, resets and leak); "modal" (in the eigenbasis of W, at O(N) a step and two products over all
+            steps; for the same calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision);
+            or "auto".
         lengths: int64 [B] in [1, T], on the device of x, the number of steps of each sequence; None: T. The cpu backend
             skips padding if the batch is sorted by decreasing length (in another order, some of it); the GPU kernels
             stop after the longest of the few sequences that they process together. Padding in x and in the cotangent
@@ -84,7 +68,7 @@ def factored_scan(
         Differentiable in x, u, s, v, h0, weight, bias, act_param, reset_state, leak.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, token ids, lengths, message_clip, resets or leak.
+        InputError: wrong shapes, dtypes, devices, names, token ids or values of options.
         BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
@@ -112,25 +96,5 @@ def factored_scan(
         torch.Size([100, 4, 8])
     """
     factors(u, s, v)
-    args = ScanArgs(
-        x,
-        v,
-        s,
-        u,
-        h0,  # type: ignore[arg-type]  # None before the check
-        weight,
-        bias,
-        act_param,
-        activation,
-        checkpoint_every,
-        backend,
-        precision,
-        algorithm,
-        lengths,
-        message_clip,
-        resets,
-        reset_state,
-        leak,
-    )
-    args = scan_args(args, "u")
-    return modal_scan(args) if algorithm == "modal" else scan(args)
+    args = scan_args("u", (u, s, v), x, h0, options)
+    return modal_scan(args) if args.algorithm == "modal" else scan(args)

@@ -10,12 +10,14 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import (
+    GRU_FEATURES,
     GRU_VARIANTS,
     GruArgs,
     GruGradients,
     GruStates,
     join_tensors,
     only_needed,
+    schema_of,
     schema_of_needs,
     split_needs,
     split_tensors,
@@ -29,12 +31,11 @@ from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._register import custom_op
 
 VARIANTS = GRU_VARIANTS
-FEATURES = ("lengths", "resets")  # optional arguments that a backend may lack, see Support.features
 
-_GPU: dict[str, Any] = {"devices": ("cuda",), "features": FEATURES, "capability": (8, 0)}
+_GPU: dict[str, Any] = {"devices": ("cuda",), "features": GRU_FEATURES, "capability": (8, 0)}
 SUPPORT = {
-    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=FEATURES),
-    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=FEATURES),
+    "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), features=GRU_FEATURES),
+    "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32), features=GRU_FEATURES),
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
@@ -111,10 +112,7 @@ def gru_scan(
     return scan(gru_args(args))
 
 
-_SCHEMA = (
-    "Tensor w, Tensor h0, Tensor? bias, str variant, str? backend=None, Tensor? lengths=None, Tensor? resets=None, "
-    "Tensor? reset_state=None"
-)
+_SCHEMA = schema_of(GruArgs)
 
 
 def scan(args: GruArgs) -> Tensor:
@@ -142,13 +140,13 @@ def _reference(args: GruArgs) -> Any:
 
 def _backend_module(args: GruArgs, T: int) -> Any:
     """The module of the backend that serves a call of T steps. Checks lengths."""
-    w, used = args.w, tuple(name for name in FEATURES if getattr(args, name) is not None)
+    w, used = args.w, args.features
     module = dispatch.resolve("gru_scan", args.backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
     check_lengths(args.lengths, T)
     return module
 
 
-@custom_op("gru_scan_fwd", f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+@custom_op("gru_scan_fwd", f"({_SCHEMA.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)")
 def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
     """From the fields of GruArgs, those of GruStates; pre is empty in variant "kanai"."""
     args = GruArgs(x, *fields)
@@ -166,7 +164,7 @@ def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
 
 @custom_op(
     "gru_scan_bwd",
-    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, {schema_of_needs(GruGradients)}, Tensor? x, {_SCHEMA}) "
+    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, {schema_of_needs(GruGradients)}, {_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:

@@ -163,7 +163,7 @@ def test_bad_resets_are_one_line(op: str) -> None:
         ({"resets": good, "reset_state": problem.h0[:1]}, r"reset_state has shape \[1, 5\]: accepted is \[B, N\]"),
         ({"resets": good, "reset_state": problem.h0.float()}, "reset_state has dtype float32: accepted is the dtype"),
         ({"resets": good, "algorithm": "chunked"}, "algorithm is 'chunked' with resets"),
-        ({"resets": good, "algorithm": "modal"}, "algorithm is 'modal': resets replace states between steps"),
+        ({"resets": good, "algorithm": "modal"}, "algorithm is 'modal': with resets the recurrence runs step by step"),
     ]
     problem.activation = "identity"
     for options, message in cases:

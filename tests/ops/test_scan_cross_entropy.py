@@ -183,7 +183,7 @@ def test_auto_is_modal_where_that_pays() -> None:
     ("change", "why"),
     [
         ({"activation": "tanh"}, "the activation is 'tanh'"),
-        ({"message_clip": 1.0}, "message_clip is 1"),
+        ({"message_clip": 1.0}, "with message_clip"),
         ({"T": 2, "B": 1}, "times as much"),
         ({"backend": "reference"}, "step by step"),
         ({"algorithm": "sequential"}, "'sequential'"),
@@ -220,7 +220,7 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
     ("change", "message"),
     [
         ({"activation": "tanh", "algorithm": "modal"}, "algorithm is 'modal': the activation is 'tanh'.*'sequential'"),
-        ({"message_clip": 0.5, "algorithm": "modal"}, "algorithm is 'modal': message_clip is 0.5.*'sequential'"),
+        ({"message_clip": 0.5, "algorithm": "modal"}, "algorithm is 'modal': with message_clip the.*'sequential'"),
         ({"matrix": torch.ones(3, 4)}, "matrix"),
         ({"readout": torch.ones(2, 5)}, "readout has shape"),
         ({"target": torch.zeros(3, 2)}, "target has dtype float32"),

@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 
 from orthokern import dispatch
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanArgs
+from orthokern._scan_contract import Readout, ScanArgs, between_steps
 from orthokern.dispatch import Support
 from orthokern.errors import BackendUnavailable, InputError
 from orthokern.ops import _route, _taps
@@ -72,12 +72,9 @@ class Call:
     backward: bool = True  # gradients are needed
     start: Tensor | None = None  # R [N, 2M] of an earlier call
     activation: str = "identity"
-    message_clip: float = 0.0
     backend: str | None = None
     algorithm: str = "auto"
-    lengths: bool = False  # the call has them
-    resets: bool = False
-    leak: bool = False
+    features: tuple[str, ...] = ()  # of the scan
 
     @property
     def N(self) -> int:
@@ -118,12 +115,9 @@ def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Ca
         needs_grad(*layer, *tensors),
         start,
         args.activation,
-        args.message_clip,
         args.backend,
         args.algorithm,
-        args.lengths is not None,
-        args.resets is not None,
-        args.leak is not None,
+        args.features,
     )
 
 
@@ -138,12 +132,8 @@ def why_never(call: Call) -> str | None:
     device = call.device
     if call.activation != "identity":
         return f"the activation is {call.activation!r}, and modes are for 'identity'"
-    if call.message_clip > 0:
-        return f"message_clip is {call.message_clip:g}, and clipping works on units, not on modes"
-    if call.leak:
-        return "leak changes the recurrence, and the modes are those of W"
-    if call.resets:
-        return "resets replace states between steps, so the recurrence runs step by step"
+    if names := between_steps(call.features):
+        return f"with {' and '.join(names)} the recurrence runs step by step"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the stream is being captured in a graph, and the host has to read the modes of every call"
     try:
@@ -185,7 +175,7 @@ def why_not_now(call: Call) -> str | None:
         return "backend 'reference' runs the scan step by step, for second derivatives"
     if backend_name(call) == "reference":
         return f"modal has no kernel for {call.device.type} tensors"
-    if any(call.lengths or not sink.sparse for sink in _taps.SINKS):
+    if any("lengths" in call.features or not sink.sparse for sink in _taps.SINKS):
         return "the norms of every step are being recorded"
     size = 0 if call.ids else call.T * call.B * call.N * call.dtype.itemsize
     if size > kept_states(call.device):
