@@ -231,6 +231,16 @@ class GruArgs(NamedTuple):
         return tuple([name for name in GRU_FEATURES if getattr(self, name) is not None])
 
     @property
+    def algorithm(self) -> str:
+        """There is one."""
+        return "auto"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a backend may limit."""
+        return {"N": self.w.shape[1]}
+
+    @property
     def kanai(self) -> bool:
         """Whether the variant is "kanai", which saves no ``pre``."""
         return self.variant == "kanai"

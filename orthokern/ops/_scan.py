@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern import dispatch
-from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, product, sum_over_rows
 from orthokern._scan_contract import (
     FEATURES,
@@ -16,17 +14,13 @@ from orthokern._scan_contract import (
     ScanGradients,
     join_tensors,
     only_needed,
-    schema_of,
-    schema_of_needs,
-    split_needs,
     split_tensors,
 )
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_leak, check_lengths, check_tokens, no_second_derivative
-from orthokern.ops._dispatcher import can_bypass_dispatcher
-from orthokern.ops._register import custom_op
+from orthokern.ops._common import check_leak, check_tokens
+from orthokern.ops._recurrence import Recurrence
 
 _GPU: dict[str, Any] = {"devices": ("cuda",), "algorithms": ("sequential", "chunked"), "capability": (8, 0)}
 SUPPORT = {
@@ -35,107 +29,36 @@ SUPPORT = {
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, features=FEATURES, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), features=FEATURES, **_GPU),
 }
-_ARGS = schema_of(ScanArgs)
-_FORWARD = f"({_ARGS.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)"
-_BACKWARD = (
-    f"(Tensor grad_hs, Tensor states, Tensor? pre, {schema_of_needs(ScanGradients)}, {_ARGS}) "
-    f"-> ({', '.join(['Tensor'] * len(ScanGradients._fields))})"
-)
 
 
-class ScanOp:
-    """The ops ``torch.ops.orthokern.<name>_fwd`` and ``<name>_bwd``; calling the object runs the forward.
+class ScanOp(Recurrence):
+    """Of the saved states, ``states`` is hs, or ckpt with checkpoints. x may be None in the backward where it is not
+    read: without a weight and checkpoints."""
 
-    The forward takes the fields of `ScanArgs` and returns those of `ScanStates`. The backward takes (grad_hs, states,
-    pre, needs, x, ...), where needs are the fields of `ScanGradients` as bools, states is hs, or ckpt with checkpoints,
-    and x may be None where it is not read (no weight, no checkpoints). It returns the fields of `ScanGradients`. What
-    does not apply or is not needed is an empty tensor, or None in a call that bypasses torch's dispatcher.
+    arguments, gradients, saved = ScanArgs, ScanGradients, ("Tensor states", "Tensor? pre")
 
-    A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there hs
-    and pre are functions of the inputs through the forward op.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        dispatch.register(name, SUPPORT)
-        self.fwd = custom_op(f"{name}_fwd", _FORWARD)(self._forward)
-        self.bwd = custom_op(f"{name}_bwd", _BACKWARD)(self._backward)
-        self.fwd.register_fake(self._forward_fake)
-        self.bwd.register_fake(self._backward_fake)
-        self.fwd.register_autograd(self._derivative, setup_context=self._setup_context)
-        self.bwd.register_autograd(no_second_derivative(name))
-
-    def __call__(self, args: ScanArgs) -> Tensor:
-        """hs of checked arguments."""
-        if not _route.by_reference(args.backend, *args):
-            hs: Tensor = self.fwd(*args)[0]
-            return hs
-        return self._by_reference(args)
-
-    @keeps_dtype
     def _by_reference(self, args: ScanArgs) -> Tensor:
-        """hs by the plain torch code of the reference."""
-        check_values(args, args.time_steps)
-        # checkpoints change nothing in plain torch code
-        hs: Tensor = getattr(self._reference(args), f"{self.name}_fwd")(args._replace(checkpoint_every=0)).hs
-        _taps.record_states(self.name, hs)
-        return hs
+        return super()._by_reference(args._replace(checkpoint_every=0))  # which change nothing in plain torch code
 
-    def _reference(self, args: ScanArgs) -> Any:
-        """The module of the reference backend."""
-        second = args.second
-        return dispatch.resolve(
-            self.name, "reference", device=second.device, dtype=second.dtype, algorithm=args.algorithm
-        )
+    def _check_values(self, args: ScanArgs, T: int) -> None:
+        super()._check_values(args, T)
+        if args.weight is not None:
+            check_tokens(args.x, args.weight, args.lengths)
+        check_leak(args.leak)
 
-    def _backend_module(self, args: ScanArgs, T: int) -> Any:
-        """The module of the backend that serves a call of T steps. Checks values."""
-        second = args.second
+    def _kernel(self, direction: str, args: ScanArgs, T: int) -> Any:
         if (args.first is None) != (args.scale is None):
             missing = "first" if args.first is None else "scale"
             raise InputError(f"{self.name}: {missing} is None: accepted are both of first and scale, or neither")
-        module = dispatch.resolve(
-            self.name,
-            args.backend,
-            device=second.device,
-            dtype=second.dtype,
-            algorithm=args.algorithm,
-            features=args.features,
-            **args.sizes,
-        )
-        check_values(args, T)
-        return module
+        return super()._kernel(direction, args, T)
 
-    def _forward(self, *fields: Any) -> tuple[Tensor | None, ...]:
-        args = ScanArgs(*fields)
-        module = self._backend_module(args, args.time_steps)
-        states = getattr(module, f"{self.name}_fwd")(args)
-        _taps.record_states(self.name, states.hs)
-        return tuple(states)
-
-    def _backward(self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
-        needs, fields = split_needs(ScanGradients, fields)
-        return only_needed(self._gradients(ScanArgs(*fields), grad_hs, states, pre, needs), needs)
-
-    def _gradients(
-        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
-    ) -> ScanGradients:
-        """The results of the backward of the backend that serves a call."""
+    def _of_backend(self, args: ScanArgs, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+        states, pre = saved
         if args.x is None and (args.weight is not None or args.checkpoint_every):
             raise InputError(f"{self.name}_bwd: x is None: it is needed with a weight or checkpoints")
         if pre is None and args.keeps_pre:
             raise InputError(f"{self.name}_bwd: pre is None: it is needed with a leak or with {args.activation}")
-        backward = getattr(self._backend_module(args, grad_hs.shape[0]), f"{self.name}_bwd")
-        grads: ScanGradients = backward(args, grad_hs, states, pre if args.keeps_pre else None, needs)
-        if needs.norm:
-            _taps.record(self.name, grads.norm)
-        return grads
-
-    def _by_op(self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
-        """`_gradients`, by the backward op where torch has to see one."""
-        if not torch.is_grad_enabled() and can_bypass_dispatcher((grad_hs, states, pre, *args)):
-            return self._gradients(args, grad_hs, states, pre, needs)
-        return ScanGradients(*only_needed(self.bwd(grad_hs, states, pre, *needs, *args), needs))
+        return states, pre if args.keeps_pre else None
 
     def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
         args = ScanArgs(*fields)
@@ -144,31 +67,9 @@ class ScanOp:
         ckpt = new((T + every - 1) // every, B, N) if every else new(0)
         return new(T, B, N), ckpt, new(T, B, N) if args.keeps_pre else new(0)
 
-    def _backward_fake(
-        self, grad_hs: Tensor, states: Tensor, pre: Tensor | None, *fields: Any
-    ) -> tuple[Tensor | None, ...]:
-        needs, fields = split_needs(ScanGradients, fields)
-        args = ScanArgs(*fields)
-        new, (T, B, N), dtype = args.h0.new_empty, grad_hs.shape, args.h0.dtype
-
-        def like(tensor: Tensor | None, applies: bool = True) -> Tensor | None:
-            # new_empty, not empty_like: the gradients are contiguous whatever the strides of the input
-            return new(tensor.shape) if tensor is not None and applies else None
-
+    def _shape_of_x(self, args: ScanArgs, grad_hs: Tensor) -> Any:
         x = args.x if args.weight is not None else grad_hs
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        grads = ScanGradients(
-            x=like(x, x is not None and x.is_floating_point()),
-            m=new(N, N),
-            h0=new(B, N),
-            weight=like(args.weight),
-            bias=like(args.bias),
-            act_param=like(args.act_param),
-            reset_state=like(args.reset_state, args.resets is not None),
-            leak=like(args.leak),
-            norm=new(T, dtype=wide),
-        )
-        return only_needed(grads, needs)
+        return x.shape if x is not None and x.is_floating_point() else None
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         args, (hs, ckpt, pre) = ScanArgs(*inputs), output
@@ -180,12 +81,12 @@ class ScanOp:
         ctx.options, tensors = split_tensors(args if x is args.x else args._replace(x=x))
         ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *tensors)
 
-    def _derivative(
-        self, ctx: Any, saved: tuple[Any, ...], grad_hs: Any, _: None, grad_pre: Tensor | None
-    ) -> tuple[Any, ...]:
+    def _derivative(self, ctx: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        grad_hs, _, grad_pre = grads
         if grad_hs is None and grad_pre is None:
             return ()
         states, pre, *tensors = saved
+        saved = states, pre
         args: ScanArgs = join_tensors(ctx.options, tensors)
         of: Any = ScanArgs._make(ctx.needs_input_grad[: len(ScanArgs._fields)])
         of_map, norm = of.first or of.scale or of.second, _taps.needed()
@@ -195,21 +96,21 @@ class ScanOp:
         recorded = grad_pre is not None or _route.recording()
         of_factors: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if of_map and not recorded and without_m(args, grad_hs):
-            grads, of_factors = self._factor_gradients(args, grad_hs, states, pre, needs)
+            results, of_factors = self._factor_gradients(args, grad_hs, saved, needs)
         else:
             if recorded:
-                grads = self._differentiable(args, states, pre, grad_hs, grad_pre, needs)
+                results = self._differentiable(args, grad_hs, saved, needs, grad_pre=grad_pre)
             else:
-                grads = self._by_op(args, grad_hs, states, pre, needs)
+                results = self._by_op(args, grad_hs, saved, needs)
             if of_map:
-                of_factors = map_gradients(args, grads.m)
-        of_reset_state = None if args.resets is None else grads.reset_state
-        of_tensors = grads.x, *of_factors, grads.h0, grads.weight, grads.bias, grads.act_param
-        return only_needed((*of_tensors, *(None,) * 8, of_reset_state, grads.leak), of)
+                of_factors = map_gradients(args, results.m)
+        of_reset_state = None if args.resets is None else results.reset_state
+        of_tensors = results.x, *of_factors, results.h0, results.weight, results.bias, results.act_param
+        return only_needed((*of_tensors, *(None,) * 8, of_reset_state, results.leak), of)
 
     @ieee_products()
     def _factor_gradients(
-        self, args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any
+        self, args: ScanArgs, grad_hs: Tensor, saved: tuple[Any, ...], needs: Any
     ) -> tuple[ScanGradients, tuple[Tensor, Tensor, Tensor]]:
         """The results of the backward op, and the gradients of first, scale and second, in O(N K) operations per row:
         from delta_t, which is the gradient of an input term, in place of M = sum_t delta_t h_{t-1}^T."""
@@ -217,9 +118,8 @@ class ScanOp:
         assert v is not None and s is not None
         term = args._replace(x=None, weight=None, bias=None)
         of_term = needs._replace(x=True, m=False, weight=False, bias=False)
-        grads = self._by_op(term, grad_hs, states, pre, of_term)
-        assert grads.x is not None
-        delta, states = grads.x.flatten(0, 1), states[:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
+        grads = self._by_op(term, grad_hs, saved, of_term)
+        delta, states = grads.x.flatten(0, 1), saved[0][:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
         from_v, to_u = torch.cat([args.h0 @ v, product(states, v)]), product(delta, u).view(len(grads.x), -1, len(s))
         of_v, start = to_u * s, args.reset_state
         if args.resets is not None:
@@ -248,39 +148,14 @@ class ScanOp:
         return grads._replace(x=of_x, weight=of_weight, bias=delta.sum(0)), of_factors
 
     def _differentiable(
-        self,
-        args: ScanArgs,
-        states: Tensor,
-        pre: Tensor | None,
-        grad_hs: Tensor | None,
-        grad_pre: Tensor | None,
-        needs: Any,
-    ) -> ScanGradients:
-        """The results of the backward op, computed by the reference as differentiable functions of all tensors."""
+        self, args: ScanArgs, grad_hs: Tensor | None, saved: tuple[Any, ...], needs: Any, **of_states: Tensor | None
+    ) -> Any:
         if args.checkpoint_every:  # recompute the states as a differentiable function of the inputs
             args = args._replace(checkpoint_every=0)
             with _taps.set_aside():
                 states, _, pre = self.fwd(*args)
-        result: ScanGradients = getattr(self._reference(args), f"{self.name}_bwd")(
-            args,
-            torch.zeros_like(states) if grad_hs is None else grad_hs,
-            states,
-            pre if args.keeps_pre else None,
-            needs,
-            grad_pre=grad_pre,
-        )
-        if result.norm is not None and grad_pre is None:
-            _taps.record(self.name, result.norm.detach())
-        return result
-
-
-def check_values(args: ScanArgs, T: int) -> None:
-    """The checks of lengths, token ids and leak, on a CPU."""
-    if args.lengths is not None:
-        check_lengths(args.lengths, T)
-    if args.weight is not None:
-        check_tokens(args.x, args.weight, args.lengths)
-    check_leak(args.leak)
+            saved = states, pre
+        return super()._differentiable(args, grad_hs, saved, needs, **of_states)
 
 
 def without_m(args: ScanArgs, grad_hs: Tensor) -> bool:
@@ -306,7 +181,7 @@ def map_gradients(args: ScanArgs, m: Any) -> tuple[Tensor | None, Tensor | None,
     return mt_u * s, (u * m_v).sum(0), m_v * s
 
 
-FACTORED, DENSE = ScanOp("factored_scan"), ScanOp("dense_scan")
+FACTORED, DENSE = ScanOp("factored_scan", SUPPORT), ScanOp("dense_scan", SUPPORT)
 
 
 def scan(args: ScanArgs) -> Tensor:

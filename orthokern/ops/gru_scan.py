@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern import dispatch
-from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import (
     GRU_FEATURES,
     GRU_VARIANTS,
@@ -17,18 +15,13 @@ from orthokern._scan_contract import (
     GruStates,
     join_tensors,
     only_needed,
-    schema_of,
-    schema_of_needs,
-    split_needs,
     split_tensors,
 )
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _route, _taps
 from orthokern.ops._checks import gru_args
-from orthokern.ops._common import check_lengths, no_second_derivative
-from orthokern.ops._dispatcher import can_bypass_dispatcher
-from orthokern.ops._register import custom_op
+from orthokern.ops._recurrence import Recurrence
 
 VARIANTS = GRU_VARIANTS
 
@@ -39,7 +32,6 @@ SUPPORT = {
     "triton": Support(dtypes=(torch.float64, torch.float32), limits={"N": 128}, **_GPU),
     "cuda": Support(dtypes=(torch.float32,), **_GPU),
 }
-dispatch.register("gru_scan", SUPPORT)
 
 
 def gru_scan(
@@ -112,140 +104,46 @@ def gru_scan(
     return scan(gru_args(args))
 
 
-_SCHEMA = schema_of(GruArgs)
+class _GruOp(Recurrence):
+    arguments, gradients, saved = GruArgs, GruGradients, ("Tensor hs", "Tensor gates", "Tensor? pre")
+
+    def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
+        args: Any = GruArgs(*fields)
+        T, (B, N), new = args.x.shape[0], args.h0.shape, args.w.new_empty
+        return new(T, B, N), new(T, B, 3 * N), new(0) if args.kanai else new(T, B, N)
+
+    def _of_backend(self, args: GruArgs, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+        hs, gates, pre = saved
+        if pre is None and not args.kanai:
+            raise InputError('gru_scan_bwd: pre is None: it is needed in variant "torch"')
+        return (GruStates(hs, gates, None if args.kanai else pre),)
+
+    def _shape_of_x(self, args: GruArgs, grad_hs: Tensor) -> Any:
+        T, B, N = grad_hs.shape
+        return T, B, 3 * N
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        args, pre = GruArgs(*inputs), output[2]
+        if args.kanai and pre is not None:
+            ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
+        ctx.set_materialize_grads(False)
+        ctx.options, tensors = split_tensors(args._replace(x=None))
+        ctx.save_for_backward(*output, *tensors)
+
+    def _derivative(self, ctx: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        grad_hs, grad_gates, grad_pre = grads
+        of_saved = grad_gates is not None or grad_pre is not None
+        if grad_hs is None and not of_saved:
+            return ()
+        args: GruArgs = join_tensors(ctx.options, saved[3:])
+        of: Any = GruArgs._make(ctx.needs_input_grad[: len(GruArgs._fields)])
+        needs = GruGradients._make((of.x, of.w, of.h0, of.bias, of.reset_state, _taps.needed()))
+        if of_saved or _route.recording():
+            results = self._differentiable(args, grad_hs, saved[:3], needs, grad_gates=grad_gates, grad_pre=grad_pre)
+        else:
+            results = self._by_op(args, grad_hs, saved[:3], needs)
+        of_state = None if args.resets is None else results.reset_state
+        return only_needed((results.x, results.w, results.h0, results.bias, *(None,) * 4, of_state), of)
 
 
-def scan(args: GruArgs) -> Tensor:
-    """hs [T, B, N] of checked arguments."""
-    if not _route.by_reference(args.backend, *args):
-        hs: Tensor = _fwd(*args)[0]
-        return hs
-    return _by_reference(args)
-
-
-@keeps_dtype
-def _by_reference(args: GruArgs) -> Tensor:
-    """hs by the plain torch code of the reference."""
-    assert args.x is not None
-    check_lengths(args.lengths, args.x.shape[0])
-    hs: Tensor = _reference(args).gru_scan_fwd(args).hs
-    _taps.record_states("gru_scan", hs)
-    return hs
-
-
-def _reference(args: GruArgs) -> Any:
-    """The module of the reference backend."""
-    return dispatch.resolve("gru_scan", "reference", device=args.w.device, dtype=args.w.dtype)
-
-
-def _backend_module(args: GruArgs, T: int) -> Any:
-    """The module of the backend that serves a call of T steps. Checks lengths."""
-    w, used = args.w, args.features
-    module = dispatch.resolve("gru_scan", args.backend, device=w.device, dtype=w.dtype, features=used, N=w.shape[-1])
-    check_lengths(args.lengths, T)
-    return module
-
-
-@custom_op("gru_scan_fwd", f"({_SCHEMA.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)")
-def _fwd(x: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
-    """From the fields of GruArgs, those of GruStates; pre is empty in variant "kanai"."""
-    args = GruArgs(x, *fields)
-    states = _backend_module(args, x.shape[0]).gru_scan_fwd(args)
-    _taps.record_states("gru_scan", states.hs)
-    return tuple(states)
-
-
-@_fwd.register_fake
-def _fwd_fake(x: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-    args = GruArgs(x, *fields)
-    T, (B, N), new = x.shape[0], args.h0.shape, args.w.new_empty
-    return new(T, B, N), new(T, B, 3 * N), new(0) if args.kanai else new(T, B, N)
-
-
-@custom_op(
-    "gru_scan_bwd",
-    f"(Tensor grad_hs, Tensor hs, Tensor gates, Tensor? pre, {schema_of_needs(GruGradients)}, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _bwd(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor | None, *fields: Any) -> tuple[Tensor | None, ...]:
-    """The fields of GruGradients; what is not needed is empty. x is not read."""
-    needs, fields = split_needs(GruGradients, fields)
-    args = GruArgs(*fields)
-    return only_needed(_gradients(args, grad_hs, GruStates(hs, gates, None if args.kanai else pre), needs), needs)
-
-
-def _gradients(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
-    """The results of the backward of the backend that serves a call."""
-    if states.pre is None and not args.kanai:
-        raise InputError('gru_scan_bwd: pre is None: it is needed in variant "torch"')
-    grads: GruGradients = _backend_module(args, grad_hs.shape[0]).gru_scan_bwd(args, grad_hs, states, needs)
-    if needs.norm:
-        _taps.record("gru_scan", grads.norm)
-    return grads
-
-
-@_bwd.register_fake
-def _bwd_fake(grad_hs: Tensor, hs: Tensor, gates: Tensor, pre: Tensor, *fields: Any) -> tuple[Tensor | None, ...]:
-    needs, fields = split_needs(GruGradients, fields)
-    args = GruArgs(*fields)
-    new, state = args.w.new_empty, None if args.resets is None else args.reset_state
-    wide = torch.float32 if args.w.dtype in (torch.float16, torch.bfloat16) else args.w.dtype
-    of = [None if tensor is None else new(tensor.shape) for tensor in (gates, args.w, args.h0, args.bias, state)]
-    return only_needed((*of, new(grad_hs.shape[0], dtype=wide)), needs)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    args, (hs, gates, pre) = GruArgs(*inputs), output
-    if args.kanai and pre is not None:
-        ctx.mark_non_differentiable(pre)  # gates, and pre in variant "torch", have gradients in a second derivative
-    ctx.set_materialize_grads(False)
-    ctx.options, tensors = split_tensors(args._replace(x=None))
-    ctx.save_for_backward(hs, gates, pre, *tensors)
-
-
-def _backward(
-    ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_gates: Tensor | None, grad_pre: Tensor | None
-) -> tuple[Any, ...]:
-    of_saved = grad_gates is not None or grad_pre is not None
-    if grad_hs is None and not of_saved:
-        return ()
-    hs, gates, pre, *tensors = saved
-    args: GruArgs = join_tensors(ctx.options, tensors)
-    of: Any = GruArgs._make(ctx.needs_input_grad[: len(GruArgs._fields)])
-    needs = GruGradients._make((of.x, of.w, of.h0, of.bias, of.reset_state, _taps.needed()))
-    states = GruStates(hs, gates, None if args.kanai else pre)
-    if of_saved or _route.recording():
-        grads = _differentiable(args, states, grad_hs, needs, grad_gates, grad_pre)
-    elif grad_hs is not None and not torch.is_grad_enabled() and can_bypass_dispatcher((grad_hs, *states, *args)):
-        grads = _gradients(args, grad_hs, states, needs)
-    else:
-        grads = GruGradients(*_bwd(grad_hs, hs, gates, pre, *needs, *args))
-    of_state = None if args.resets is None else grads.reset_state
-    return only_needed((grads.x, grads.w, grads.h0, grads.bias, *(None,) * 4, of_state), of)
-
-
-def _differentiable(
-    args: GruArgs,
-    states: GruStates,
-    grad_hs: Tensor | None,
-    needs: Any,
-    grad_gates: Tensor | None,
-    grad_pre: Tensor | None,
-) -> GruGradients:
-    """The results of the backward op, computed by the reference as differentiable functions of all tensors. There hs,
-    gates and pre are functions of the inputs through the forward op."""
-    result: GruGradients = _reference(args).gru_scan_bwd(
-        args,
-        torch.zeros_like(states.hs) if grad_hs is None else grad_hs,
-        states,
-        needs,
-        grad_gates=grad_gates,
-        grad_pre=grad_pre,
-    )
-    if result.norm is not None and grad_gates is None and grad_pre is None:
-        _taps.record("gru_scan", result.norm.detach())
-    return result
-
-
-_fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("gru_scan"))
+scan = _GruOp("gru_scan", SUPPORT)
