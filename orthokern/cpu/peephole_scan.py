@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from orthokern._products import ieee_products, product_with_states
@@ -26,7 +25,7 @@ def peephole_scan_bwd(
     """See ``orthokern.ops.peephole_scan``."""
     (_, w, peephole, h0, c0), (T, B, N) = inputs, states.hs.shape
     grad_x = new(T, B, 4 * N, dtype=h0.dtype)
-    grad_peephole, grad_h0, grad_c0 = (torch.empty_like(t) for t in (peephole, h0, c0))
+    grad_peephole, grad_h0, grad_c0 = (new(*t.shape, dtype=t.dtype) for t in (peephole, h0, c0))
     call(
         "peephole_scan_bwd",
         h0.dtype,

@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import PeepholeInputs, PeepholeStates
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import contiguous, needed, no_second_derivative
+from orthokern.ops._common import needed, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -61,22 +61,18 @@ def peephole_scan(
     A second derivative is not available, except with the reference.
     """
     if _route.by_reference(backend, x, w, peephole, h0, c0):
-        return _plain(x, w, peephole, h0, c0)
-    hs, cs, _ = torch.ops.orthokern.peephole_scan_fwd(x, w, peephole, h0, c0, backend)
+        reference = dispatch.leaf("peephole_scan", "reference")
+        states: tuple[Tensor, Tensor] = reference.differentiable_scan(x, w, peephole, h0, c0)
+        return states
+    hs, cs, _ = _fwd(x, w, peephole, h0, c0, backend)
     return hs, cs
-
-
-def _plain(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Differentiable torch code, for tangents, torch.func and the reference backend."""
-    result: tuple[Tensor, Tensor] = dispatch.leaf("peephole_scan", "reference").differentiable_scan(*tensors)
-    return result
 
 
 def _leaf(x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Any, PeepholeInputs]:
     """The leaf that serves a call, and its arguments."""
     *others, backend = rest
     leaf = dispatch.resolve("peephole_scan", backend, device=w.device, dtype=w.dtype, N=w.shape[-1])
-    return leaf, PeepholeInputs(contiguous(x), *map(contiguous, (w, *others)))  # type: ignore[arg-type]
+    return leaf, PeepholeInputs(x, w, *others)
 
 
 @custom_op(
@@ -105,8 +101,7 @@ def _bwd(
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w, peephole, h0 and c0. A gradient of states that is None is zero."""
     leaf, inputs = _leaf(None, *rest)
-    states = PeepholeStates(*(state.contiguous() for state in (hs, cs, gates)))
-    return tuple(leaf.peephole_scan_bwd(inputs, contiguous(grad_hs), contiguous(grad_cs), states))
+    return tuple(leaf.peephole_scan_bwd(inputs, grad_hs, grad_cs, PeepholeStates(hs, cs, gates)))
 
 
 @_bwd.register_fake
@@ -125,7 +120,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs: Tensor | None, *_: Any) -> Any:
     if grad_hs is None and grad_cs is None:
         return ()
-    grads = torch.ops.orthokern.peephole_scan_bwd(grad_hs, grad_cs, *saved, ctx.backend)
+    grads = _bwd(grad_hs, grad_cs, *saved, ctx.backend)
     return tuple(map(needed, grads, ctx.needs_input_grad))
 
 

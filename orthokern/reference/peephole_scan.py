@@ -32,7 +32,7 @@ def peephole_scan_fwd(inputs: PeepholeInputs) -> PeepholeStates:
     assert x is not None
     n = w.shape[1]
     p_i, p_f, p_o = p.unbind(0)
-    gates = torch.empty_like(x, memory_format=torch.contiguous_format)
+    gates = x.new_empty(x.shape)
     hs, cs = (x.new_empty(*x.shape[:2], n) for _ in range(2))
     h, c = h0, c0
     for x_t, a, h_t, c_t in zip(x.unbind(0), gates.unbind(0), hs.unbind(0), cs.unbind(0), strict=True):
@@ -62,8 +62,8 @@ def peephole_scan_bwd(
     before_h, before_c = (torch.cat([first.unsqueeze(0), rest[:-1]]) for first, rest in ((h0, hs), (c0, cs)))
     by_o, through_h = tanh_c * o * (1 - o), o * (1 - tanh_c * tanh_c)
     by_i, by_f, by_g = g * i * (1 - i), before_c * f * (1 - f), i * (1 - g * g)
-    d = torch.empty_like(gates)
-    dh, dc = torch.zeros_like(h0), torch.zeros_like(c0)
+    d = gates.new_empty(gates.shape)
+    dh, dc = h0.new_zeros(h0.shape), c0.new_zeros(c0.shape)
     for t in reversed(range(len(d))):
         dh = dh + grad_hs[t]
         dc = dc + grad_cs[t]

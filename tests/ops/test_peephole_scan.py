@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import each
+from helpers import each, strided
 from peephole_problem import PeepholeProblem, check_peephole
 from torch import Tensor
 
@@ -26,6 +26,14 @@ def test_kernels(op: str, backend: str, sizes: tuple[int, int, int], dtype: torc
     problem = PeepholeProblem.random(*sizes)
     missing = {"both": {}, "grad_hs": {"grad_cs": None}, "grad_cs": {"grad_hs": None}}[given]
     check_peephole(dataclasses.replace(problem, **missing), dtype, backend)
+
+
+@each("peephole_scan")
+def test_any_strides(op: str, backend: str) -> None:
+    problem = PeepholeProblem.random(5, 3, 7)
+    for name, tensor in problem.map(strided).run(backend).items():
+        assert tensor.is_contiguous(), name
+        torch.testing.assert_close(tensor, problem.run(backend)[name], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
