@@ -152,6 +152,30 @@ struct GatedRows : RowSteps {
   void prefetch(Transfers<T>* transfers, const T* from, ptrdiff_t row, int64_t t) const {
     transfers->prefetch(from, row, L, active[t], plan.blocks());
   }
+  // What the forward of step t + 1 reads first and that of step t writes, of the gates: a share for each product.
+  void prefetch_gates(Transfers<T>* transfers, const void* x, const void* gates, int64_t t) const {
+    const ptrdiff_t row = plan.gates * N;
+    for (int g = 0; g < plan.gates; g++) {
+      if (t + 1 < longest) prefetch(&transfers[g], at(x, t + 1, plan.gates) + g * N, row, t + 1);
+      if (!plan.stream) prefetch(&transfers[g], at(gates, t, plan.gates) + g * N, row, t);
+    }
+  }
+  // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), in its place of `gates`.
+  template <class F>
+  ORTHOKERN_INLINE void gate(int64_t t, int g, const T* h, T* acc, const void* input, void* gates,
+                             Transfers<T>* transfers, const F& value) const {
+    const ptrdiff_t row = plan.gates * N;
+    const bool stream = plan.stream;
+    const T *x = at(input, t, plan.gates) + g * N, *sums = acc;
+    T* results = at(gates, t, plan.gates) + g * N;
+    const Segment<T> segment = {h, block, plan.N};
+    multiply<T>(&segment, 1, plan.gate[g], active[t], acc, block, &transfers[g], [&](int first, int last) {
+      each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+        const ptrdiff_t to = r * row + b * L;
+        write(results + to, value(b, count, r, at, load(sums + at), read(x + to, count)), count, stream);
+      });
+    });
+  }
   // Zeros for the padding of a result [T, B, width N], or of none.
   void clear_padding(void* result, int width) const {
     for (int64_t t = shortest; result && t < steps; t++)

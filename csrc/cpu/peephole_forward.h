@@ -30,12 +30,8 @@ struct PeepholeForward {
  private:
   void step(int64_t t) {
     const ptrdiff_t N = plan.N;
-    // Prefetches what the next step reads first, a quarter with each product.
     Transfers<T> transfers[kGates];
-    for (int g = 0; g < kGates; g++) {
-      if (t + 1 < rows.steps) rows.prefetch(&transfers[g], rows.at(args.x, t + 1, kGates) + g * N, kGates * N, t + 1);
-      if (!plan.stream) rows.prefetch(&transfers[g], rows.at(args.gates, t, kGates) + g * N, kGates * N, t);
-    }
+    rows.prefetch_gates(transfers, args.x, args.gates, t);
     rows.prefetch(&transfers[2], rows.at(args.cs, t, 1), N, t);
     rows.prefetch(&transfers[3], rows.at(args.hs, t, 1), N, t);
 
@@ -65,20 +61,12 @@ struct PeepholeForward {
       return o;
     });
   }
-  // Gate g of step t, from value(b, count, r, at, its argument without the peephole).
+  // value(b, count, r, at, the argument of gate g without the peephole)
   template <class F>
-  ORTHOKERN_INLINE void gate(int64_t t, int g, Transfers<T>* transfers, const F& value) const {
-    const ptrdiff_t N = plan.N;
-    const bool stream = plan.stream;
-    const T *x = rows.at(args.x, t, kGates) + g * N, *sums = acc;
-    T* gates = rows.at(args.gates, t, kGates) + g * N;
-    const Segment<T> h = {state[t % 2], rows.block, plan.N};
-    multiply<T>(&h, 1, plan.gate[g], rows.R, acc, rows.block, &transfers[g], [&](int first, int last) {
-      rows.each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-        const ptrdiff_t here = r * kGates * N + b * L;
-        write(gates + here, value(b, count, r, at, load(sums + at) + read(x + here, count)), count, stream);
-      });
-    });
+  ORTHOKERN_INLINE void gate(int64_t t, int g, Transfers<T>* transfers, const F& value) {
+    rows.gate(t, g, state[t % 2], acc, args.x, args.gates, transfers,
+              [=](int b, int count, int r, ptrdiff_t at, V<T> sum, V<T> x)
+                  __attribute__((always_inline)) { return value(b, count, r, at, sum + x); });
   }
 };
 
