@@ -145,7 +145,7 @@ class _Frozen(Layers):
     def _example(self, suffix: str, B: int) -> Any:
         """The arguments of a scan of one step."""
         weight = self._tensor(f"weight_ih_{suffix}")
-        x, h = weight.new_zeros(1, B, weight.shape[1]), weight.new_zeros(B, self.hidden_size)
+        x, h = weight.new_zeros(1, B, self._inputs(suffix)), weight.new_zeros(B, self.hidden_size)
         return self._args(suffix, self._factors(suffix), None, x, h, None)  # type: ignore[operator]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import GRU_VARIANTS as VARIANTS
-from orthokern._scan_contract import GruArgs, ScanArgs, between_steps
+from orthokern._scan_contract import GruArgs, ScanArgs, ScanOptions, between_steps
 from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
@@ -303,7 +303,11 @@ def scan_args(
         The arguments with token ids as int64 (unless small_ids), h0 zeros for None, and reset_state h0 for None.
     """
     like, s, v = matrix if len(matrix) == 3 else (matrix[0], None, None)
-    args = ScanArgs(x, v, s, like, h0, **options)  # type: ignore[arg-type]  # h0 may still be None
+    try:
+        args = ScanArgs(x, v, s, like, h0, **options)  # type: ignore[arg-type]  # h0 may still be None
+    except TypeError:
+        known = ScanOptions.__annotations__
+        raise unknown_name("argument", next(name for name in options if name not in known), known) from None
     bias = args.bias
     N, x = like.shape[0], _input(args, like_name, small_ids)
     if bias is not None:

@@ -370,6 +370,8 @@ def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, 
             continue
         scale = (2.0 if spectrum_map == "sigmoid" else 4.0) * margin
         rate = spectrum_lr / scale if margin > 0.0 else 0.0
+        finite = rate <= torch.finfo(torch.float32).max
+        require(finite, "spectrum_lr", f"a rate that can be divided by the margin of {margin:g}", f"{spectrum_lr:g}")
         groups.append({**_group(same, "spectrum", rate), **constraint, "weight_decay": 0.0})
     return groups
 
