@@ -28,7 +28,7 @@ copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu 
 copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
-copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': with message_clip the recurrence runs step by step
+copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': with message_clip the recurrence runs
 copy | --T 5 --algorithm modal --model lstm | --algorithm modal: not for --model lstm
 adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn

@@ -40,6 +40,7 @@ class _Frozen(Layers):
         self.dropout = 0.0
         # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
         self._calls: dict[tuple[Any, ...], list[Call]] = {}
+        self._sizes = {name: tensor.shape for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
         self.eval()
@@ -129,6 +130,9 @@ class _Frozen(Layers):
         """The prepared calls of all layers for the batch size of x, if the cpu backend serves them."""
         weight = self._tensor("weight_ih_l0")
         op, sizes = self._op()  # type: ignore[operator]
+        for name, size in self._sizes.items():
+            if self._tensor(name).shape != size:
+                raise InputError(f"{name} must have shape {list(size)}, got {list(self._tensor(name).shape)}")
         if not x.is_floating_point() or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
             return None
         if dispatch.cpu_leaf(op, self.backend, weight.dtype, **sizes) is None:
