@@ -41,6 +41,7 @@ TITLES = {
     "one sequence": "One sequence: our time divided by that of torch's module",
     "precision": "Products with bfloat16 factors: time of exact products divided by theirs, forward and backward",
     "modal": "Linear recurrences: time of the sequential scan divided by the modal one, forward and backward",
+    "rotation": "RotationRNN: time of another linear layer divided by its time, N = 64, forward and backward",
     "copy": "The copy task by its command line: one iteration, and the peak memory of the process",
     "cayley": "Cayley step: time of the other implementation divided by ours, two N x N bases",
     "projection": "Spectral projection: its time as a share of a training iteration",
