@@ -150,7 +150,7 @@ def check_hot_loops(name: str, arch: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", (*HOT_KERNELS, "cayley", "modal", "peephole_scan"))
+@pytest.mark.parametrize("name", (*HOT_KERNELS, "cayley", "rotation_scan", "peephole_scan"))
 def test_machine_code(name: str, arch: str, tmp_path: Path) -> None:
     nvcc, nvdisasm = build.nvcc(), sass.find_nvdisasm()
     if nvcc is None:
