@@ -20,7 +20,7 @@ struct ModalArgs {
   const int64_t* tokens;   // [T, B]; a wrong id gives NaN
   const void* table;       // X [D, 2M]
   const int64_t* lengths;  // [B], or null: no padding
-  const uint8_t* resets;   // [T, B], steps whose previous state counts as zero, or null; without lengths, start is 0
+  const uint8_t* resets;   // [T, B], steps whose previous state counts as zero, or null; not with tokens or lengths
   const uint8_t* chunk_resets;  // [chunks, B], with resets: chunks whose end does not depend on the chunk before
   const double* re;             // [M]
   const double* im;             // [M]

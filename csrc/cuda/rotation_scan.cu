@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(kModalThreads) modal_scan_kernel(ModalArgs a, 
   const double* const start = begins ? a.z0 : states ? states + before * row : nullptr;
   const int64_t step = stride * row;
   const int64_t* ids = a.tokens + first * a.B + b;
-  const uint8_t* resets = a.resets + b;
   const X* x = kKind == kTokens ? static_cast<const X*>(a.table) + m : static_cast<const X*>(a.x) + first * row + place;
   const X* h = static_cast<const X*>(a.h) + (first - 1) * row + place;  // the state before the step
   Z* z = static_cast<Z*>(a.z) + first * row + place;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kModalThreads) modal_scan_kernel(ModalArgs a, 
       }
       if (kKind != kSums) continue;
       const bool starts = t + i * stride == 0;
-      if (a.resets && resets[(t + i * stride) * a.B]) continue;
+      if (a.resets && a.resets[(t + i * stride) * a.B + b]) continue;
       h_re[i] = starts ? a.h0[place] : static_cast<double>(h[i * step]);
       h_im[i] = starts ? a.h0[place + a.M] : static_cast<double>(h[i * step + a.M]);
     }
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kModalThreads) modal_scan_kernel(ModalArgs a, 
     for (int i = 0; i < kAhead; i++) {
       if (begin + i >= steps) break;
       const int64_t continues = t + i * stride + (a.reverse ? 1 : 0);  // the step that a reset separates
-      if (a.resets && continues < a.T && resets[continues * a.B]) real = imag = 0;
+      if (kKind != kTokens && a.resets && continues < a.T && a.resets[continues * a.B + b]) real = imag = 0;
       const double old = real;
       real = x_re[i] + re * old - im * imag;
       imag = x_im[i] + im * old + re * imag;
