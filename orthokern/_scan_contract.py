@@ -181,7 +181,7 @@ class ScanStates(NamedTuple):
 
     hs: Tensor  # [T, B, N]
     ckpt: Tensor | None  # [ceil(T / checkpoint_every), B, N], the states that enter segments; None without checkpoints
-    pre: Tensor | None  # [T, B, N] if options.keeps_pre, else None
+    pre: Tensor | None  # [T, B, N] if args.keeps_pre, else None
 
 
 class ScanGradients(NamedTuple):

@@ -121,3 +121,14 @@ def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -
     for call in (lambda: activation(x), lambda: readout.loss(x, target)):
         with pytest.raises(InputError, match="dtype"):
             call()
+
+
+def test_a_backward_of_the_modal_form_inside_autocast() -> None:
+    """Its products keep float32, whatever the mode of the backward."""
+    x, w = _leaf(T, B, N), torch.linalg.qr(torch.randn(N, N))[0].requires_grad_()
+    results = []
+    for inside in (False, True):
+        states = functional.dense_scan(x, w, activation="identity", algorithm="modal")
+        with torch.autocast("cpu", enabled=inside):
+            results.append(torch.autograd.grad(states.square().sum(), [x, w]))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

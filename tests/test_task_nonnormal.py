@@ -18,7 +18,7 @@ from torch import Tensor
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
 from orthokern.data.ptb_stream import STREAM_ALPHABET
-from orthokern.tasks import char_lm, recurrent
+from orthokern.tasks import char_lm, epochs
 from orthokern.training.distributed import Shard
 
 SMALL = {
@@ -136,7 +136,7 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
 
 
 def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (recurrent, char_lm):
+    for module in (epochs, char_lm):
         monkeypatch.setattr(module, "current_shard", lambda: Shard(0, 2))
     with pytest.raises(InputError, match="--bptt in 2 processes"):
         build("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"])

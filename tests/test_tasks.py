@@ -15,11 +15,11 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run, settings_of
 
-from orthokern.tasks import adding, char_lm, deep_mnist, network, optimization, recurrent
+from orthokern.tasks import adding, char_lm, epochs, network, optimization
 from orthokern.training.distributed import Shard
 
 TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
-MODULES = (recurrent, char_lm, deep_mnist)  # that ask for their share of a batch
+MODULES = (epochs, char_lm)  # that ask for their share of a batch
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""rotation_scan on the CPU; the kernel: ``csrc/cpu/modal.cpp``."""
+"""rotation_scan on the CPU; the kernel: ``csrc/cpu/rotation_scan.cpp``."""
 
 from __future__ import annotations
 

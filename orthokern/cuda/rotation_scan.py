@@ -1,4 +1,4 @@
-"""rotation_scan on CUDA; the kernel: ``csrc/cuda/modal.cu``.
+"""rotation_scan on CUDA; the kernel: ``csrc/cuda/rotation_scan.cu``.
 
 Note [Modal chunks]
     The scan is parallel over sequences, modes and chunks of time: 2 chunk + T / chunk sequential steps replace T, with
@@ -56,6 +56,7 @@ def run(
     sizes |= {"reverse": int(reverse), "wide": int(z is not None and z.dtype == torch.float64)}
     own = {"x": None if ids else x, "tokens": x if ids else None, "table": table, "z0": z0, "z": z, "h": h, "h0": h0}
     work = {"ends": space[0], "states": space[1] if chunks > 1 else None, "sums": sums}
+    resets = None if resets is None else resets.contiguous()
     cuts = {"resets": resets, "chunk_resets": _chunk_resets(resets, chunk, reverse)}
     fixed = {"re": re, "im": im, "lengths": lengths, **cuts}
     sizes["dtype"] = native.DTYPES[x.dtype if table is None else table.dtype]
@@ -80,7 +81,7 @@ def scan(
     x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False, resets: Tensor | None = None
 ) -> Tensor:
     """See ``orthokern.reference.rotation_scan.scan``."""
-    x, z0 = x.contiguous(), z0.double().contiguous()
+    x, re, im, z0 = (tensor.contiguous() for tensor in (x, re, im, z0.double()))
     z = torch.empty_like(x)
     run(x, z0, z, re=re, im=im, reverse=reverse, resets=resets)
     return z
@@ -90,6 +91,7 @@ def adjoint(
     grad_z: Tensor, re: Tensor, im: Tensor, z: Tensor, z0: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``orthokern.reference.rotation_scan.adjoint``."""
+    grad_z, re, im, z, z0 = (tensor.contiguous() for tensor in (grad_z, re, im, z, z0.double()))
     delta = torch.empty_like(grad_z)
-    _, sums = run(grad_z, None, delta, (z, z0.double()), re=re, im=im, reverse=True, resets=resets)
+    _, sums = run(grad_z, None, delta, (z, z0), re=re, im=im, reverse=True, resets=resets)
     return delta, *sums.sum(1)

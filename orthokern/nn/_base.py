@@ -156,20 +156,21 @@ class Layers(nn.Module):
     def parameter_roles(self) -> dict[str, str]:
         """Parameter name -> role, by which ``orthokern.optim.optimizer_for`` groups them: "geodesic" (U and V of a
         FactorizedRNN), "spectrum" (its singular values), "skew" (A of an ExpRNN or NonNormalRNN), "rotation" (gamma and
-        theta of a NonNormalRNN) or "other"."""
+        theta of a NonNormalRNN, radius and angle of a RotationRNN) or "other"."""
         names = [name for name, _ in self.named_parameters(recurse=False)]
         return {name: self._roles.get(name.rpartition("_l")[0], "other") for name in names}
 
     def frozen(self) -> Layers:
         """A copy for inference, in which everything that depends on parameters only is computed once.
 
-        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN), biases are
-        summed, and gains are multiplied in. Later changes of this module's parameters have no effect on the copy.
+        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN, the eigenvalues of
+        a RotationRNN), biases are summed, and gains and input scales are multiplied in. Later changes of this module's
+        parameters have no effect on the copy.
 
         Returns:
-            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU): ``forward`` with the same arguments and
-            results, and ``step(x, h)`` for one time step of a stream. Its tensors are buffers, without gradients, on
-            the same device; dropout is off.
+            An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU, ``FrozenRotationRNN`` for a RotationRNN):
+            ``forward`` with the same arguments and results, and ``step(x, h)`` for one time step of a stream. Its
+            tensors are buffers, without gradients, on the same device; dropout is off.
 
         Raises:
             orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.

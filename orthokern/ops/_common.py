@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthokern import _autocast
 from orthokern.errors import InputError
 from orthokern.ops._engine import one_cotangent_at_a_time
 
@@ -113,7 +114,7 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
         def call(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise refusal(op, way_out)
-            with torch.no_grad():
+            with torch.no_grad(), _autocast.off():
                 return backward(ctx, *grads)
 
         return call

@@ -37,6 +37,7 @@ class Recurrence:
         dispatch.register(name, support)
         fields, results = schema_of(self.arguments), ", ".join(["Tensor"] * len(self.gradients._fields))
         read = ", ".join(("Tensor grad_hs", *self.saved, schema_of_needs(self.gradients), fields))
+        # the first optional argument is x, which only a backward may lack
         self.fwd = custom_op(f"{name}_fwd", f"({fields.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)")(
             self._forward
         )

@@ -9,14 +9,21 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
 from orthokern.ops import _route
-from orthokern.ops._common import contiguous, needed, no_second_derivative
+from orthokern.ops._common import needed, no_second_derivative
 from orthokern.ops._register import custom_op
-from orthokern.ops.modal.choice import SUPPORT
 from orthokern.reference import rotation_scan as reference
 
+DTYPES = (torch.float64, torch.float32)
+SUPPORT = {
+    "reference": Support(dtypes=DTYPES),
+    "cpu": Support(devices=("cpu",), dtypes=DTYPES),
+    "triton": Support(missing="the cuda backend has the kernel"),
+    "cuda": Support(devices=("cuda",), dtypes=DTYPES, capability=(8, 0)),
+}
 FUNCTIONS = ("scan", "adjoint")  # of the backends
 dispatch.register("rotation_scan", SUPPORT)
 
@@ -118,8 +125,7 @@ def _backend(x: Tensor, backend: str | None) -> Any:
     "(Tensor x, Tensor re, Tensor im, Tensor h0, Tensor? resets=None, str? backend=None) -> Tensor",
 )
 def _fwd(x: Tensor, re: Tensor, im: Tensor, h0: Tensor, resets: Tensor | None, backend: str | None) -> Tensor:
-    x, re, im, h0 = (tensor.contiguous() for tensor in (x, re, im, h0))
-    result: Tensor = _backend(x, backend).scan(x, re, im, h0, resets=contiguous(resets))
+    result: Tensor = _backend(x, backend).scan(x, re, im, h0, resets=resets)
     return result
 
 
@@ -137,8 +143,7 @@ def _bwd(
     grad_hs: Tensor, hs: Tensor, re: Tensor, im: Tensor, h0: Tensor, resets: Tensor | None, backend: str | None
 ) -> tuple[Tensor, ...]:
     """Gradients of x, re, im and h0."""
-    grad_hs, hs, re, im, h0 = (tensor.contiguous() for tensor in (grad_hs, hs, re, im, h0))
-    return _gradients(_backend(hs, backend), grad_hs, hs, re, im, h0, contiguous(resets))
+    return _gradients(_backend(hs, backend), grad_hs, hs, re, im, h0, resets)
 
 
 def _gradients(

@@ -237,7 +237,8 @@ def optimizer_for(
     an optimizer whose steps do not scale with the gradient (RMSprop, Adam) s changes in the same way for both maps. A
     margin of 0 freezes its group (lr 0); for a margin of None (s itself is the parameter) the rate is `spectrum_lr`.
     Generators of an exponential (ExpRNN, NonNormalRNN) have the rate `skew_lr`, and the state of the optimizer is
-    adapted whenever their base moves. All others have the rate `lr`. The model may have no bases or spectra.
+    adapted whenever their base moves. Moduli and angles of eigenvalues have the rate `rotation_lr`, all others `lr`.
+    The model may have no bases or spectra.
 
     Weight decay in `euclidean_kwargs` applies to s where s is the parameter (there it is the decay of W itself) but not
     to p, since decaying p would move s to 1. For that W see orthokern.penalties.composite_weight_decay. Nor does it

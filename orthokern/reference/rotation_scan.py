@@ -47,11 +47,15 @@ def states_before(z: Tensor, z0: Tensor, resets: Tensor | None) -> Tensor:
     return before if resets is None else before.masked_fill(resets.unsqueeze(2), 0)
 
 
+def eigenvalue_gradients(delta: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The real and imaginary parts of the sum of delta_t conj(z_{t-1}), [M]; before: the states z_{t-1}."""
+    (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
+    return (d_re * z_re + d_im * z_im).sum((0, 1)), (d_im * z_re - d_re * z_im).sum((0, 1))
+
+
 def adjoint(
     grad_z: Tensor, re: Tensor, im: Tensor, z: Tensor, z0: Tensor, resets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(delta [T, B, 2M], grad_re, grad_im) of the states z of a scan, of which grad_z is the gradient."""
     delta = scan(grad_z.double(), re, im, torch.zeros_like(z0), reverse=True, resets=resets)
-    (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), states_before(z, z0, resets).double().chunk(2, -1)
-    grad_re, grad_im = (d_re * z_re + d_im * z_im).sum((0, 1)), (d_im * z_re - d_re * z_im).sum((0, 1))
-    return delta.to(z.dtype), grad_re, grad_im
+    return delta.to(z.dtype), *eigenvalue_gradients(delta, states_before(z, z0, resets))

@@ -247,8 +247,8 @@ class CharLm(CharTask):
 
 
 class CharStream(CharTask):
-    """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; settings as DEFAULTS,
-    complete.
+    """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; complete
+    settings.
 
     The stream is cut into --batch rows of equal length, which are read in parallel. Each segment starts from the last
     state of the previous one, also after a checkpoint or a validation; gradients do not cross segments. An epoch starts

@@ -23,9 +23,7 @@ from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
-from orthokern.tasks.optimization import DescentOptions, build_schedules, euclidean
-from orthokern.training.averaging import Average
-from orthokern.training.distributed import current_shard
+from orthokern.tasks.optimization import DescentOptions, euclidean
 from orthokern.training.options import changed, option
 
 PIXELS, CLASSES = 784, 10
@@ -113,22 +111,17 @@ class DeepMnist(DigitsTask):
     settings: DeepOptions
 
     def __init__(self, settings: DeepOptions) -> None:
-        self.settings = settings
-        self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
+        super().__init__(settings)
         self.load()
         mean, deviation = torch.zeros(PIXELS), torch.full((PIXELS,), 255.0)
         if settings.standardize:
             mean, deviation = pixel_statistics(self.train_set[0].cpu())
         self._mean, self._scale = mean.to(self.device), 1.0 / deviation.to(self.device)
-        self.model = DeepNetwork(settings)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty)
         kind, options = euclidean(settings)
-        self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=kind, **options)
-        self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
-        if settings.average is not None:
-            self.average = Average(self.model, settings.average)
+        model = DeepNetwork(settings)
+        self.train_with(model, optimizer_for(model, lr=settings.lr, euclidean=kind, **options))
 
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
         images, labels = data

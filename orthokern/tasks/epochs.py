@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from orthokern._files import LARGEST_INTEGER
 from orthokern.data import stream_rows
 from orthokern.errors import InputError
+from orthokern.optim import CombinedOptimizer
+from orthokern.tasks.optimization import build_schedules
 from orthokern.training import Task
+from orthokern.training.averaging import Average
 from orthokern.training.cli import RunOptions
+from orthokern.training.distributed import current_shard
 from orthokern.training.options import declarations, option
 
 
@@ -25,6 +29,18 @@ class Experiment(Task):
     settings: Any
     iterations_per_epoch: Any
     TITLE: tuple[str, ...] = ()  # settings in the title of plots
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.device = torch.device(settings.device)
+        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
+
+    def train_with(self, model: nn.Module, optimizer: CombinedOptimizer) -> None:
+        """Sets the model and its optimizer, with the schedules and the moving average of the settings."""
+        self.model, self.optimizer = model, optimizer
+        self.scheduler, self.plateau = build_schedules(optimizer, self.settings)
+        if self.settings.average is not None:
+            self.average = Average(model, self.settings.average)
 
     def title(self) -> str:
         values = {name: getattr(self.settings, name) for name in self.TITLE}

@@ -74,7 +74,7 @@ class LastAnswerModel(nn.Module):
 
 
 class LastAnswer(DrawnTask):
-    """A task with one answer per sequence, for the training loop; settings as DEFAULTS, complete."""
+    """A task with one answer per sequence, for the training loop; complete settings."""
 
     settings: LastAnswerOptions
     iterations_per_epoch = None

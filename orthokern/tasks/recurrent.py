@@ -17,9 +17,7 @@ from orthokern.nn import RNN, ExpRNN, FactorizedRNN, NonNormalRNN
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.epochs import Experiment, stream_seed
 from orthokern.tasks.network import GATED
-from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, build_schedules, penalty
-from orthokern.training.averaging import Average
-from orthokern.training.distributed import current_shard
+from orthokern.tasks.optimization import OptimizerOptions, build_optimizer, penalty
 from orthokern.training.options import changed, option
 
 STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
@@ -119,20 +117,11 @@ class RecurrentTask(Experiment):
     loss_label = "cross-entropy (nats)"
     TITLE: tuple[str, ...] = ("model", "hidden", "margin")
 
-    def __init__(self, settings: OptimizerOptions) -> None:
-        self.settings = settings
-        self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
-
     def build(self, model: nn.Module) -> None:
         """Registers the model and creates its optimizer and schedules."""
-        self.model = model
         self.rnn: nn.Module = model.get_submodule("rnn")
         self.readout: nn.Module = model.get_submodule("readout")
-        self.optimizer = build_optimizer(self.rnn, self.readout, self.settings)
-        self.scheduler, self.plateau = build_schedules(self.optimizer, self.settings)
-        if self.settings.average is not None:
-            self.average = Average(model, self.settings.average)
+        self.train_with(model, build_optimizer(self.rnn, self.readout, self.settings))
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = self.model(*batch)

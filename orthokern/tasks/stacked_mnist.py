@@ -23,9 +23,7 @@ from orthokern.nn import RotationRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
-from orthokern.tasks.optimization import DescentOptions, build_schedules, euclidean
-from orthokern.training.averaging import Average
-from orthokern.training.distributed import current_shard
+from orthokern.tasks.optimization import DescentOptions, euclidean
 from orthokern.training.options import changed, option
 
 PIXELS, CLASSES = 784, 10
@@ -122,17 +120,12 @@ class StackedMnist(DigitsTask):
     settings: StackOptions
 
     def __init__(self, settings: StackOptions) -> None:
-        self.settings = settings
-        self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
+        super().__init__(settings)
         self.load()
-        self.model = StackNetwork(settings)
+        model = StackNetwork(settings)
         kind, options = euclidean(settings)
         options |= {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
-        self.optimizer = optimizer_for(self.model, euclidean=kind, **options)
-        self.scheduler, self.plateau = build_schedules(self.optimizer, settings)
-        if settings.average is not None:
-            self.average = Average(self.model, settings.average)
+        self.train_with(model, optimizer_for(model, euclidean=kind, **options))
 
     def _arranged(self, images: Tensor) -> Tensor:
         """[n, T] uint8. An image is contiguous: a batch of columns would read a cache line per pixel."""

@@ -38,10 +38,10 @@ from orthokern.training.task import Task
 __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 LARGEST_SEED = 2**63 - 1
-# settings that only earlier versions had, and the values that runs have now
+# settings that only earlier versions had, of all tasks or of some, and the values that runs have now
 REMOVED: Settings = {"spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport", "layout": "arjovsky"}
 REMOVED |= {"schur_mask": "block", "released_targets": False, "penalty_norm": "squared", "input_dropout": 0.0}
-REMOVED |= {"forget_bias": 1.0, "triangle": True}
+REMOVED |= {"forget_bias": 1.0, "triangle": True, "optimizer": "sgd", "momentum": 0.0}
 
 
 @dataclass(kw_only=True)
@@ -254,7 +254,7 @@ class TaskCommand(Generic[Chosen]):
         if run is not None:
             stored = run.config["settings"]
             for name, value in REMOVED.items():
-                if stored.get(name, value) != value:
+                if name not in self.defaults and stored.get(name, value) != value:
                     raise CheckpointError(f"{run.path} was started by an earlier version with {_dashed(name)}")
         try:
             settings = self.complete(resolve(given, self.defaults, self.presets, stored))

@@ -26,7 +26,7 @@ from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, between_steps
 from orthokern.dispatch import Support
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.ops import _route, _taps
+from orthokern.ops import _route, _taps, rotation_scan
 from orthokern.ops._common import needs_grad
 from orthokern.ops.modal import cpu, cuda, reference
 from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, size_of
@@ -34,14 +34,8 @@ from orthokern.ops.modal.gradient import close_pairs
 
 Matrix = tuple[Tensor, ...]  # (w,) dense [N, N], or (u, s, v) of W = U diag(s) V^T
 
-DTYPES = (torch.float64, torch.float32)
 NEEDS_CUDA = "modal on a GPU needs the CUDA kernels"
-SUPPORT = {
-    "reference": Support(dtypes=DTYPES),
-    "cpu": Support(devices=("cpu",), dtypes=DTYPES),
-    "triton": Support(missing=NEEDS_CUDA),
-    "cuda": Support(devices=("cuda",), dtypes=DTYPES, capability=(8, 0)),
-}
+SUPPORT = {**rotation_scan.SUPPORT, "triton": Support(missing=NEEDS_CUDA)}
 dispatch.register("modal", SUPPORT)
 
 INSTEAD = "; accepted is 'sequential', or 'auto', which falls back to it"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
-from orthokern.reference.rotation_scan import scan, turn
+from orthokern.reference.rotation_scan import eigenvalue_gradients, scan, states_before, turn
 
 ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
 
@@ -128,12 +128,10 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
         return result._replace(adjoints=z[:0])
     d = without_padding(log_p.exp().scatter_add(-1, ids, torch.full_like(z[..., :1], -1.0)), alive)
     delta = scan((d @ (weight * scale).to(dtype)).double(), re, im, torch.zeros_like(z0), reverse=True)
-    before = torch.cat([z0[None], z[:-1]])
-    (d_re, d_im), (z_re, z_im) = delta.chunk(2, -1), before.double().chunk(2, -1)
+    before = states_before(z, z0, None)
     grads = Gradients(
         delta.to(dtype) if table is None else None,
-        (d_re * z_re + d_im * z_im).sum((0, 1)),
-        (d_im * z_re - d_re * z_im).sum((0, 1)),
+        *eigenvalue_gradients(delta, before),
         turn(delta[0], re, -im).to(dtype),
         None if table is None else sum_by_id(x, delta, len(table)).to(dtype),
         None if pairs is None else pair_sums(delta, before, pairs),
