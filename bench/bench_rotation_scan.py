@@ -51,4 +51,4 @@ def test_rotation(benchmark: Any, bench: Bench, size: Size, features: int, peer:
     theirs, target = (factorized, 3) if peer == "FactorizedRNN" else (associative, 5)
     case = f"{peer} over RotationRNN, {features} features"
     more: dict[str, Any] = {"target": target, "error": error}
-    bench.compare(benchmark, "rotation", case, size, theirs, rotation, rounds=9, **more)
+    bench.compare(benchmark, "rotation", case, size, theirs, rotation, rounds=25, warmup=3, **more)

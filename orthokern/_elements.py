@@ -89,14 +89,27 @@ def _linear_cross_entropy(s: Sizes) -> dict[str, int]:
     return {"hidden": rows * N, "weight": C * N, "bias": C, "target": rows, "loss": 1}
 
 
-def _modal(s: Sizes) -> dict[str, int]:
-    T, M, rows, D, P = s["T"], s["M"], s["T"] * s["B"], s.get("D", 0), s.get("P", 0)
-    state, C, K = 2 * s["B"] * M, s.get("C", 0), s.get("K", 0)
+def _rotation(s: Sizes) -> dict[str, int]:
+    M, rows, D = s["M"], s["T"] * s["B"], s["D"]
     return {
         **dict.fromkeys(("re", "im"), M),
         **dict.fromkeys(("x", "z", "h"), 2 * rows * M),
-        **dict.fromkeys(("z0", "h0"), state),
-        **dict.fromkeys(("tokens", "resets"), rows),
+        **dict.fromkeys(("z0", "h0"), 2 * s["B"] * M),
+        "resets": rows,
+        "features": rows * D,
+        "weight": 2 * M * D,
+        "bias": 2 * M,
+    }
+
+
+def _modal(s: Sizes) -> dict[str, int]:
+    T, M, rows, D, C, P, K = s["T"], s["M"], s["T"] * s["B"], s["D"], s["C"], s["P"], s["K"]
+    state = 2 * s["B"] * M
+    return {
+        **dict.fromkeys(("re", "im"), M),
+        "x": 2 * rows * M,
+        "z0": state,
+        "tokens": rows,
         **dict.fromkeys(("step_states", "step_adjoints"), K * state),
         "lengths": s["B"],
         "table": D * 2 * M,
@@ -123,7 +136,8 @@ ELEMENTS: dict[str, Callable[[Sizes], dict[str, int]]] = {
     **dict.fromkeys(("peephole_scan_fwd", "peephole_scan_bwd"), _peephole),
     **dict.fromkeys(("activation_fwd", "activation_bwd"), _activation),
     "linear_cross_entropy_fwd": _linear_cross_entropy,
-    **dict.fromkeys(("modal_scan", "modal_loss"), _modal),
+    "rotation_scan": _rotation,
+    "modal_loss": _modal,
     "cayley": _cayley,
 }
 

@@ -153,6 +153,33 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left[start:].mT, right[start:])
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., D] weight^T + bias [..., N], as `product`."""
+    return product(x.flatten(0, -2), weight.mT, bias).unflatten(0, x.shape[:-1])
+
+
+def linear_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias that are needed, from that of the result of `linear`, as `product`."""
+    rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), needs
+    return (
+        product(rows, weight).unflatten(0, x.shape[:-1]) if to_x else None,
+        _product_over_rows(rows, x.flatten(0, -2)) if to_weight else None,
+        rows.sum(0) if to_bias else None,
+    )
+
+
+def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of two matrices with many rows. The narrower one comes first in the product: the other order copies
+    the wider one."""
+    if left.shape[1] > right.shape[1]:
+        return _product_over_rows(right, left).mT.contiguous()
+    result = left.new_zeros(left.shape[1], right.shape[1])
+    add_product(result, left, right)
+    return result
+
+
 def product_with_states(rows: Tensor, h0: Tensor, hs: Tensor) -> Tensor:
     """The gradient of a recurrent map: the sum over steps of rows_t^T h_{t-1} [R, N], of rows [T, B, R], h0 [B, N] and
     hs [T, B, N]. To be called in `ieee_products`."""

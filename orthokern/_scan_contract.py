@@ -11,6 +11,8 @@ Those of the other ops have the functions:
     gru_scan_bwd(args, grad_hs, states, needs) -> GruGradients
     peephole_scan_fwd(inputs) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
+    rotation_scan_fwd(args) -> hs
+    rotation_scan_bwd(args, grad_hs, hs, need_x) -> RotationGradients
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
 
 ``needs`` has the type of the result, with a bool for each field: whether it is needed. A function may return more.
@@ -296,6 +298,30 @@ class PeepholeGradients(NamedTuple):
     peephole: Tensor
     h0: Tensor
     c0: Tensor
+
+
+class RotationArgs(NamedTuple):
+    """The arguments of a rotation_scan, in the order of the op's schema; see ``orthokern.ops.rotation_scan``."""
+
+    x: Tensor | None  # [T, B, 2M], or [T, B, D] with a weight; a backward without a weight has None
+    re: Tensor  # float64 [M], of the eigenvalues
+    im: Tensor
+    h0: Tensor  # [B, 2M]
+    weight: Tensor | None = None  # [2M, D]
+    bias: Tensor | None = None  # [2M], with a weight
+    resets: Tensor | None = None  # bool [T, B]: before these steps the state becomes zero
+    backend: str | None = None
+
+
+class RotationGradients(NamedTuple):
+    """Results of a backward; None for what does not apply or is not needed."""
+
+    x: Tensor | None
+    re: Tensor
+    im: Tensor
+    h0: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Readout(NamedTuple):

@@ -16,6 +16,7 @@ from modal_problem import Problem, compare
 from torch import Tensor
 
 from orthokern import dispatch, functional
+from orthokern._scan_contract import RotationArgs
 from orthokern.cuda import _call, rotation_scan
 from orthokern.errors import InputError
 from orthokern.ops.modal import choice, cuda, reference
@@ -62,20 +63,25 @@ def test_parity(steps: int, tokens: bool, dtype: torch.dtype, module: Any, monke
         check(problem, dtype, lengths, reduction="sum" if index % 2 else "mean")
 
 
+@pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 4, 5, 16, 19])
-def test_adjoint_and_resets(T: int, dtype: torch.dtype) -> None:
+def test_rotation_scan(T: int, dtype: torch.dtype, features: bool) -> None:
     """A reset in the first and in the last step of a chunk, in none of its steps, and in all."""
-    problem = Problem(5, T, 4, D=1, tokens=False).to(dtype)
-    resets = torch.rand(T, 4, generator=torch.Generator().manual_seed(T)) < 0.3
+    problem, generator = Problem(5, T, 4, D=1, tokens=False).to(dtype), torch.Generator().manual_seed(T)
+    resets = torch.rand(T, 4, generator=generator) < 0.3
     resets[:, 0], resets[:, 1], resets[3::4, 2], resets[::4, 3] = False, True, True, True
+    linear_map = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((10, 3), (10,))]
+    x = torch.randn(T, 4, 3, generator=generator).to(dtype) if features else problem.entering
     for cuts in (None, resets):
         results = []
         for backend, wide in ((rotation_scan, False), (exact_scan, True), (exact_scan, False)):
-            p = problem.to(torch.float64) if wide else problem
-            z = backend.scan(p.entering, p.re, p.im, p.z0, resets=cuts)
-            delta, re, im = backend.adjoint(p.x, p.re, p.im, z, p.z0, cuts)
-            results.append({"z": z, "delta": delta, "grad_re": re.to(z.dtype), "grad_im": im.to(z.dtype)})
+            p, kind = (problem.to(torch.float64), torch.float64) if wide else (problem, dtype)
+            weight, bias = (tensor.to(kind) if features else None for tensor in linear_map)
+            args = RotationArgs(x.to(kind), p.re, p.im, p.z0, weight, bias, cuts)
+            z = backend.rotation_scan_fwd(args)
+            grads = backend.rotation_scan_bwd(args, p.x, z, True)._asdict()
+            results.append({"z": z, **{name: grad.to(kind) for name, grad in grads.items() if grad is not None}})
         compare(*results)
 
 

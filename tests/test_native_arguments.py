@@ -53,7 +53,12 @@ def call_other_ops() -> None:
     recurrent = torch.linalg.qr(torch.randn(4, 4))[0].requires_grad_()
     functional.dense_scan(torch.randn(3, 2, 4), recurrent, **linear).sum().backward()
     eigenvalues = torch.randn(2, dtype=torch.complex64, requires_grad=True)
-    functional.rotation_scan(torch.randn(3, 2, 4), eigenvalues, torch.randn(2, 4)).sum().backward()
+    features, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 5), (4, 5), (4,)))
+    for x, options in (
+        (torch.randn(3, 2, 4), {"resets": torch.zeros(3, 2, dtype=torch.bool)}),
+        (features, {"weight": weight, "bias": bias}),
+    ):
+        functional.rotation_scan(x, eigenvalues, torch.randn(2, 4), **options).sum().backward()
     target = torch.randint(0, 5, (3, 2))
     with tap(sparse=True):  # which asks for states and adjoints
         functional.scan_cross_entropy(torch.randn(3, 2, 4), recurrent, torch.randn(5, 4), target, **linear)

@@ -96,18 +96,16 @@ inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
 }
 
-// The rows of one sequence in a tensor [T, B, 2M], from the first step or, with `reverse`, from the last. They are
-// usually on different pages, which the hardware prefetchers do not cross.
+// The rows of one sequence in a tensor [T, B, 2M]. They are usually on different pages, which the hardware prefetchers do
+// not cross.
 template <class T>
 struct SequenceRows {
   T* first;
   ptrdiff_t stride;  // elements from row to row
   int size;          // 2M
 
-  SequenceRows(T* base, const ModalArgs& args, int64_t b, bool reverse = false)
-      : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {
-    if (reverse) first += (args.T - 1) * stride, stride = -stride;
-  }
+  SequenceRows(T* base, const ModalArgs& args, int64_t b)
+      : first(base + b * 2 * args.M), stride(args.B * 2 * args.M), size(static_cast<int>(2 * args.M)) {}
   T* operator[](int64_t t) const { return first + t * stride; }
   void prefetch(int64_t t) const {
     const char* at = reinterpret_cast<const char*>((*this)[t]);
@@ -352,7 +350,6 @@ struct ModalTables {
     modes.Np = 2 * modes.Mp;
     if (!coefficients.allocate(modes.Np)) return false;
     for (int m = 0; m < modes.M; m++) coefficients[m] = args.re[m], coefficients[modes.Mp + m] = args.im[m];
-    for (int m = 0; args.reverse && m < modes.M; m++) coefficients[modes.Mp + m] = -args.im[m];
     modes.re = coefficients, modes.im = coefficients + modes.Mp;
     if (!args.table) return true;
     if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;

@@ -192,23 +192,42 @@ struct LinearCrossEntropyArgs {
                       grad_weight, grad_bias);
 };
 
-// modal_scan and modal_loss. M modes; a vector [2M] holds the real parts, then the imaginary ones.
+// rotation_scan. M modes; a vector [2M] holds the real parts, then the imaginary ones.
+struct RotationArgs {
+  int64_t B, T, M, D;
+  int dtype, threads;
+  int reverse;            // from the last step to the first, with the conjugate eigenvalues
+  const double* re;       // [M]
+  const double* im;       // [M]
+  const void* x;          // [T, B, 2M], what each step adds; null: weight features_t + bias
+  const void* z0;         // [B, 2M]
+  void* z;                // [T, B, 2M], or null in a backward with features
+  const uint8_t* resets;  // [T, B] or null: whether the step's previous state counts as zero
+  const void* features;   // [T, B, D] or null
+  const void* weight;     // [2M, D] with features
+  const void* bias;       // [2M] or null
+  // the backward, which has `reverse`, and the gradient of the states as x
+  const void* h;        // [T, B, 2M], the states of the forward; null: not the backward
+  const void* h0;       // [B, 2M]
+  double* grad_re;      // [M]
+  double* grad_im;      // [M]
+  void* grad_h0;        // [B, 2M]
+  void* grad_features;  // [T, B, D] or null
+  void* grad_weight;    // [2M, D] with features
+  void* grad_bias;      // [2M] with features
+
+  ORTHOKERN_FIELDS_OF(fields, B, T, M, D, dtype, threads, reverse, re, im, x, z0, z, resets, features, weight, bias, h,
+                      h0, grad_re, grad_im, grad_h0, grad_features, grad_weight, grad_bias);
+};
+
+// modal_loss. M modes as above.
 struct ModalArgs {
   int64_t B, T, M, D, C, P, K;
   int dtype, threads;
-  int reverse;       // modal_scan: from the last step to the first, with the conjugate coefficients
   const double* re;  // [M]
   const double* im;  // [M]
   const void* x;     // [T, B, 2M], or null with tokens
   const void* z0;    // [B, 2M]
-  void* z;           // [T, B, 2M]                                              (modal_scan)
-  // modal_scan: steps whose previous state counts as zero; with `reverse`, the step before one of them ends its sequence
-  const uint8_t* resets;  // [T, B] or null
-  // modal_scan with `reverse`: the states of the forward, for the gradients of re and im
-  const void* h;   // [T, B, 2M] or null
-  const void* h0;  // [B, 2M], with h
-
-  // the others: modal_loss
   int need_grad;
   double scale;            // of the loss and its gradients: 1, or 1 / steps
   const int64_t* lengths;  // [B] in [1, T], or null
@@ -226,28 +245,17 @@ struct ModalArgs {
   void* grad_table;    // [D, 2M] or null
   void* grad_readout;  // [C, 2M]
   void* grad_bias;     // [C] or null
-  double* grad_re;     // [M]                            (modal_scan with h, too)
-  double* grad_im;     // [M]                            (modal_scan with h, too)
+  double* grad_re;     // [M]
+  double* grad_im;     // [M]
   double* grad_pairs;  // [P, 2, 2] or null
   // states and, with gradients, adjoints of K steps; not written for steps from the length of a sequence on
   const int64_t* steps;  // [K] in [0, T)
   void* step_states;     // [K, B, 2M]
   void* step_adjoints;   // [K, B, 2M] or null
 
-  ORTHOKERN_FIELDS_OF(common, B, T, M, dtype, threads, re, im, x, z0);
-  template <class Visit>
-  void scan(Visit& visit) {
-    common(visit);
-    ORTHOKERN_FIELDS(visit, reverse, z, resets, h, h0, grad_re, grad_im);
-  }
-  template <class Visit>
-  void cross_entropy(Visit& visit) {
-    common(visit);
-    ORTHOKERN_FIELDS(visit, D, C, P, need_grad, scale, lengths, tokens, table, pairs, readout, bias, target, loss,
-                     hits);
-    ORTHOKERN_FIELDS(visit, grad_x, grad_z0, grad_table, grad_readout, grad_bias, grad_re, grad_im, grad_pairs);
-    ORTHOKERN_FIELDS(visit, K, steps, step_states, step_adjoints);
-  }
+  ORTHOKERN_FIELDS_OF(fields, B, T, M, D, C, P, K, dtype, threads, re, im, x, z0, need_grad, scale, lengths, tokens,
+                      table, pairs, readout, bias, target, loss, hits, grad_x, grad_z0, grad_table, grad_readout,
+                      grad_bias, grad_re, grad_im, grad_pairs, steps, step_states, step_adjoints);
 };
 
 }  // namespace orthokern

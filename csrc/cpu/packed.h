@@ -107,6 +107,26 @@ class Epilogue {
 
 inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
 
+// Blocked <- row-major [rows][columns], rows `stride` elements apart; and back.
+template <class T>
+inline void block_rows(const T* from, ptrdiff_t stride, int rows, int columns, T* to, ptrdiff_t to_block) {
+  constexpr int L = kLanes<T>;
+  const int whole = columns / L;
+  for (int r = 0; r < rows; r++, from += stride, to += L) {
+    for (int b = 0; b < whole; b++) store(to + b * to_block, load(from + b * L));
+    if (whole * L < columns) store(to + whole * to_block, load_part(from + whole * L, columns - whole * L));
+  }
+}
+template <class T>
+inline void unblock_rows(const T* from, ptrdiff_t from_block, int rows, int columns, T* to, ptrdiff_t stride) {
+  constexpr int L = kLanes<T>;
+  const int whole = columns / L;
+  for (int r = 0; r < rows; r++, from += L, to += stride) {
+    for (int b = 0; b < whole; b++) store(to + b * L, load(from + b * from_block));
+    if (whole * L < columns) store_part(to + whole * L, load(from + whole * from_block), columns - whole * L);
+  }
+}
+
 constexpr int kTilePairs = 16;  // depth of a tile
 
 // Pairs of a sum of n terms. Those of tiles fill whole tiles; the missing ones are zero.

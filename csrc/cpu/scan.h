@@ -47,14 +47,14 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const int64_t N = plan.N, every = args.checkpoint_every;
   ScanRows<T> rows(plan, row0, R);
   if (!rows.allocate()) return false;
-  rows.read_rows(static_cast<const T*>(args.h0) + row0 * N, N, R, N, rows.state, rows.block);
+  block_rows<T>(static_cast<const T*>(args.h0) + row0 * N, N, R, N, rows.state, rows.block);
   T* hs = static_cast<T*>(args.hs);
   T* pre = static_cast<T*>(args.pre);
   T* ckpt = static_cast<T*>(args.ckpt);
   for (int64_t t = 0; t < args.T; t++) {
     if (ckpt && t % every == 0) {
       const int kept = t > 0 ? rows.active[t - 1] : R;
-      rows.write_rows(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.B + row0) * N, N);
+      unblock_rows<T>(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.B + row0) * N, N);
       rows.clear_rest(t / every, kept, ckpt, N);
     }
     const int64_t at = (t * args.B + row0) * N;

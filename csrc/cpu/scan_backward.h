@@ -144,7 +144,7 @@ struct BackwardRows {
       if (params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
         rows.put_reset_state(step.resets, t + 1, inputs + place(t + 1), ring_block);
       if (dx_out) write_feature_gradient(t);
-      rows.read_rows(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
+      block_rows<T>(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
       if (params) add_gradients(t);
     }
     Transfers<T> during_first, during_last;
@@ -152,7 +152,7 @@ struct BackwardRows {
     multiply_back(0, &during_first, &during_last, [](int, int) {});
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     if (args.leak) pass_leak_to_h0();
-    rows.write_rows(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
+    unblock_rows<T>(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
     for (int64_t t = 0; t < args.T; t++) {
       if (delta_out) rows.clear_rest(t, rows.active[t], delta_out, plan.N);
       if (dx_out) rows.clear_rest(t, rows.active[t], grad_x(), plan.D);
@@ -164,7 +164,7 @@ struct BackwardRows {
   void recompute_segment(int64_t t) {
     const int64_t start = segment_start(t);
     const T* checkpoint = static_cast<const T*>(args.states) + ((t / every) * B + row0) * N;
-    rows.read_rows(checkpoint, N, R, N, rows.state, rows.block);
+    block_rows<T>(checkpoint, N, R, N, rows.state, rows.block);
     for (int64_t k = start; k <= t; k++) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(k - start) * R * N;
       rows.step(k, segment + at, needs_input ? segment_pre + at : nullptr, false);
@@ -175,7 +175,7 @@ struct BackwardRows {
   void read_ending(int64_t t) {
     const T* from = state_rows(t, t);
     for (int r = 0; r < rows.active[t]; r++)
-      if (rows.length[r] == t + 1) rows.read_rows(from + r * N, N, 1, N, ending + r * L, rows.block);
+      if (rows.length[r] == t + 1) block_rows<T>(from + r * N, N, 1, N, ending + r * L, rows.block);
   }
 
   BackwardStep<T> step_at(int64_t t) const {
@@ -377,7 +377,7 @@ struct BackwardRows {
     const int R_t = rows.active[t];
     const Segment<T> from = rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
     multiply<T>(&from, 1, plan.input_t, R_t, dx, rows.block);
-    rows.write_rows(dx, rows.block, R_t, plan.D, grad_x() + (t * B + row0) * plan.D, plan.D);
+    unblock_rows<T>(dx, rows.block, R_t, plan.D, grad_x() + (t * B + row0) * plan.D, plan.D);
   }
 
   // Completes the inputs of step t in the ring. If step t is the last that the ring takes, adds the ring to the sums.
@@ -392,7 +392,7 @@ struct BackwardRows {
       if (flags)  // the step before reads h_{t-1} there
         for (int r = 0; r < rows.active[t]; r++)
           if (rows.resets(flags, r, t))
-            rows.read_rows(state_rows(t - 1, t) + r * N, N, 1, plan.N, here + r * L, ring_block);
+            block_rows<T>(state_rows(t - 1, t) + r * N, N, 1, plan.N, here + r * L, ring_block);
     }
     if (token_steps && t % token_steps == 0) add_table_part();
   }

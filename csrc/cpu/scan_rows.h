@@ -67,7 +67,7 @@ struct ScanRows : RowSteps {
     for (int r = 0; r < active[t]; r++) {
       if (!resets(flags, r, t)) continue;
       if (args.reset_state) {
-        read_rows(from + r * static_cast<ptrdiff_t>(plan.N), plan.N, 1, plan.N, rows + r * L, rows_block);
+        block_rows<T>(from + r * static_cast<ptrdiff_t>(plan.N), plan.N, 1, plan.N, rows + r * L, rows_block);
       } else {
         for (int b = 0; b < plan.blocks(); b++) store(rows + b * rows_block + r * L, V<T>{});
       }
@@ -90,28 +90,10 @@ struct ScanRows : RowSteps {
 
   int lanes(int b) const { return plan.N - b * L < L ? plan.N - b * L : L; }
 
-  // Blocked <- row-major [rows][columns], rows `stride` elements apart; and back.
-  void read_rows(const T* from, ptrdiff_t stride, int rows, int columns, T* to, ptrdiff_t to_block) const {
-    const int whole = columns / L;
-    for (int r = 0; r < rows; r++) {
-      const T* row = from + r * stride;
-      for (int b = 0; b < whole; b++) store(to + b * to_block + r * L, load(row + b * L));
-      if (whole * L < columns) store(to + whole * to_block + r * L, load_part(row + whole * L, columns - whole * L));
-    }
-  }
-  void write_rows(const T* from, ptrdiff_t from_block, int rows, int columns, T* to, ptrdiff_t stride) const {
-    const int whole = columns / L;
-    for (int r = 0; r < rows; r++) {
-      T* row = to + r * stride;
-      for (int b = 0; b < whole; b++) store(row + b * L, load(from + b * from_block + r * L));
-      if (whole * L < columns)
-        store_part(row + whole * L, load(from + whole * from_block + r * L), columns - whole * L);
-    }
-  }
   // x_t and the one for the bias, blocked.
   void read_features(int64_t t, T* to, ptrdiff_t to_block) const {
     const T* from = static_cast<const T*>(args.x) + (t * args.B + row0) * plan.D;
-    read_rows(from, plan.D, active[t], plan.D, to, to_block);
+    block_rows<T>(from, plan.D, active[t], plan.D, to, to_block);
     if (plan.bias_column)
       for (int r = 0; r < active[t]; r++) to[(plan.D / L) * to_block + r * L + plan.D % L] = 1;
   }
@@ -138,7 +120,8 @@ struct ScanRows : RowSteps {
     if (flags) {
       if (behind)
         for (int r = 0; r < R_t; r++)
-          if (resets(flags, r, t)) write_rows(state + r * L, block, 1, N, streamed + static_cast<ptrdiff_t>(r) * N, N);
+          if (resets(flags, r, t))
+            unblock_rows<T>(state + r * L, block, 1, N, streamed + static_cast<ptrdiff_t>(r) * N, N);
       put_reset_state(flags, t, state, block);
     }
     Transfers<T> during_first, during_last;  // the factored map's first product, and the last product

@@ -21,8 +21,8 @@ namespace orthokern {
   kernel(activation_fwd, ActivationArgs, forward);                  \
   kernel(activation_bwd, ActivationArgs, backward);                 \
   kernel(linear_cross_entropy_fwd, LinearCrossEntropyArgs, fields); \
-  kernel(modal_scan, ModalArgs, scan);                              \
-  kernel(modal_loss, ModalArgs, cross_entropy);                     \
+  kernel(rotation_scan, RotationArgs, fields);                      \
+  kernel(modal_loss, ModalArgs, fields);                            \
   kernel(cayley, CayleyArgs, fields)
 
 // Each returns false if memory ran out.

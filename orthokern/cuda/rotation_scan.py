@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from orthokern._products import ieee_products, linear, linear_gradients
+from orthokern._scan_contract import RotationArgs, RotationGradients
 from orthokern.cuda import _call as native
 
 MIN_CHUNK = 16
@@ -87,11 +89,26 @@ def scan(
     return z
 
 
-def adjoint(
-    grad_z: Tensor, re: Tensor, im: Tensor, z: Tensor, z0: Tensor, resets: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``orthokern.reference.rotation_scan.adjoint``."""
-    grad_z, re, im, z, z0 = (tensor.contiguous() for tensor in (grad_z, re, im, z, z0.double()))
-    delta = torch.empty_like(grad_z)
-    _, sums = run(grad_z, None, delta, (z, z0), re=re, im=im, reverse=True, resets=resets)
-    return delta, *sums.sum(1)
+@ieee_products()
+def rotation_scan_fwd(args: RotationArgs) -> Tensor:
+    """See ``orthokern.reference.rotation_scan``."""
+    x, re, im, h0, weight, bias, resets, _ = args
+    assert x is not None
+    return scan(x if weight is None else linear(x, weight, bias), re, im, h0, resets=resets)
+
+
+@ieee_products()
+def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, need_x: bool) -> RotationGradients:
+    """See ``orthokern.reference.rotation_scan``."""
+    x, _, _, h0, weight, bias, resets, _ = args
+    grad_hs, re, im, z, z0 = (tensor.contiguous() for tensor in (grad_hs, args.re, args.im, hs, h0.double()))
+    delta = torch.empty_like(grad_hs)
+    first, sums = run(grad_hs, None, delta, (z, z0), re=re, im=im, reverse=True, resets=resets)
+    first = first if resets is None else first.masked_fill(resets[0].unsqueeze(1), 0)
+    real, imag = first.chunk(2, -1)
+    grad_h0 = torch.cat([re * real + im * imag, re * imag - im * real], -1).to(h0.dtype)
+    grad_re, grad_im = sums.sum(1)
+    if x is None or weight is None:
+        return RotationGradients(delta, grad_re, grad_im, grad_h0)
+    of_x, of_weight, of_bias = linear_gradients(delta, x, weight, (need_x, True, bias is not None))
+    return RotationGradients(of_x, grad_re, grad_im, grad_h0, of_weight, of_bias)

@@ -159,7 +159,11 @@ class RotationRNN(Layers):
     ) -> Tensor:
         weight, bias, re, im = factors
         resets, state = (None, None) if cuts is None else (cuts.resets, cuts.reset_state)
-        states = scan(self._weighted(x, weight, bias), re, im, h0, resets, h0 if state is None else state, self.backend)
+        rest = (resets, h0 if state is None else state, self.backend)
+        if x.is_floating_point():
+            states = scan(x, re, im, h0, weight, bias, *rest)
+        else:
+            states = scan(self._weighted(x, weight, bias), re, im, h0, None, None, *rest)
         return without_padding(states, lengths)
 
     def extra_repr(self) -> str:

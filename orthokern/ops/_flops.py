@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, split_needs
+from orthokern._scan_contract import GruArgs, GruGradients, RotationArgs, ScanArgs, ScanGradients, split_needs
 
 Shape = tuple[int, ...]
 
@@ -88,6 +88,15 @@ def _skew_exp_bwd(grad_p: Shape, *_: Any, **__: Any) -> int:
     return 8 * 2 * prod(grad_p) * grad_p[-1]
 
 
+def _rotation_fwd(*fields: Any, **options: Any) -> int:
+    args: Any = RotationArgs(*fields, **options)
+    return 0 if args.weight is None else 2 * prod(args.x[:2]) * prod(args.weight)
+
+
+def _rotation_bwd(grad_hs: Shape, hs: Shape, need_x: bool, *fields: Any, **options: Any) -> int:
+    return (1 + need_x) * _rotation_fwd(*fields, **options)
+
+
 _OPS = torch.ops.orthokern
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _OPS.factored_scan_fwd: _scan_fwd,
@@ -98,6 +107,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _OPS.gru_scan_bwd: _gru_bwd,
     _OPS.peephole_scan_fwd: _gru_fwd,
     _OPS.peephole_scan_bwd: _peephole_bwd,
+    _OPS.rotation_scan_fwd: _rotation_fwd,
+    _OPS.rotation_scan_bwd: _rotation_bwd,
     _OPS.linear_cross_entropy_fwd: _linear_cross_entropy,
     _OPS.cayley: _cayley,
     _OPS.skew_exp_fwd: _skew_exp_fwd,

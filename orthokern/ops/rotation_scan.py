@@ -9,11 +9,13 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import RotationArgs, RotationGradients, join_tensors, schema_of, split_tensors
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
 from orthokern.ops import _route
 from orthokern.ops._common import needed, no_second_derivative
+from orthokern.ops._linear import linear
 from orthokern.ops._register import custom_op
 from orthokern.reference import rotation_scan as reference
 
@@ -24,7 +26,6 @@ SUPPORT = {
     "triton": Support(missing="the cuda backend has the kernel"),
     "cuda": Support(devices=("cuda",), dtypes=DTYPES, capability=(8, 0)),
 }
-FUNCTIONS = ("scan", "adjoint")  # of the backends
 dispatch.register("rotation_scan", SUPPORT)
 
 
@@ -33,6 +34,8 @@ def rotation_scan(
     eigenvalues: Tensor,
     h0: Tensor | None = None,
     *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
     backend: str | None = None,
@@ -41,7 +44,7 @@ def rotation_scan(
     (Orvieto et al., "Resurrecting recurrent neural networks for long sequences", 2023) and S5.
 
     Equation:
-        h_t = lambda * h_{t-1} + x_t,  h_{-1} = h0,  * elementwise.
+        h_t = lambda * h_{t-1} + x_t,  h_{-1} = h0,  * elementwise; with a weight, weight x_t + bias in place of x_t.
         A vector of N / 2 complex numbers is stored as N real ones: first the real parts, then the imaginary parts. In
         real numbers, the recurrent matrix consists of N / 2 rotations, each scaled by |lambda|. With resets, h_{t-1} is
         reset_state where resets_t is true.
@@ -49,25 +52,28 @@ def rotation_scan(
         Backward: Note [Rotation scan backward] in ``orthokern/reference/rotation_scan.py``.
 
     Args:
-        x: [T, B, N], float32 or float64, N even.
+        x: [T, B, N], float32 or float64, N even; with a weight features [T, B, D].
         eigenvalues: complex [N / 2], of any complex dtype.
         h0: [B, N], zeros if None.
+        weight, bias: [N, D] and [N], or None; a bias needs a weight.
         resets, reset_state: bool [T, B] and [B, N], or None, as in ``factored_scan``.
         backend: see ``orthokern.functional``.
 
     Returns:
-        hs [T, B, N]. Differentiable in x, eigenvalues, h0 and reset_state.
+        hs [T, B, N]. Differentiable in x, eigenvalues, h0, weight, bias and reset_state.
 
     Raises:
         InputError: wrong shapes, dtypes or devices.
         BackendUnavailable: the backend asked for cannot serve.
 
     Saved:
-        hs.
+        hs; with a weight, x.
 
     Cost:
         4 N flops per step and sequence forward, and 8 N backward. The limit is memory traffic, per step and sequence
-        2 N values forward and 3 N backward.
+        2 N values forward and 3 N backward. With a weight, 2 N D more flops forward and 2 or 4 N D backward. The CPU
+        kernel then reads or writes D values in place of N of those above, if the batch has a sequence for each thread
+        and there is no reset_state.
 
     Numerics:
         Eigenvalues, states and adjoints are float64, and rounded once, to the dtype of x; so are sums over time. On the
@@ -80,18 +86,27 @@ def rotation_scan(
         torch.Size([100, 2, 8])
     """
     check.is_float("x", check.is_tensor("x", x))
-    if x.ndim != 3 or 0 in x.shape or x.shape[-1] % 2:
-        raise InputError(f"x has shape {list(x.shape)}: accepted is [T, B, N], N even, nothing empty")
-    M = x.shape[-1] // 2
     check.is_tensor("eigenvalues", eigenvalues)
-    if not eigenvalues.is_complex() or eigenvalues.shape != (M,):
-        raise InputError(f"eigenvalues is {check.describe(eigenvalues)}: accepted is complex [N / 2] = [{M}]")
+    if not eigenvalues.is_complex() or eigenvalues.ndim != 1:
+        raise InputError(f"eigenvalues is {check.describe(eigenvalues)}: accepted is complex [N / 2]")
+    N = 2 * len(eigenvalues)
     check.same_device("eigenvalues", eigenvalues, "x", x)
-    if h0 is not None:
-        check.fits("h0", h0, (x.shape[1], 2 * M), "[B, N]", "x", x)
-    reset_state = check.resets_and_state(resets, reset_state, x, h0, 2 * M, "x", x)
+    if weight is None and bias is not None:
+        raise InputError("bias needs a weight: accepted are both, a weight alone, or neither")
+    width = "N" if weight is None else "D"
+    if x.ndim != 3 or 0 in x.shape or (weight is None and x.shape[2] != N):
+        sizes = f"[T, B, N] with N = {N}, twice the eigenvalues" if weight is None else "[T, B, D]"
+        raise InputError(f"x has shape {list(x.shape)}: accepted is {sizes}, nothing empty")
+    for name, tensor, shape, text in (
+        ("h0", h0, (x.shape[1], N), "[B, N]"),
+        ("weight", weight, (N, x.shape[2]), f"[N, {width}]"),
+        ("bias", bias, (N,), "[N]"),
+    ):
+        if tensor is not None:
+            check.fits(name, tensor, shape, text, "x", x)
+    reset_state = check.resets_and_state(resets, reset_state, x, h0, N, "x", x)
     values = torch.view_as_real(eigenvalues.resolve_conj()).double()
-    return scan(x, values[:, 0], values[:, 1], h0, resets, reset_state, backend)
+    return scan(x, values[:, 0], values[:, 1], h0, weight, bias, resets, reset_state, backend)
 
 
 @keeps_dtype
@@ -100,74 +115,73 @@ def scan(
     re: Tensor,
     im: Tensor,
     h0: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     resets: Tensor | None = None,
     reset_state: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """`rotation_scan` of checked arguments; re and im are float64 [N / 2], and reset_state None is a state of zeros."""
+    h0 = x.new_zeros(x.shape[1], 2 * len(re)) if h0 is None else h0
+    reference_serves = _route.by_reference(backend, x, re, im, h0, weight)
     if resets is not None and reset_state is not None:
+        if weight is not None:
+            x, weight, bias = linear(x, weight, bias), None, None
         # in the kernels, the state before a reset is zero
         start = reference.turn(reset_state.to(re.dtype), re, im).to(x.dtype)
         x = torch.where(resets.unsqueeze(2), x + start, x)
-    h0 = x.new_zeros(x.shape[1:]) if h0 is None else h0
-    if _route.by_reference(backend, x, re, im, h0):
-        return reference.scan(x, re, im, h0, resets=resets)
-    result: Tensor = _fwd(x, re, im, h0, resets, backend)
+    args = RotationArgs(x, re, im, h0, weight, bias, resets, backend)
+    result: Tensor = reference.rotation_scan_fwd(args) if reference_serves else _fwd(*args)
     return result
 
 
-def _backend(x: Tensor, backend: str | None) -> Any:
-    return dispatch.resolve("rotation_scan", backend, device=x.device, dtype=x.dtype, N=x.shape[-1])
+def _kernels(args: RotationArgs) -> Any:
+    return dispatch.resolve("rotation_scan", args.backend, device=args.h0.device, dtype=args.h0.dtype)
 
 
-@custom_op(
-    "rotation_scan_fwd",
-    "(Tensor x, Tensor re, Tensor im, Tensor h0, Tensor? resets=None, str? backend=None) -> Tensor",
-)
-def _fwd(x: Tensor, re: Tensor, im: Tensor, h0: Tensor, resets: Tensor | None, backend: str | None) -> Tensor:
-    result: Tensor = _backend(x, backend).scan(x, re, im, h0, resets=resets)
+@custom_op("rotation_scan_fwd", f"({schema_of(RotationArgs).replace('Tensor? x', 'Tensor x')}) -> Tensor")
+def _fwd(*fields: Any) -> Tensor:
+    args = RotationArgs(*fields)
+    result: Tensor = _kernels(args).rotation_scan_fwd(args)
     return result
 
 
 @_fwd.register_fake
-def _fwd_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _fwd_fake(x: Tensor, re: Tensor, im: Tensor, h0: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], *h0.shape)
 
 
 @custom_op(
     "rotation_scan_bwd",
-    "(Tensor grad_hs, Tensor hs, Tensor re, Tensor im, Tensor h0, Tensor? resets=None, str? backend=None) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad_hs, Tensor hs, bool need_x, {schema_of(RotationArgs)}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _bwd(
-    grad_hs: Tensor, hs: Tensor, re: Tensor, im: Tensor, h0: Tensor, resets: Tensor | None, backend: str | None
-) -> tuple[Tensor, ...]:
-    """Gradients of x, re, im and h0."""
-    return _gradients(_backend(hs, backend), grad_hs, hs, re, im, h0, resets)
-
-
-def _gradients(
-    module: Any, grad_hs: Tensor, hs: Tensor, re: Tensor, im: Tensor, h0: Tensor, resets: Tensor | None
-) -> tuple[Tensor, ...]:
-    grad_x, grad_re, grad_im = module.adjoint(grad_hs, re, im, hs, h0, resets)
-    first = grad_x[0] if resets is None else grad_x[0].masked_fill(resets[0].unsqueeze(1), 0)
-    return grad_x, grad_re, grad_im, reference.turn(first.to(re.dtype), re, -im).to(h0.dtype)
+def _bwd(grad_hs: Tensor, hs: Tensor, need_x: bool, *fields: Any) -> RotationGradients:
+    args = RotationArgs(*fields)
+    result: RotationGradients = _kernels(args).rotation_scan_bwd(args, grad_hs, hs, need_x)
+    return result
 
 
 @_bwd.register_fake
-def _bwd_fake(grad_hs: Tensor, hs: Tensor, re: Tensor, im: Tensor, h0: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (hs, re, im, h0))
+def _bwd_fake(grad_hs: Tensor, hs: Tensor, need_x: bool, *fields: Any) -> tuple[Tensor | None, ...]:
+    x, re, im, h0, weight, bias, *_ = RotationArgs(*fields)
+    of_x = hs if weight is None else x if need_x else None
+    return tuple(None if t is None else t.new_empty(t.shape) for t in (of_x, re, im, h0, weight, bias))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, re, im, h0, resets, ctx.backend = inputs
-    ctx.save_for_backward(output, re, im, h0, resets)
+    args = RotationArgs(*inputs)
+    args, tensors = split_tensors(args._replace(x=None) if args.weight is None else args)
+    ctx.args = args
+    ctx.save_for_backward(output, *tensors)
 
 
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor) -> Any:
-    arguments = (grad_hs, *saved, ctx.backend)
+    hs, *tensors = saved
+    args, need_x = join_tensors(ctx.args, tensors), ctx.needs_input_grad[0]
     # a second derivative goes through the reference, and through hs by the derivative of the forward op
-    grads = _gradients(reference, *arguments[:-1]) if _route.recording() else _bwd(*arguments)
+    recording = _route.recording()
+    grads = reference.rotation_scan_bwd(args, grad_hs, hs, need_x) if recording else _bwd(grad_hs, hs, need_x, *args)
     return tuple(map(needed, grads, ctx.needs_input_grad))
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._scan_contract import RotationArgs, RotationGradients
+
 
 def turn(z: Tensor, re: Tensor, im: Tensor) -> Tensor:
     """Each mode of z [..., 2M] times re + i im."""
@@ -53,9 +55,23 @@ def eigenvalue_gradients(delta: Tensor, before: Tensor) -> tuple[Tensor, Tensor]
     return (d_re * z_re + d_im * z_im).sum((0, 1)), (d_im * z_re - d_re * z_im).sum((0, 1))
 
 
-def adjoint(
-    grad_z: Tensor, re: Tensor, im: Tensor, z: Tensor, z0: Tensor, resets: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(delta [T, B, 2M], grad_re, grad_im) of the states z of a scan, of which grad_z is the gradient."""
-    delta = scan(grad_z.double(), re, im, torch.zeros_like(z0), reverse=True, resets=resets)
-    return delta.to(z.dtype), *eigenvalue_gradients(delta, states_before(z, z0, resets))
+def rotation_scan_fwd(args: RotationArgs) -> Tensor:
+    """The states hs [T, B, 2M]."""
+    x, weight = args.x, args.weight
+    assert x is not None
+    terms = x if weight is None else torch.nn.functional.linear(x, weight, args.bias)
+    return scan(terms, args.re, args.im, args.h0, resets=args.resets)
+
+
+def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, need_x: bool) -> RotationGradients:
+    """See Note [Rotation scan backward]."""
+    x, re, im, h0, weight, bias, resets, _ = args
+    wide = scan(grad_hs.double(), re, im, torch.zeros_like(h0), reverse=True, resets=resets)
+    grad_re, grad_im = eigenvalue_gradients(wide, states_before(hs, h0, resets))
+    first = wide[0] if resets is None else wide[0].masked_fill(resets[0].unsqueeze(1), 0)
+    grad_h0, delta = turn(first, re, -im).to(h0.dtype), wide.to(hs.dtype)
+    if x is None or weight is None:
+        return RotationGradients(delta, grad_re, grad_im, grad_h0)
+    rows = delta.flatten(0, 1)
+    of_x, of_bias = delta @ weight if need_x else None, None if bias is None else rows.sum(0)
+    return RotationGradients(of_x, grad_re, grad_im, grad_h0, rows.mT @ x.flatten(0, 1), of_bias)

@@ -67,27 +67,28 @@ def test_scan_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("features", [None, 5])
 @pytest.mark.parametrize("resets", [False, True])
-def test_rotation_scan(resets: bool, dtype: torch.dtype) -> None:
+def test_rotation_scan(resets: bool, features: int | None, dtype: torch.dtype) -> None:
     """States and every gradient."""
     for M, T, B in ((1, 1, 1), (17, 65, 3), (33, 300, 8), (64, 4096, 50)):
         generator = torch.Generator().manual_seed(M)
-        x, h0 = (
-            torch.randn(*size, dtype=torch.float64, generator=generator).to(dtype)
-            for size in ((T, B, 2 * M), (B, 2 * M))
-        )
+        shapes = {"x": (T, B, features or 2 * M), "h0": (B, 2 * M)}
+        shapes |= {"weight": (2 * M, features), "bias": (2 * M,)} if features else {}
+        args = {
+            name: torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+            for name, shape in shapes.items()
+        }
         angle = 3 * torch.rand(M, dtype=torch.float64, generator=generator)
         cuts = torch.rand(T, B, generator=generator) < 0.05 if resets else None
         results = []
         for device, kind in (("cuda", dtype), ("cpu", torch.float64), ("cpu", dtype)):
-            leaves = [
-                t.to(device).requires_grad_()
-                for t in (x.to(kind), torch.polar(torch.full_like(angle, 0.999), angle), h0.to(kind))
-            ]
+            leaves = {name: value.to(device, kind).requires_grad_() for name, value in args.items()}
+            leaves["eigenvalues"] = torch.polar(torch.full_like(angle, 0.999), angle).to(device).requires_grad_()
             there = None if cuts is None else cuts.to(device)
-            hs = functional.rotation_scan(*leaves, resets=there, backend="cuda" if device == "cuda" else "reference")
-            grads = torch.autograd.grad(hs, leaves, torch.cos(hs.detach()))
-            names = ("hs", "grad_x", "grad_eigenvalues", "grad_h0")
-            values = [torch.view_as_real(t) if t.is_complex() else t for t in (hs.detach(), *grads)]
-            results.append({name: value.cpu() for name, value in zip(names, values, strict=True)})
-        compare(*({**r, "grad_eigenvalues": r["grad_eigenvalues"].to(r["hs"].dtype)} for r in results))
+            hs = functional.rotation_scan(**leaves, resets=there, backend="cuda" if device == "cuda" else "reference")
+            grads = torch.autograd.grad(hs, list(leaves.values()), torch.cos(hs.detach()))
+            values = {"hs": hs.detach(), **{f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}}
+            values["grad_eigenvalues"] = torch.view_as_real(values["grad_eigenvalues"]).to(kind)
+            results.append({name: value.cpu() for name, value in values.items()})
+        compare(*results)

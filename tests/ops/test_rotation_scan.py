@@ -16,30 +16,49 @@ from orthokern.functional import rotation_scan
 NAMESPACE = torch.ops.orthokern
 # T, B, M: single elements, modes that fill no vector, more than a chunk of 64 steps, more sequences than threads
 SIZES = [(1, 1, 1), (2, 3, 5), (64, 2, 8), (65, 5, 17), (130, 3, 33), (200, 7, 64)]
-NAMES = ("x", "eigenvalues", "h0", "reset_state")
+CUTS = (None, "state", "zero")  # no resets; resets to a state; resets to zeros, from which h0 starts too
 
 
-def tensors(T: int, B: int, M: int, resets: bool, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The floating arguments in double precision, and resets."""
+def tensors(
+    T: int, B: int, M: int, cuts: str | None, D: int | None = None, bias: bool = True, seed: int = 0
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The floating arguments in double precision, with features if there is a D, and resets."""
     generator = torch.Generator().manual_seed(seed)
-    x, h0, state = (
-        torch.randn(*n, dtype=torch.float64, generator=generator) for n in ((T, B, 2 * M), (B, 2 * M), (B, 2 * M))
-    )
+    shapes = {"x": (T, B, 2 * M if D is None else D)}
+    if cuts != "zero":
+        shapes["h0"] = (B, 2 * M)
+    if cuts == "state":
+        shapes["reset_state"] = (B, 2 * M)
+    if D is not None:
+        shapes |= {"weight": (2 * M, D)} | ({"bias": (2 * M,)} if bias else {})
+    args = {name: torch.randn(*shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
     radius, angle = (torch.rand(M, dtype=torch.float64, generator=generator) for _ in range(2))
-    args = {"x": x, "eigenvalues": torch.polar(0.9 + 0.12 * radius, 3 * angle), "h0": h0}
-    if not resets:
+    args["eigenvalues"] = torch.polar(0.9 + 0.12 * radius, 3 * angle)
+    if cuts is None:
         return args, None
-    cuts = torch.rand(T, B, generator=generator) < 0.2
-    cuts[0, 0] = cuts[-1, -1] = True
-    return {**args, "reset_state": state}, cuts
+    resets = torch.rand(T, B, generator=generator) < 0.2
+    resets[0, 0] = resets[-1, -1] = True
+    return args, resets
 
 
-def loop(x: Tensor, eigenvalues: Tensor, h0: Tensor, resets: Tensor | None = None, reset_state: Any = None) -> Tensor:
+def loop(
+    x: Tensor,
+    eigenvalues: Tensor,
+    h0: Tensor | None = None,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The equation, in complex numbers."""
-    h, steps = torch.complex(*h0.chunk(2, -1)), []
+    if weight is not None:
+        x = torch.nn.functional.linear(x, weight, bias)
+    zeros = x.new_zeros(x.shape[1], 2 * len(eigenvalues))
+    h, start = (torch.complex(*(zeros if state is None else state).chunk(2, -1)) for state in (h0, reset_state))
+    steps = []
     for t, x_t in enumerate(x):
         if resets is not None:
-            h = torch.where(resets[t].unsqueeze(1), torch.complex(*reset_state.chunk(2, -1)), h)
+            h = torch.where(resets[t].unsqueeze(1), start, h)
         h = eigenvalues * h + torch.complex(*x_t.chunk(2, -1))
         steps.append(torch.cat([h.real, h.imag], -1))
     return torch.stack(steps)
@@ -60,30 +79,51 @@ def single(args: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(torch.complex64 if value.is_complex() else torch.float32) for name, value in args.items()}
 
 
-@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "features"),
+    [(sizes, None) for sizes in SIZES] + [(sizes, D) for sizes, D in zip(SIZES, (1, 3, 16, 7, 40, 1), strict=True)],
+)
 @each("rotation_scan")
 def test_values_and_gradients(
-    op: str, backend: str, sizes: tuple[int, int, int], dtype: torch.dtype, resets: bool
+    op: str,
+    backend: str,
+    sizes: tuple[int, int, int],
+    features: int | None,
+    dtype: torch.dtype,
+    cuts: str | None,
 ) -> None:
-    args, cuts = tensors(*sizes, resets)
+    args, resets = tensors(*sizes, cuts, features)
     args = args if dtype is torch.float64 else single(args)
     wide = {name: value.to(torch.complex128 if value.is_complex() else torch.float64) for name, value in args.items()}
-    actual, exact = run(rotation_scan, args, cuts, backend=backend), run(loop, wide, cuts)
-    plain = run(loop, args, cuts)
+    actual, exact = run(rotation_scan, args, resets, backend=backend), run(loop, wide, resets)
+    plain = run(loop, args, resets)
     for name, value in actual.items():
         assert_matches_reference(value, exact[name], plain[name], name=name, gradient=name != "hs")
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_features_without_a_gradient(bias: bool) -> None:
+    """The kernel then leaves out a product."""
+    args, _ = tensors(70, 3, 5, None, 4, bias)
+    expected = run(rotation_scan, args, None, backend="reference")
+    x = args.pop("x")
+    actual = run(lambda **rest: rotation_scan(x, **rest), args, None, backend="cpu")
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("features", [None, 2])
+@pytest.mark.parametrize("cuts", ["state", "zero"])
 @each("rotation_scan")
-def test_derivatives(op: str, backend: str) -> None:
+def test_derivatives(op: str, backend: str, cuts: str, features: int | None) -> None:
     """Against differences: first, second, and forward mode."""
-    args, cuts = tensors(5, 2, 3, True)
+    args, resets = tensors(5, 2, 3, cuts, features)
     leaves = [tensor.requires_grad_() for tensor in args.values()]
 
     def function(*values: Tensor) -> Tensor:
-        return rotation_scan(**dict(zip(args, values, strict=True)), resets=cuts, backend=backend)
+        return rotation_scan(**dict(zip(args, values, strict=True)), resets=resets, backend=backend)
 
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(function, leaves)
@@ -92,7 +132,7 @@ def test_derivatives(op: str, backend: str) -> None:
 @each("rotation_scan")
 def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
     """The sums over sequences may have another order."""
-    args, cuts = tensors(70, 5, 9, True)
+    args, cuts = tensors(70, 5, 9, "state")
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 2):
@@ -107,7 +147,7 @@ def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
 
 @each("rotation_scan")
 def test_a_reset_stops_nan(op: str, backend: str) -> None:
-    args, _ = tensors(6, 3, 5, False)
+    args, _ = tensors(6, 3, 5, None)
     args["x"][1, 1, 2] = torch.nan
     cuts = torch.zeros(6, 3, dtype=torch.bool)
     cuts[4] = True
@@ -117,8 +157,9 @@ def test_a_reset_stops_nan(op: str, backend: str) -> None:
     assert torch.equal(hs.isnan().any(2), expected)
 
 
-def test_vmap_and_compile() -> None:
-    args, cuts = tensors(4, 2, 3, True)
+@pytest.mark.parametrize("features", [None, 2])
+def test_vmap_and_compile(features: int | None) -> None:
+    args, cuts = tensors(4, 2, 3, "zero", features)
     models = torch.stack([args["eigenvalues"], args["eigenvalues"].conj()])
     of_all = torch.func.vmap(lambda e: rotation_scan(**{**args, "eigenvalues": e}, resets=cuts))(models)
     expected = torch.stack([rotation_scan(**{**args, "eigenvalues": e}, resets=cuts) for e in models])
@@ -127,23 +168,30 @@ def test_vmap_and_compile() -> None:
     torch.testing.assert_close(compiled(**args, resets=cuts), expected[0])
 
 
-def test_registration() -> None:
-    args, cuts = tensors(4, 2, 3, True)
+@pytest.mark.parametrize("features", [None, 2])
+def test_registration(features: int | None) -> None:
+    args, cuts = tensors(4, 2, 3, "zero", features)
     re, im = args["eigenvalues"].real.clone(), args["eigenvalues"].imag.clone()
-    inputs = [tensor.requires_grad_() for tensor in (args["x"], re, im, args["h0"])]
+    inputs = [args["x"], re, im, torch.ones(2, 6, dtype=torch.float64), args.get("weight"), args.get("bias")]
+    inputs = [None if tensor is None else tensor.requires_grad_() for tensor in inputs]
     for resets in (None, cuts):
         torch.library.opcheck(NAMESPACE.rotation_scan_fwd.default, (*inputs, resets))
         with torch.no_grad():
             hs = NAMESPACE.rotation_scan_fwd(*inputs, resets)
-            rest = (re.detach(), im.detach(), args["h0"].detach(), resets)
-            torch.library.opcheck(NAMESPACE.rotation_scan_bwd.default, (torch.ones_like(hs), hs, *rest))
+            x, *rest = (None if tensor is None else tensor.detach() for tensor in inputs)
+            arguments = (torch.ones_like(hs), hs, True, None if features is None else x, *rest, resets)
+            torch.library.opcheck(NAMESPACE.rotation_scan_bwd.default, arguments)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(3, 2, 5)}, r"x has shape \[3, 2, 5\]: accepted is \[T, B, N\], N even, nothing empty"),
-        ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is .*: accepted is complex \[N / 2\] = \[3\]"),
+        ({"x": torch.zeros(3, 2, 5)}, r"x has shape \[3, 2, 5\]: accepted is \[T, B, N\] with N = 6, twice the"),
+        ({"x": torch.zeros(3, 0, 6)}, r"x has shape \[3, 0, 6\]: .*nothing empty"),
+        ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is .*: accepted is complex \[N / 2\]"),
+        ({"weight": torch.zeros(6, 5)}, r"weight has shape \[6, 5\]: .*\[N, D\]"),
+        ({"weight": torch.zeros(6, 6), "bias": torch.zeros(3)}, r"bias has shape \[3\]: .*\[N\]"),
+        ({"bias": torch.zeros(6)}, "bias needs a weight"),
         ({"h0": torch.zeros(2, 5)}, r"h0 has shape \[2, 5\]: .*\[B, N\]"),
         ({"resets": torch.zeros(3, 2)}, "resets has dtype float32: accepted is bool"),
     ],
