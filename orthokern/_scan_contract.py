@@ -9,7 +9,7 @@ Those of the other ops have the functions:
 
     gru_scan_fwd(args) -> GruStates
     gru_scan_bwd(args, grad_hs, states, needs) -> GruGradients
-    peephole_scan_fwd(inputs) -> PeepholeStates
+    peephole_scan_fwd(inputs, need_gates=True) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
     rotation_scan_fwd(args) -> hs
     rotation_scan_bwd(args, grad_hs, hs, need_x) -> RotationGradients
@@ -287,7 +287,7 @@ class PeepholeStates(NamedTuple):
 
     hs: Tensor  # [T, B, N]
     cs: Tensor  # [T, B, N]
-    gates: Tensor  # [T, B, 4N]: i, f, g, o
+    gates: Tensor | None  # [T, B, 4N]: i, f, g, o; for a backward
 
 
 class PeepholeGradients(NamedTuple):

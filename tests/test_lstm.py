@@ -51,6 +51,16 @@ def test_equations(part: list[int]) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
 
 
+def test_inference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, input terms exist for a few steps at a time."""
+    module = lstm(3, 4, 2, bidirectional=True)
+    x, lengths = torch.randn(11, 3, 3, dtype=F64), torch.tensor([11, 4, 1])
+    expected = [module(x), module(x, lengths=lengths)]
+    monkeypatch.setattr("orthokern.nn.lstm.INFERENCE_BYTES", 4 * 3 * 16 * 8)
+    with torch.no_grad():
+        torch.testing.assert_close([module(x), module(x, lengths=lengths)], expected, rtol=1e-14, atol=1e-14)
+
+
 def test_first_parameters() -> None:
     module = PeepholeLSTM(3, 8, 2, dtype=F64)
     for layer in (0, 1):

@@ -157,22 +157,24 @@ struct GatedRows : RowSteps {
     const ptrdiff_t row = plan.gates * N;
     for (int g = 0; g < plan.gates; g++) {
       if (t + 1 < longest) prefetch(&transfers[g], at(x, t + 1, plan.gates) + g * N, row, t + 1);
-      if (!plan.stream) prefetch(&transfers[g], at(gates, t, plan.gates) + g * N, row, t);
+      if (gates && !plan.stream) prefetch(&transfers[g], at(gates, t, plan.gates) + g * N, row, t);
     }
   }
-  // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), in its place of `gates`.
+  // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), in its place of `gates`
+  // if they are not null.
   template <class F>
   ORTHOKERN_INLINE void gate(int64_t t, int g, const T* h, T* acc, const void* input, void* gates,
                              Transfers<T>* transfers, const F& value) const {
     const ptrdiff_t row = plan.gates * N;
     const bool stream = plan.stream;
     const T *x = at(input, t, plan.gates) + g * N, *sums = acc;
-    T* results = at(gates, t, plan.gates) + g * N;
+    T* results = gates ? at(gates, t, plan.gates) + g * N : nullptr;
     const Segment<T> segment = {h, block, plan.N};
     multiply<T>(&segment, 1, plan.gate[g], active[t], acc, block, &transfers[g], [&](int first, int last) {
       each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * row + b * L;
-        write(results + to, value(b, count, r, at, load(sums + at), read(x + to, count)), count, stream);
+        const V<T> result = value(b, count, r, at, load(sums + at), read(x + to, count));
+        if (results) write(results + to, result, count, stream);
       });
     });
   }

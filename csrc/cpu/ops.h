@@ -141,7 +141,7 @@ struct PeepholeArgs {
   // forward results
   void* hs;     // [T, B, N]
   void* cs;     // [T, B, N]
-  void* gates;  // [T, B, 4N]
+  void* gates;  // [T, B, 4N] or null
 
   // backward: inputs
   const void* grad_hs;      // [T, B, N], null: zeros

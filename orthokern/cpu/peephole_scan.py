@@ -9,11 +9,12 @@ from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, Peephole
 from orthokern.cpu._call import call, new
 
 
-def peephole_scan_fwd(inputs: PeepholeInputs) -> PeepholeStates:
+def peephole_scan_fwd(inputs: PeepholeInputs, need_gates: bool = True) -> PeepholeStates:
     """See ``orthokern.ops.peephole_scan``."""
     assert inputs.x is not None
     T, (B, N), dtype = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype
-    states = PeepholeStates(*(new(T, B, width * N, dtype=dtype) for width in (1, 1, 4)))
+    hs, cs = (new(T, B, N, dtype=dtype) for _ in range(2))
+    states = PeepholeStates(hs, cs, new(T, B, 4 * N, dtype=dtype) if need_gates else None)
     call("peephole_scan_fwd", dtype, {"B": B, "T": T, "N": N}, {**inputs._asdict(), **states._asdict()})
     return states
 

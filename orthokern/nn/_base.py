@@ -25,7 +25,7 @@ from orthokern.nn._checks import (
     number,
 )
 from orthokern.nn._draws import draw
-from orthokern.nn._layouts import Dense, Layout, Packed, Resets
+from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States
 from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear
 
@@ -210,8 +210,8 @@ class Layers(nn.Module):
 
     def _scan(
         self, suffix: str, factors: Any, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
-        """The states [T,B,S] of one recurrence, S numbers per sequence."""
+    ) -> States:
+        """The states of one recurrence."""
         raise NotImplementedError
 
     def _state_size(self) -> int:
@@ -347,7 +347,7 @@ class Layers(nn.Module):
                 own = None if cuts is None else cuts.of(len(last))
                 scan = functools.partial(self._scan, suffix, self._factors(suffix), own)
                 states, end = layout.run(scan, data, h0, reverse)
-                outputs.append(states[..., : self.hidden_size] if self._state_size() > self.hidden_size else states)
+                outputs.append(states)
                 last.append(end)
             data = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
             if self.dropout > 0.0 and self.training and layer + 1 < self.num_layers:

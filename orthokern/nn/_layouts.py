@@ -12,8 +12,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from orthokern.nn._checks import readable
 from orthokern.ops._common import check_lengths
 
-# (x [T,B,D] or ids [T,B], h0 [B,S] or None, lengths [B] or None) -> states [T,B,S]
-Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
+# the states of a recurrence: hs [T,B,N], or (hs, cs)
+States = Tensor | tuple[Tensor, ...]
+# (x [T,B,D] or ids [T,B], h0 [B,S] or None, lengths [B] or None) -> states of S = N or 2N numbers
+Scan = Callable[[Tensor, "Tensor | None", "Tensor | None"], States]
 
 
 class Resets(NamedTuple):
@@ -56,14 +58,17 @@ class Dense:
         self.batch, self.lengths = batch, lengths
 
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-        """One recurrence in one direction: data in this form -> (states in this form, last states [B,S])."""
+        """One recurrence in one direction: data in this form -> (hs in this form, last states [B,S])."""
         if self.lengths is None:
-            hs = scan(data.flip(0) if reverse else data, h0, None)
-            return hs.flip(0) if reverse else hs, hs[-1]
+            states = scan(data.flip(0) if reverse else data, h0, None)
+            hs, *more = (states,) if isinstance(states, Tensor) else states
+            return hs.flip(0) if reverse else hs, torch.cat([hs[-1], *(of[-1] for of in more)], -1) if more else hs[-1]
         # the steps of each sequence backwards, and then those of its padding: its own inverse
         place = (self.lengths - 1 - torch.arange(data.shape[0], device=data.device).unsqueeze(1)) % data.shape[0]
-        hs = scan(_at(data, place) if reverse else data, h0, self.lengths)
-        return _at(hs, place) if reverse else hs, _at(hs, self.lengths.unsqueeze(0) - 1)[0]
+        states = scan(_at(data, place) if reverse else data, h0, self.lengths)
+        hs, *more = (states,) if isinstance(states, Tensor) else states
+        last = [_at(of, self.lengths.unsqueeze(0) - 1)[0] for of in (hs, *more)]
+        return _at(hs, place) if reverse else hs, torch.cat(last, -1) if more else last[0]
 
 
 class Packed:

@@ -14,10 +14,14 @@ from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
 from orthokern.nn._checks import number
 from orthokern.nn._layouts import Resets, without_padding
+from orthokern.ops._common import needs_grad
 from orthokern.ops.peephole_scan import peephole_scan
 
 State = tuple[Tensor, Tensor]  # (h, c)
 Pair = State | list[Tensor]  # as an argument
+
+
+INFERENCE_BYTES = 16 << 20  # of input terms; malloc keeps blocks of up to 32 MiB
 
 
 class LSTM(Layers):
@@ -104,14 +108,28 @@ class LSTM(Layers):
 
     def _scan(
         self, suffix: str, factors: Any, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
-        states = torch.cat(peephole_scan(self._input_term(x, suffix, bias), w, peephole, h, c), -1)
-        return without_padding(states, lengths)
+        pieces: list[tuple[Tensor, Tensor]] = []
+        for part in x.split(_steps_at_once(x, w, self._tensor(f"weight_ih_{suffix}"), h)):
+            if pieces:
+                h, c = (states[-1] for states in pieces[-1])
+            pieces.append(peephole_scan(self._input_term(part, suffix, bias), w, peephole, h, c))
+        hs, cs = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+        return without_padding(hs, lengths), cs
 
     def extra_repr(self) -> str:
         return self._text()
+
+
+def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor) -> int:
+    """The steps of one scan. Without gradients, input terms need not be kept; those of a long sequence would be new
+    memory in every call, whose first use takes half as long as the product."""
+    T, B = x.shape[:2]
+    if not x.is_cpu or torch.compiler.is_compiling() or needs_grad(x, w, *tensors):
+        return T
+    return max(INFERENCE_BYTES // (B * w.shape[0] * w.element_size()), 1)
 
 
 class PeepholeLSTM(LSTM):

@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import PeepholeInputs, PeepholeStates
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import needed, no_second_derivative
+from orthokern.ops._common import needed, needs_grad, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -64,7 +64,7 @@ def peephole_scan(
         reference = dispatch.leaf("peephole_scan", "reference")
         states: tuple[Tensor, Tensor] = reference.differentiable_scan(x, w, peephole, h0, c0)
         return states
-    hs, cs, _ = _fwd(x, w, peephole, h0, c0, backend)
+    hs, cs, _ = _fwd(x, w, peephole, h0, c0, backend, needs_grad(x, w, peephole, h0, c0))
     return hs, cs
 
 
@@ -77,18 +77,21 @@ def _leaf(x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Any, PeepholeInputs]
 
 @custom_op(
     "peephole_scan_fwd",
-    "(Tensor x, Tensor w, Tensor peephole, Tensor h0, Tensor c0, str? backend=None) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor w, Tensor peephole, Tensor h0, Tensor c0, str? backend=None, bool need_gates=True) -> "
+    "(Tensor, Tensor, Tensor)",
 )
-def _fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    """(hs, cs, gates [T, B, 4N])."""
-    leaf, inputs = _leaf(*arguments)
-    return tuple(leaf.peephole_scan_fwd(inputs))
+def _fwd(*arguments: Any) -> PeepholeStates:
+    """(hs, cs, gates [T, B, 4N], empty unless need_gates)."""
+    *others, need_gates = arguments
+    leaf, inputs = _leaf(*others)
+    states: PeepholeStates = leaf.peephole_scan_fwd(inputs, need_gates)
+    return states if need_gates else states._replace(gates=None)
 
 
 @_fwd.register_fake
-def _fwd_fake(x: Tensor, w: Tensor, peephole: Tensor, h0: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    T, (B, N) = x.shape[0], h0.shape
-    return x.new_empty(T, B, N), x.new_empty(T, B, N), x.new_empty(T, B, 4 * N)
+def _fwd_fake(x: Tensor, w: Tensor, peephole: Tensor, h0: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    T, (B, N), need_gates = x.shape[0], h0.shape, rest[-1]
+    return x.new_empty(T, B, N), x.new_empty(T, B, N), x.new_empty(T, B, 4 * N) if need_gates else None
 
 
 @custom_op(
@@ -110,9 +113,10 @@ def _bwd_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, *tensors, ctx.backend = inputs
+    _, *tensors, ctx.backend, _ = inputs
     hs, cs, gates = output
-    ctx.mark_non_differentiable(gates)
+    if gates is not None:
+        ctx.mark_non_differentiable(gates)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hs, cs, gates, *tensors)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, PeepholeStates
 
 
-def peephole_scan_fwd(inputs: PeepholeInputs) -> PeepholeStates:
+def peephole_scan_fwd(inputs: PeepholeInputs, need_gates: bool = True) -> PeepholeStates:
     """See ``orthokern.ops.peephole_scan``. Every step writes into the results."""
     x, w, p, h0, c0 = inputs
     assert x is not None
@@ -54,6 +54,7 @@ def peephole_scan_bwd(
 ) -> PeepholeGradients:
     """See Note [Peephole scan backward]."""
     (_, w, p, h0, c0), (hs, cs, gates) = inputs, states
+    assert gates is not None
     zeros = hs.new_zeros(()).expand(hs.shape)  # [T, B, N] in the memory of one number
     grad_hs, grad_cs = (zeros if grad is None else grad for grad in (grad_hs, grad_cs))
     p_i, p_f, p_o = p.unbind(0)

@@ -80,6 +80,7 @@ def test_registration() -> None:
     problem = PeepholeProblem.random(3, 2, 5)
     given = [tensor.requires_grad_() for tensor in problem.inputs()]
     torch.library.opcheck(NAMESPACE.peephole_scan_fwd.default, tuple(given))
+    torch.library.opcheck(NAMESPACE.peephole_scan_fwd.default, (*(t.detach() for t in given), None, False))
     with torch.no_grad():
         states, both = NAMESPACE.peephole_scan_fwd(*given), (problem.grad_hs, problem.grad_cs)
         for cotangents in (both, (both[0], None), (None, both[1])):
