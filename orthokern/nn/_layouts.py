@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from orthokern.nn._checks import readable
-from orthokern.ops._common import check_lengths
+from orthokern.ops._common import check_lengths, steps_alive, without_padding
 
 # the states of a recurrence: hs [T,B,N], or (hs, cs)
 States = Tensor | tuple[Tensor, ...]
@@ -41,14 +41,11 @@ def _at(data: Tensor, place: Tensor) -> Tensor:
     return data.gather(0, place)
 
 
-def without_padding(states: Tensor, lengths: Tensor | None) -> Tensor:
+def zero_padding(states: Tensor, lengths: Tensor | None) -> Tensor:
     """States [T,B,S] of a scan without lengths, with zeros after the end of each sequence. Checks lengths."""
-    if lengths is None:
-        return states
-    if readable(lengths):
+    if lengths is not None and readable(lengths):
         check_lengths(lengths, states.shape[0])
-    padding = torch.arange(states.shape[0], device=states.device).unsqueeze(1) >= lengths
-    return states.masked_fill(padding.unsqueeze(2), 0.0)
+    return without_padding(states, steps_alive(states.shape[0], lengths))
 
 
 class Dense:

@@ -13,7 +13,7 @@ from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
 from orthokern.nn._checks import number
-from orthokern.nn._layouts import Resets, without_padding
+from orthokern.nn._layouts import Resets, zero_padding
 from orthokern.ops._common import needs_grad
 from orthokern.ops.peephole_scan import peephole_scan
 
@@ -117,7 +117,7 @@ class LSTM(Layers):
                 h, c = (states[-1] for states in pieces[-1])
             pieces.append(peephole_scan(self._input_term(part, suffix, bias), w, peephole, h, c))
         hs, cs = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-        return without_padding(hs, lengths), cs
+        return zero_padding(hs, lengths), cs
 
     def extra_repr(self) -> str:
         return self._text()

@@ -14,7 +14,7 @@ from orthokern.errors import InputError, require
 from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import check_backend, flag, integer, number
 from orthokern.nn._draws import draw
-from orthokern.nn._layouts import Resets, without_padding
+from orthokern.nn._layouts import Resets, zero_padding
 from orthokern.ops.rotation_scan import scan
 
 __all__ = ["RotationRNN"]
@@ -164,7 +164,7 @@ class RotationRNN(Layers):
             states = scan(x, re, im, h0, weight, bias, *rest)
         else:
             states = scan(self._weighted(x, weight, bias), re, im, h0, None, None, *rest)
-        return without_padding(states, lengths)
+        return zero_padding(states, lengths)
 
     def extra_repr(self) -> str:
         usual = {"margin": None, "horizon": None, "radii": (0.9, 0.999), "max_angle": math.pi}

@@ -19,7 +19,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import differentiable_once
+from orthokern.ops._common import differentiable_once, steps_alive
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
@@ -63,11 +63,11 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
     """(the cross-entropy over all steps but padding, hits [T])."""
     weight, bias, target, reduction = readout
     target = target.to(torch.int64)
-    if lengths is None:
+    alive = steps_alive(len(hs), lengths)
+    if alive is None:
         rows, ids = hs.flatten(0, 1), target.flatten()
         hits = _hits(hs, weight, bias, target).sum(1)
     else:
-        alive = torch.arange(len(hs), device=hs.device)[:, None] < lengths
         rows, ids = hs[alive], target[alive]
         right = torch.zeros_like(alive)
         right[alive] = _hits(rows, weight, bias, ids)

@@ -13,13 +13,20 @@ from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
-from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
+from orthokern.ops._common import (
+    check_lengths,
+    check_range,
+    contiguous,
+    differentiable_once,
+    steps_alive,
+    without_padding,
+)
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.norms import norms_through_time
-from orthokern.ops.modal.reference import Inputs, entering, without_padding
+from orthokern.ops.modal.reference import Inputs, entering
 from orthokern.reference.rotation_scan import turn
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
@@ -29,11 +36,6 @@ SPAN_ROWS, SPAN_STEPS = 16384, 64
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right in float64."""
     return left.double().mT @ right.double()
-
-
-def _alive(T: int, lengths: Tensor | None) -> Tensor | None:
-    """Whether a step is before the end of its sequence, [T, B]; None without lengths."""
-    return None if lengths is None else torch.arange(T, device=lengths.device)[:, None] < lengths
 
 
 def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor | None) -> None:
@@ -157,7 +159,7 @@ def modal_scan(args: ScanArgs) -> Tensor:
     assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
-    alive = _alive(len(x), lengths)
+    alive = steps_alive(len(x), lengths)
     if weight is not None and not x.is_floating_point():
         _check_ids("x", x, weight.shape[1], "token ids", alive)
         e = entering(x, weight.mT, alive)
@@ -177,7 +179,9 @@ def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs,
     table = None if weight is None else (left @ weight.double()).mT
     offset = None if weight is None or bias is None else left @ bias.double()
     if x.is_floating_point():
-        x = without_padding(x, _alive(len(x), lengths))  # the gradient of a product reads all of x, and 0 * NaN is NaN
+        x = without_padding(
+            x, steps_alive(len(x), lengths)
+        )  # the gradient of a product reads all of x, and 0 * NaN is NaN
         x = x @ (left.mT if table is None else table).to(x.dtype)
         x, table = x if offset is None else x + offset.to(x.dtype), None
     elif table is not None:
@@ -192,7 +196,7 @@ def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, 
     """(loss, hits) of a linear recurrence with W = ``modes.w``; the readout's weight is [C, N]."""
     lengths = args.lengths
     check_lengths(lengths, len(readout.target))
-    alive = _alive(len(readout.target), lengths)
+    alive = steps_alive(len(readout.target), lengths)
     _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
     modal, readout = _into_modes(args, readout, modes.basis)
     if modal.table is not None:

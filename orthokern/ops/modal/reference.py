@@ -29,6 +29,7 @@ from torch import Tensor
 
 from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
+from orthokern.ops._common import steps_alive, without_padding
 from orthokern.reference.rotation_scan import eigenvalue_gradients, scan, states_before, turn
 
 ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
@@ -79,13 +80,6 @@ def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
     return without_padding(rows.masked_fill(wrong[..., None], torch.nan), alive)
 
 
-def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
-    """values [T, B, ...] with zeros where alive [T, B] is false."""
-    if alive is None:
-        return values
-    return values.masked_fill(~alive.view(*alive.shape, *(1,) * (values.ndim - 2)), 0)
-
-
 def sum_by_id(ids: Tensor, values: Tensor, size: int) -> Tensor:
     """The sums of float64 values [T, B, 2M] over the steps with each id, [size, 2M], in a fixed order. Wrong ids, and
     those of padding, where values are 0, count nowhere."""
@@ -113,7 +107,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     x, re, im, z0, table, lengths, pairs = inputs
     weight, bias, target, reduction = readout
     (T, B), dtype, rows = target.shape, z0.dtype, list(profile)
-    alive = None if lengths is None else torch.arange(T, device=target.device)[:, None] < lengths
+    alive = steps_alive(T, lengths)
     count = T * B if lengths is None else lengths.sum().double()
     ids = without_padding(target.long(), alive)
     wrong = (ids < 0) | (ids >= len(weight))
