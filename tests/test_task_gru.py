@@ -185,7 +185,7 @@ def test_success(small: dict[str, list[str]]) -> None:
     task = build("word_lm", small["word_lm"])
     losses = iter([2.0, 1.5, 2.0, 2.5, 1.0, math.nan, 1.0])
     task.measure = lambda part: next(losses)  # type: ignore[method-assign]
-    task.next_batch()  # the untrained model's
+    task.begin()  # the untrained model's
     found = []
     for _ in range(6):
         task.wants_evaluation(task.iterations_per_epoch, {})

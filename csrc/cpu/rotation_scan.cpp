@@ -253,9 +253,11 @@ class Task {
     const int64_t t = args.reverse ? args.T - 1 - i : i, rows = args.reverse ? -args.B : args.B;
     const ptrdiff_t at = t * args.B + b, stride = rows * row;
     const Rows<T> inner = {chunk_rows, kLanes<T>, true};
-    Steps<T> steps = {{static_cast<const T*>(args.x) + at * row, stride, false},
-                      {static_cast<T*>(args.z) + at * row, stride, false},
-                      {args.h ? static_cast<const T*>(args.h) + at * row + stride : nullptr, stride, false},
+    const T *x = static_cast<const T*>(args.x), *h = static_cast<const T*>(args.h);
+    T* const z = static_cast<T*>(args.z);
+    Steps<T> steps = {{x ? x + at * row : nullptr, stride, false},
+                      {z ? z + at * row : nullptr, stride, false},
+                      {h ? h + at * row + stride : nullptr, stride, false},
                       count};
     if (args.features) {
       const T* from = static_cast<const T*>(args.features) + at * call.D;

@@ -49,7 +49,6 @@ def _language_model(args: Mapping[str, Any]) -> word_lm.WordLm:
     settings = word_lm.COMMAND.complete({"data": str(data), "device": "cpu", "constraint": "none", **scale})
     torch.manual_seed(settings.seed)
     task = word_lm.WordLm(settings)
-    task.initial_loss = 0.0  # not read
     return task
 
 

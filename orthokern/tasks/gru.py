@@ -176,14 +176,18 @@ class GruTask(Experiment):
     def measure(self, part: str) -> float:
         """Mean negative log-likelihood per step of "validation" or "test", forward only, from zero states."""
 
+    def begin(self) -> None:
+        """Evaluate the untrained model, unless the run was resumed."""
+        if self.initial_loss is not None:
+            return
+        if current_shard().first:
+            say("evaluating the untrained model, before iteration 1")
+        self.model.eval()
+        with torch.no_grad():
+            self.initial_loss = self.measure("validation")
+        self.model.train()
+
     def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        if self.initial_loss is None:
-            if current_shard().first:
-                say("evaluating the untrained model, in the time of iteration 1")
-            self.model.eval()
-            with torch.no_grad():
-                self.initial_loss = self.measure("validation")
-            self.model.train()
         inputs, targets, valid, fresh = self.read()
         if self.state is None:
             self.state = self.zero_state(inputs.shape[1])
@@ -209,7 +213,7 @@ class GruTask(Experiment):
         """On the validation data: "loss" (nats per word or time step), "initial_loss" (of the untrained model), and
         "success" (1 if no loss so far was above the initial loss, else 0)."""
         loss, initial = self.measure("validation"), self.initial_loss
-        assert initial is not None  # since the first batch
+        assert initial is not None  # since begin
         worst = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
         return {"loss": loss, "initial_loss": initial, "success": float(worst <= initial)}
 

@@ -139,6 +139,8 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     over = state.is_over(settings)
+    if not over and not state.reached and stopped is None:
+        task.begin()
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
@@ -192,6 +194,8 @@ def _end(state: RunState, settings: LoopSettings, stopped: int | None, progress:
     if stopped is None:
         code = EXIT_OK
         message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _test(state, seconds)
+        if state.reached_before:
+            message += "; the goal was reached before, and nothing was trained: another --goal needs a new run"
     else:
         code = 128 + stopped
         message = f"stopped by {signal.Signals(stopped).name} after iteration {state.iteration}, saved"

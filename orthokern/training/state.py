@@ -38,6 +38,7 @@ class RunState:
         self.new_best: dict[str, Tensor] | None = None  # its parameters, until best.pt is written
         self.evaluation: dict[str, float] | None = None
         self.reached = False
+        self.reached_before = False  # by a part of the run that this process resumes
         self.earlier_seconds = 0.0
 
     def seconds(self) -> float:
@@ -93,6 +94,7 @@ class RunState:
             self.iteration, self.earlier_seconds = payload["iteration"], payload["seconds"]
             self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
             self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
+            self.reached_before = self.reached
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise

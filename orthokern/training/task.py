@@ -60,6 +60,9 @@ class Task(ABC):
     iterations_per_epoch: int | None = None
     evaluation_seconds: float = math.inf
 
+    def begin(self) -> None:  # noqa: B027
+        """Called by every process before its first iteration. Default: nothing."""
+
     @abstractmethod
     def next_batch(self) -> Any:
         """The next training batch. It may reuse the tensors of the previous one."""
