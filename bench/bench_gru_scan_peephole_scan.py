@@ -1,4 +1,4 @@
-"""nn.GRU against torch.nn.GRU and nn.PeepholeLSTM against torch.nn.LSTM, forward and backward, D = N features, biases.
+"""nn.GRU against torch.nn.GRU and nn.LSTM against torch.nn.LSTM, forward and backward, D = N features, biases.
 
 The GRU also in the sizes of the tasks of Kanai et al. 2017.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import Bench, Size, check, module_step
 
-from orthokern.nn import GRU, PeepholeLSTM
+from orthokern.nn import GRU, LSTM
 
 # the sizes of torch.nn.RNN in bench_modules.py
 HEADLINE = [{"N": 128, "T": 1000, "B": 50}, {"N": 500, "T": 120, "B": 50}, {"N": 1000, "T": 120, "B": 50}]
@@ -34,11 +34,10 @@ def test_gru(benchmark: Any, bench: Bench, size: Size, variant: str) -> None:
 
 @pytest.mark.headline
 @pytest.mark.sizes(HEADLINE, quick=QUICK)
-def test_peephole_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
-    """With peepholes of zero, both compute the same."""
+def test_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
     N = size["N"]
-    theirs, ours, exact = torch.nn.LSTM(N, N), PeepholeLSTM(N, N), torch.nn.LSTM(N, N, dtype=torch.float64)
-    case = "torch.nn.LSTM over orthokern.nn.PeepholeLSTM"
+    theirs, ours, exact = torch.nn.LSTM(N, N), LSTM(N, N), torch.nn.LSTM(N, N, dtype=torch.float64)
+    case = "torch.nn.LSTM over orthokern.nn.LSTM"
     compare(benchmark, bench, size, "lstm", case, theirs, ours, exact, rounds=7)
 
 
@@ -54,7 +53,7 @@ def compare(
     rounds: int,
 ) -> None:
     for module in (ours, exact):
-        module.load_state_dict(theirs.state_dict(), strict=False)  # torch's LSTM has no peepholes
+        module.load_state_dict(theirs.state_dict())
     N, T, B = size["N"], size["T"], size["B"]
     x, grad = torch.randn(T, B, N, requires_grad=True), torch.randn(T, B, N)
     expected = module_step(exact, x.detach().double().requires_grad_(), grad.double())

@@ -35,7 +35,7 @@ TITLES = {
     "low rank": "Low rank: time of the loop in torch divided by ours, scans of rank K < N, forward and backward",
     "modules": "RNN modules: time of torch.nn.RNN divided by ours, with input projection, forward and backward",
     "gru": "GRU: time of torch.nn.GRU divided by ours, forward and backward",
-    "lstm": "LSTM with peepholes: time of torch.nn.LSTM divided by ours, forward and backward",
+    "lstm": "LSTM: time of torch.nn.LSTM divided by ours, forward and backward",
     "overhead": "One step of one sequence: time of torch's module divided by ours, forward and backward",
     "frozen": "One step of a frozen module: time of its `step`, one sequence, divided by that of torch's module",
     "one sequence": "One sequence: our time divided by that of torch's module",

@@ -35,13 +35,13 @@ GROUPS: dict[str, list[Bar]] = {
         Bar("RNN", "modules", "torch.nn.RNN over orthokern.nn.RNN", LONG),
         Bar("FactorizedRNN", "modules", "torch.nn.RNN over orthokern.nn.FactorizedRNN", LONG),
         Bar("GRU", "gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch", LONG),
-        Bar("PeepholeLSTM", "lstm", "torch.nn.LSTM over orthokern.nn.PeepholeLSTM", LONG),
+        Bar("LSTM", "lstm", "torch.nn.LSTM over orthokern.nn.LSTM", LONG),
     ],
     "N = 1000, T = 120, batch of 50": [
         Bar("RNN", "modules", "torch.nn.RNN over orthokern.nn.RNN", WIDE),
         Bar("FactorizedRNN", "modules", "torch.nn.RNN over orthokern.nn.FactorizedRNN", WIDE),
         Bar("GRU", "gru", "torch.nn.GRU over orthokern.nn.GRU, variant torch", WIDE),
-        Bar("PeepholeLSTM", "lstm", "torch.nn.LSTM over orthokern.nn.PeepholeLSTM", WIDE),
+        Bar("LSTM", "lstm", "torch.nn.LSTM over orthokern.nn.LSTM", WIDE),
     ],
     "one step of one sequence, N = 16": [
         Bar("RNN", "overhead", "torch.nn.RNN over orthokern.nn.RNN", STEP),
