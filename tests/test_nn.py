@@ -39,7 +39,7 @@ def plain(module: Any, x: Tensor, h: Tensor) -> Tensor:
     act_param = slope if param is None else module.get_parameter(param)
     states = []
     for x_t in x.unbind(0):
-        a = module.gain * (h @ w.T + x_t @ module.weight_ih_l0.T + bias)
+        a = module.gain * h @ w.T + x_t @ module.weight_ih_l0.T + bias
         if module.message_clip:
             a.register_hook(lambda g: g.clamp(-module.message_clip, module.message_clip))
         h = (1 - leak) * h + leak * functional.activation(a, module.nonlinearity, act_param, backend="reference")
@@ -248,6 +248,8 @@ def test_noise_is_added_to_the_input_term_in_training() -> None:
     torch.testing.assert_close(rnn(x)[0], states)
     assert torch.equal(copied(x)[0], states) and torch.equal(torch.get_rng_state(), globally)
     assert torch.equal(rnn.eval()(x)[0], rnn(x)[0])
+    rnn.noise_in_eval = True
+    assert not torch.equal(rnn(x)[0], rnn(x)[0])
 
 
 def test_the_loss_has_the_leak_and_the_noise() -> None:

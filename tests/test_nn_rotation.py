@@ -159,3 +159,16 @@ def test_a_period_is_an_angle() -> None:
     torch.nn.init.constant_(rnn.angle_l0, 2 * math.pi / 6)
     states, _ = rnn(torch.eye(12, 1, dtype=torch.float64))
     torch.testing.assert_close(states[:6], states[6:])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("margins", [(0.0, 0.1, 0.5), (None, 0.3, 0.9)])
+def test_vmap_over_margins(margins: tuple[float | None, ...]) -> None:
+    """Each model has its own margin."""
+    x = torch.randn(6, 2, 3)
+    models = [nn.RotationRNN(3, 8, margin=margin, horizon=6) for margin in margins]
+    for model in models:
+        torch.nn.init.normal_(model.radius_l0)
+    state = torch.func.stack_module_state(models)
+    results = torch.vmap(lambda *of_one: torch.func.functional_call(models[0], of_one, (x,))[0])(*state)
+    torch.testing.assert_close(results, torch.stack([model(x)[0] for model in models]))

@@ -149,7 +149,9 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     def figure(match: re.Match[str]) -> str:
         path = ROOT / "docs" / os.path.normpath(f"{page.url}/{match['source']}")
         width = int.from_bytes(path.read_bytes()[16:20], "big") if path.is_file() else 900  # of a PNG
-        style = "max-width: min(480px, 100%)" if match["source"].endswith(SMALL) else f"--least: {round(0.65 * width)}px"
+        style = (
+            "max-width: min(480px, 100%)" if match["source"].endswith(SMALL) else f"--least: {round(0.65 * width)}px"
+        )
         image = f'<img {match["attributes"]} style="{style}">'
         return f'<span class="figure"><a href="{match["source"]}">{image}</a></span>'
 

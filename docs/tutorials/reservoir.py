@@ -46,8 +46,7 @@ print(len(x), "steps, of which", training, "are for training")
 # ## The reservoir
 #
 # `init="orthogonal"` draws W from the orthogonal matrices, whose eigenvalues all have modulus 1. Scaling W to a
-# spectral radius below 1 lets the network forget. `leak` is the share of the new value in a step. Do not use `gain` for
-# the radius: it would scale the input too.
+# spectral radius below 1 lets the network forget. `leak` is the share of the new value in a step.
 
 
 # %%

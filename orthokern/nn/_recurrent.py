@@ -55,15 +55,16 @@ class RecurrentOptions(LayerOptions, total=False):
     leak: Annotated[float, 1.0, share]
     learned_leak: Annotated[bool, False, flag]
     noise: Annotated[float, 0.0, at_least_zero]
+    noise_in_eval: Annotated[bool, False, flag]
 
 
 _HINTS = get_type_hints(RecurrentOptions, include_extras=True)
 OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
-OF_TRAINING = ("message_clip", "checkpoint_every", "noise")  # without effect on states in inference
+OF_TRAINING = ("message_clip", "checkpoint_every", "noise", "noise_in_eval")  # without effect on states in inference
 
 
 class Recurrent(Layers):
-    """Recurrences h_t = (1 - leak) h_{t-1} + leak phi(gain (W h_{t-1} + W_ih x_t + b) + noise). A subclass defines the
+    """Recurrences h_t = (1 - leak) h_{t-1} + leak phi(gain W h_{t-1} + W_ih x_t + b + noise). A subclass defines the
     recurrent matrix."""
 
     checkpoint_every: int
@@ -74,6 +75,7 @@ class Recurrent(Layers):
     leak: float
     learned_leak: bool
     noise: float
+    noise_in_eval: bool
     noise_generator: torch.Generator | None = None
 
     def __init__(
@@ -164,7 +166,7 @@ class Recurrent(Layers):
     # -- one recurrence
 
     def _gained(self, tensor: Tensor) -> Tensor:
-        """A term of the pre-activation, times the gain."""
+        """A factor of the recurrent matrix, times the gain."""
         return tensor if self.gain == 1.0 else tensor * self.gain
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
@@ -172,8 +174,8 @@ class Recurrent(Layers):
         return (self._gained(self._composed(suffix)),)
 
     def _bias(self, suffix: str) -> Tensor | None:
-        """The sum of the biases, with the gain."""
-        return self._gained(self._tensor(f"bias_{suffix}")) if self.bias else None
+        """The sum of the biases."""
+        return self._tensor(f"bias_{suffix}") if self.bias else None
 
     def _factors(self, suffix: str) -> Factors:
         """The matrix and the bias."""
@@ -201,9 +203,9 @@ class Recurrent(Layers):
         return ScanArgs(self._noisy(x, options), v, s, u, h0, **options)
 
     def _noisy(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        """x, or in training with noise the input term of x and the noise [T,B,N], of which options then have no weight
+        """x, or with noise the input term of x and the noise [T,B,N], of which options then have no weight
         and bias."""
-        if self.noise == 0.0 or not self.training:
+        if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
@@ -213,13 +215,14 @@ class Recurrent(Layers):
     def _leak(self, suffix: str) -> Tensor | None:
         """The leak [1] or [N] of a scan."""
         if self.learned_leak:
-            return torch.sigmoid(self._tensor(f"leak_logit_{suffix}"))
+            leak = torch.sigmoid(self._tensor(f"leak_logit_{suffix}"))
+            return leak.clamp_min(torch.finfo(leak.dtype).tiny)
         return None if self.leak == 1.0 else self._tensor("weight_ih_l0").new_full((1,), self.leak)
 
     def _scan_options(self, suffix: str, lengths: Tensor | None, cuts: Resets | None) -> dict[str, Any]:
         """The arguments of a scan besides x, h0, the matrices and the bias, by name."""
         return {
-            "weight": self._gained(self._tensor(f"weight_ih_{suffix}")),
+            "weight": self._tensor(f"weight_ih_{suffix}"),
             "lengths": lengths,
             "message_clip": self.message_clip,
             "activation": self.nonlinearity,

@@ -254,7 +254,7 @@ class _Exponential(Recurrent):
 
 
 class ExpRNN(_Exponential):
-    """An RNN whose recurrent matrix is the orthogonal W = B exp(A): h_t = phi(gain (W h_{t-1} + W_ih x_t + b)).
+    """An RNN whose recurrent matrix is the orthogonal W = B exp(A): h_t = phi(gain W h_{t-1} + W_ih x_t + b).
 
     A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
     (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With

@@ -13,6 +13,7 @@ from orthokern import init as init_
 from orthokern._decompositions import robust_svd
 from orthokern.errors import InputError
 from orthokern.nn._checks import at_least_zero, integer, largest_deviation, one_of, warn_unless_orthonormal
+from orthokern.nn._margin import ModelMargin
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._dispatcher import no_dispatch_modes
 from orthokern.ops._linear import linear
@@ -22,10 +23,10 @@ __all__ = ["APPLY", "FactorizedRNN"]
 APPLY = ("factored", "composed")
 
 
-class FactorizedRNN(Recurrent):
+class FactorizedRNN(ModelMargin, Recurrent):
     """An RNN whose recurrent matrix is W = U diag(s) V^T with orthonormal U and V [N,K] and a spectrum s near 1.
 
-    h_t = phi(gain (U (s * (V^T h_{t-1})) + W_ih x_t + b)), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
+    h_t = phi(gain U (s * (V^T h_{t-1})) + W_ih x_t + b), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
     Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
     dependencies", 2017. Constructor names, layouts and results are those of torch.nn.RNN. U and V stay orthonormal only
     with an optimizer for them: orthokern.optim.optimizer_for(model) assigns them to GeodesicSGD.
@@ -104,20 +105,7 @@ class FactorizedRNN(Recurrent):
         init_.factorized_(u, spectrum, v, self.init, generator, max_angle=self.max_angle)
         if self.margin is not None:  # s = 1 is p = 0
             nn.init.zeros_(spectrum)
-        self._register_margin()
-
-    def _register_margin(self) -> None:
-        """The margin as a buffer, NaN for None. torch.func stacks the buffers of several models, but not attributes."""
-        value = torch.nan if self.margin is None else self.margin
-        margin = self._tensor("spectrum_l0").detach().new_full((), value)
-        self.register_buffer("margin_of_model", margin, persistent=False)
-
-    def _apply(self, *args: Any, **options: Any) -> FactorizedRNN:
-        super()._apply(*args, **options)
-        margin = self._buffers.get("margin_of_model")
-        if margin is not None:  # a change of the dtype rounds it, and `to_empty` leaves it without a value
-            margin.fill_(torch.nan if self.margin is None else self.margin)
-        return self
+        self._register_margin(spectrum)
 
     def spectrum(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """s [K] of one recurrence, in the order of the columns of U and V, without the gain; differentiable with
@@ -203,7 +191,6 @@ class FactorizedRNN(Recurrent):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._register_margin()  # still on the meta device after a load with assign=True
         local_metadata, *_, errors = args
         saved = local_metadata.get("spectrum")
         if saved is not None and saved != self._meaning():
@@ -223,8 +210,8 @@ class FactorizedRNN(Recurrent):
         return f"margin={self.margin}" + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
 
     def _spectrum(self, suffix: str) -> Tensor:
-        p, m = self._tensor(f"spectrum_{suffix}"), self._buffers.get("margin_of_model")
-        if m is not None and torch._C._are_functorch_transforms_active():
+        p, m = self._tensor(f"spectrum_{suffix}"), self._stacked_margin()
+        if m is not None:
             return torch.where(m.isnan(), p, 1 + m.nan_to_num() * (functional.spectrum(p, 1.0, self.spectrum_map) - 1))
         return functional.spectrum(p, self.margin, self.spectrum_map)
 

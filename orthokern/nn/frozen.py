@@ -169,7 +169,7 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, W_ih and b, and b is the sum of all biases. A leak is kept, noise is not. The interface is that
+    Gains are part of W, and b is the sum of all biases. A leak is kept, noise is not. The interface is that
     of the module it was made from: layouts, layers, directions, packed input, initial states. There are no parameters
     and no gradients.
 
@@ -201,12 +201,12 @@ class FrozenRNN(_Frozen, Recurrent):
                 rank = matrix[0].shape[1]
             names = ("weight_hh",) if len(matrix) == 1 else ("u", "s", "v")
             tensors |= {f"{name}_{suffix}": value for name, value in zip(names, matrix, strict=True)}
-            tensors[f"weight_ih_{suffix}"] = source._gained(source._tensor(f"weight_ih_{suffix}"))
+            tensors[f"weight_ih_{suffix}"] = source._tensor(f"weight_ih_{suffix}")
             if bias is not None:
                 tensors[f"bias_{suffix}"] = bias
             tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
         super().__init__(source, tensors)
-        for name in ("gain", *OF_TRAINING):  # the weights have the gain
+        for name in ("gain", *OF_TRAINING):  # W has the gain
             setattr(self, name, OPTIONS[name][0])
         self._half_ok = source._half_ok
         self.rank: int | None = rank  # of the factors; None for a dense W

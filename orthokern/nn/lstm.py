@@ -112,7 +112,8 @@ class LSTM(Layers):
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
         pieces: list[tuple[Tensor, Tensor]] = []
-        for part in x.split(_steps_at_once(x, w, self._tensor(f"weight_ih_{suffix}"), h)):
+        steps = _steps_at_once(x, w, self._tensor(f"weight_ih_{suffix}"), h)
+        for part in (x,) if steps is None else x.split(steps):
             if pieces:
                 h, c = (states[-1] for states in pieces[-1])
             pieces.append(peephole_scan(self._input_term(part, suffix, bias), w, peephole, h, c))
@@ -123,13 +124,12 @@ class LSTM(Layers):
         return self._text()
 
 
-def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor) -> int:
-    """The steps of one scan. Without gradients, input terms need not be kept; those of a long sequence would be new
-    memory in every call, whose first use takes half as long as the product."""
-    T, B = x.shape[:2]
+def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor) -> int | None:
+    """The steps of one scan, None for all. Without gradients, input terms need not be kept; those of a long sequence
+    would be new memory in every call, whose first use takes half as long as the product."""
     if not x.is_cpu or torch.compiler.is_compiling() or needs_grad(x, w, *tensors):
-        return T
-    return max(INFERENCE_BYTES // (B * w.shape[0] * w.element_size()), 1)
+        return None
+    return max(INFERENCE_BYTES // (x.shape[1] * w.shape[0] * w.element_size()), 1)
 
 
 class PeepholeLSTM(LSTM):

@@ -50,7 +50,7 @@ def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | No
 
 
 class NonNormalRNN(_Exponential):
-    """An RNN whose recurrent matrix V = P Theta P^T is in real Schur form: h_t = phi(gain (V h_{t-1} + W_ih x_t + b)).
+    """An RNN whose recurrent matrix V = P Theta P^T is in real Schur form: h_t = phi(gain V h_{t-1} + W_ih x_t + b).
 
     P = B exp(A) is orthogonal, A skew. Theta has the 2 x 2 blocks gamma_i [[cos t_i, -sin t_i], [sin t_i, cos t_i]] on
     its diagonal, for an odd N a last real eigenvalue gamma, and a free part T below the blocks: the eigenvalues are

@@ -16,7 +16,7 @@ __all__ = ["NONLINEARITIES", "RNN"]
 
 
 class RNN(Recurrent):
-    """torch.nn.RNN on orthokern's scan: h_t = phi(gain (W_hh h_{t-1} + b_hh + W_ih x_t + b_ih)), with a gain of 1.
+    """torch.nn.RNN on orthokern's scan: h_t = phi(gain W_hh h_{t-1} + b_hh + W_ih x_t + b_ih), with a gain of 1.
 
     Constructor, parameter names, layouts, outputs and gradients are those of torch.nn.RNN, and so are the initial
     parameters for the same seed. A state_dict of torch.nn.RNN can be loaded, and torch.nn.RNN can load that of this
@@ -50,17 +50,17 @@ class RNN(Recurrent):
             orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 does not clip. See orthokern.functional.factored_scan.
-        gain: factor > 0 of the whole pre-activation, also of the input and the bias (1.05 in section 3.1.3 of Vorontsov
-            et al. 2017). The parameters, recurrent_matrix() and state_dict() do not include it. For another spectral
-            radius scale W alone: weight_hh_l0 of an RNN, or spectrum_l0 of a FactorizedRNN with margin=None.
+        gain: factor > 0 of the recurrent matrix alone: the spectral radius of an orthogonal W. The parameters,
+            recurrent_matrix() and state_dict() do not include it. (The factor 1.05 in section 3.1.3 of Vorontsov et al.
+            2017 also multiplies the input and the bias, whose parameters can contain it.)
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
             it is dt / tau, the step over the time constant. 1 is no leak.
         learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
-            parameter leak_logit_l0 [N].
+            parameter leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter and its requires_grad.
         noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
-            ``eval()`` turns it off. The attribute ``noise_generator`` is the torch.Generator, on the device of the
-            module; None for torch's global one. For a leaky network with noise of the continuous intensity sigma it is
-            sigma sqrt(2 / leak).
+            ``eval()`` turns it off, except with ``noise_in_eval``. The attribute ``noise_generator`` is the
+            torch.Generator, on the device of the module; None for torch's global one. For a leaky network with noise of
+            the continuous intensity sigma it is sigma sqrt(2 / leak).
 
     The cpu backend skips the padding of a PackedSequence.
 
@@ -121,7 +121,7 @@ class RNN(Recurrent):
     def _bias(self, suffix: str) -> Tensor | None:
         if not self.bias:
             return None
-        return self._gained(self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}"))
+        return self._tensor(f"bias_ih_{suffix}") + self._tensor(f"bias_hh_{suffix}")
 
     def extra_repr(self) -> str:
         return self._text(init=None, max_angle=None)

@@ -15,6 +15,7 @@ from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import check_backend, flag, integer, number
 from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Resets, zero_padding
+from orthokern.nn._margin import ModelMargin
 from orthokern.ops.rotation_scan import scan
 
 __all__ = ["RotationRNN"]
@@ -29,7 +30,7 @@ class RotationOptions(LayerOptions, total=False):
     backend: str | None
 
 
-class RotationRNN(Layers):
+class RotationRNN(ModelMargin, Layers):
     """A linear RNN whose recurrent matrix consists of N/2 scaled rotations of pairs of units: O(N) per step.
 
         h_t = lambda * h_{t-1} + g * (W_ih x_t + b),  lambda_j = r_j exp(i theta_j),  * elementwise
@@ -126,6 +127,7 @@ class RotationRNN(Layers):
             for name in ("bias", "h0"):
                 if f"{name}_{suffix}" in self._parameters:
                     nn.init.zeros_(self._tensor(f"{name}_{suffix}"))
+        self._register_margin(self._tensor("radius_l0"))
 
     def eigenvalues(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """lambda [N/2] of one recurrence, complex128, differentiable."""
@@ -137,8 +139,11 @@ class RotationRNN(Layers):
         return torch.cat([torch.cat([re, -im], 1), torch.cat([im, re], 1)])
 
     def _radius(self, suffix: str) -> Tensor:
-        p = self._tensor(f"radius_{suffix}").double()
-        return (-p.exp()).exp() if self.margin is None else 2 * self.margin * (p.sigmoid() - 0.5) + 1
+        p, stacked = self._tensor(f"radius_{suffix}").double(), self._stacked_margin()
+        if stacked is None:
+            return (-p.exp()).exp() if self.margin is None else 2 * self.margin * (p.sigmoid() - 0.5) + 1
+        bounded = 2 * stacked.nan_to_num().double() * (p.sigmoid() - 0.5) + 1
+        return torch.where(stacked.isnan(), (-p.exp()).exp(), bounded)
 
     def _lambda(self, suffix: str) -> tuple[Tensor, Tensor]:
         radius, angle = self._radius(suffix), self._tensor(f"angle_{suffix}").double()
@@ -179,7 +184,7 @@ def input_scale(radius: Tensor, horizon: int | None) -> Tensor:
     """
     a = 2 * radius.clamp_min(1e-300).log()
     if horizon is None:
-        return (-torch.expm1(a)).sqrt()
+        return (-torch.expm1(a.clamp_max(-1e-15))).sqrt()
     b = a.abs().clamp_min(1e-8)
     log_sum = (horizon - 1) * (a + b) / 2 + torch.expm1(-horizon * b).neg().log() - torch.expm1(-b).neg().log()
     return (-0.5 * log_sum).exp()

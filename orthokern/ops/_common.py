@@ -23,9 +23,17 @@ def values(tensor: Tensor) -> Tensor:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors requires a gradient. Under vmap only the unwrapped tensor has that flag."""
-    inner = (lambda tensor: tensor) if torch.compiler.is_compiling() else values
-    return torch.is_grad_enabled() and any(tensor is not None and inner(tensor).requires_grad for tensor in tensors)
+    """Whether any of the tensors requires a gradient. Under vmap only the unwrapped tensor has that flag; a derivative
+    of torch.func may be with respect to any of them."""
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch._C._are_functorch_transforms_active():
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        if any(level.key().name == "Grad" for level in levels):
+            return True
+    return any(tensor is not None and values(tensor).requires_grad for tensor in tensors)
 
 
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:

@@ -220,6 +220,7 @@ def optimizer_for(
     *,
     lr: float | Mapping[str, float] = 1e-3,
     geodesic_lr: float | None = None,
+    steps: int = 100,
     spectrum_lr: float | None = None,
     skew_lr: float | None = None,
     rotation_lr: float | None = None,
@@ -248,8 +249,9 @@ def optimizer_for(
         model: any module; see split_parameters.
         lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
             name. Each child then has a separate group, whose role is the name of the child.
-        geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, of the largest N, and 0.02 / T for T = 100, which
-            docs/choosing.md explains. For memory over more steps pass 0.02 / T.
+        geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, of the largest N, and 0.02 / `steps`, which
+            docs/choosing.md explains.
+        steps: about the number of time steps over which the model has to remember, for the default of `geodesic_lr`.
         spectrum_lr: rate of the spectra before the division; None for `lr`. Needed where `lr` is a dict and the model
             has spectra.
         skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
@@ -292,7 +294,8 @@ def optimizer_for(
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
     if geodesic_lr is None:
-        geodesic_lr = min([0.02 / 100, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
+        require(steps >= 1, "steps", "a number of at least 1", repr(steps))
+        geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
     if rotation_lr is not None:
         check_range("rotation_lr", rotation_lr)

@@ -86,7 +86,7 @@ class NetworkOptions(RunOptions):
         "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, basic=True
     )
     slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values")
-    gain: float = option(1.0, "factor of the pre-activation: W, input and bias (without gates)", above=0.0)
+    gain: float = option(1.0, "factor of the recurrent matrix (without gates)", above=0.0)
     margin: float | None = option(
         0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, basic=True
     )

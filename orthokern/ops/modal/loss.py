@@ -63,7 +63,7 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
     """(the cross-entropy over all steps but padding, hits [T])."""
     weight, bias, target, reduction = readout
     target = target.to(torch.int64)
-    alive = steps_alive(len(hs), lengths)
+    alive = steps_alive(hs.shape[0], lengths)
     if alive is None:
         rows, ids = hs.flatten(0, 1), target.flatten()
         hits = _hits(hs, weight, bias, target).sum(1)

@@ -159,7 +159,7 @@ def modal_scan(args: ScanArgs) -> Tensor:
     assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
-    alive = steps_alive(len(x), lengths)
+    alive = steps_alive(x.shape[0], lengths)
     if weight is not None and not x.is_floating_point():
         _check_ids("x", x, weight.shape[1], "token ids", alive)
         e = entering(x, weight.mT, alive)
@@ -180,7 +180,7 @@ def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs,
     offset = None if weight is None or bias is None else left @ bias.double()
     if x.is_floating_point():
         x = without_padding(
-            x, steps_alive(len(x), lengths)
+            x, steps_alive(x.shape[0], lengths)
         )  # the gradient of a product reads all of x, and 0 * NaN is NaN
         x = x @ (left.mT if table is None else table).to(x.dtype)
         x, table = x if offset is None else x + offset.to(x.dtype), None
