@@ -9,13 +9,14 @@ Those of the other ops have the functions:
 
     gru_scan_fwd(args) -> GruStates
     gru_scan_bwd(args, grad_hs, states, needs) -> GruGradients
-    peephole_scan_fwd(inputs, need_gates=True) -> PeepholeStates
+    peephole_scan_fwd(inputs, *, need_gates=True) -> PeepholeStates
     peephole_scan_bwd(inputs, grad_hs, grad_cs, states) -> PeepholeGradients
     rotation_scan_fwd(args) -> hs
-    rotation_scan_bwd(args, grad_hs, hs, need_x) -> RotationGradients
+    rotation_scan_bwd(args, grad_hs, hs, *, need_x) -> RotationGradients
     linear_cross_entropy_fwd(hidden, readout, *, need_grad=True) -> LinearLoss
 
-``needs`` has the type of the result, with a bool for each field: whether it is needed. A function may return more.
+``needs`` has the type of the result, with a bool for each field: whether it is needed; need_grad, need_gates and need_x
+are for one result. A function may return more.
 
 Tensors have any strides: a backend copies those that its kernels need contiguous. B batch, T time, N hidden, K rank, D
 features or token ids, C classes, M modes, R rows. ``ScanArgs`` in ``csrc/cpu/ops.h`` and ``csrc/cuda/scan.h`` uses the

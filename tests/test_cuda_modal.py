@@ -80,7 +80,7 @@ def test_rotation_scan(T: int, dtype: torch.dtype, features: bool) -> None:
             weight, bias = (tensor.to(kind) if features else None for tensor in linear_map)
             args = RotationArgs(x.to(kind), p.re, p.im, p.z0, weight, bias, cuts)
             z = backend.rotation_scan_fwd(args)
-            grads = backend.rotation_scan_bwd(args, p.x, z, True)._asdict()
+            grads = backend.rotation_scan_bwd(args, p.x, z, need_x=True)._asdict()
             results.append({"z": z, **{name: grad.to(kind) for name, grad in grads.items() if grad is not None}})
         compare(*results)
 

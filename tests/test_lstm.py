@@ -11,6 +11,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern.errors import InputError
 from orthokern.nn import PeepholeLSTM
+from orthokern.nn import lstm as lstm_module
 
 F64 = torch.float64
 
@@ -56,9 +57,24 @@ def test_inference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     module = lstm(3, 4, 2, bidirectional=True)
     x, lengths = torch.randn(11, 3, 3, dtype=F64), torch.tensor([11, 4, 1])
     expected = [module(x), module(x, lengths=lengths)]
-    monkeypatch.setattr("orthokern.nn.lstm.INFERENCE_BYTES", 4 * 3 * 16 * 8)
+    monkeypatch.setattr("orthokern.nn.lstm._INPUT_BYTES", 4 * 3 * 16 * 8)
     with torch.no_grad():
         torch.testing.assert_close([module(x), module(x, lengths=lengths)], expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("trained", ["bias_ih_l0", "weight_peephole_l0"])
+def test_training_in_one_part(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls, scan = lstm(3, 4).requires_grad_(False), [], lstm_module.peephole_scan
+    module.get_parameter(trained).requires_grad_()
+
+    def counted(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(len(x))
+        return scan(x, *rest)
+
+    monkeypatch.setattr(lstm_module, "_INPUT_BYTES", 1)
+    monkeypatch.setattr(lstm_module, "peephole_scan", counted)
+    module(torch.randn(7, 2, 3, dtype=F64))
+    assert calls == [7]
 
 
 def test_first_parameters() -> None:

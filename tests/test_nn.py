@@ -248,8 +248,16 @@ def test_noise_is_added_to_the_input_term_in_training() -> None:
     torch.testing.assert_close(rnn(x)[0], states)
     assert torch.equal(copied(x)[0], states) and torch.equal(torch.get_rng_state(), globally)
     assert torch.equal(rnn.eval()(x)[0], rnn(x)[0])
-    rnn.noise_in_eval = True
-    assert not torch.equal(rnn(x)[0], rnn(x)[0])
+    rnn.noise_in_eval, rnn.noise_generator = True, torch.Generator().manual_seed(5)
+    torch.testing.assert_close(rnn(x)[0], states)
+    frozen = rnn.frozen()
+    assert torch.equal(frozen(x)[0], frozen(x)[0])
+
+
+def test_a_learned_leak_stays_above_zero() -> None:
+    rnn = RNN(3, 8, leak=0.5, learned_leak=True)
+    torch.nn.init.constant_(rnn.leak_logit_l0, -200.0)
+    assert torch.equal(rnn(torch.randn(4, 2, 3))[0], torch.zeros(4, 2, 8))
 
 
 def test_the_loss_has_the_leak_and_the_noise() -> None:

@@ -172,3 +172,10 @@ def test_vmap_over_margins(margins: tuple[float | None, ...]) -> None:
     state = torch.func.stack_module_state(models)
     results = torch.vmap(lambda *of_one: torch.func.functional_call(models[0], of_one, (x,))[0])(*state)
     torch.testing.assert_close(results, torch.stack([model(x)[0] for model in models]))
+
+
+def test_a_radius_that_rounds_to_one_has_finite_gradients() -> None:
+    rnn = nn.RotationRNN(3, 8)
+    torch.nn.init.constant_(rnn.radius_l0, -60.0)
+    rnn(torch.randn(5, 2, 3))[0].sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in rnn.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from typing import Any
 
@@ -84,6 +85,10 @@ def test_rates_of_the_groups() -> None:
     default = optimizer_for(FactorizedRNN(2, 4, margin=0.5), lr=1e-2)
     wide = optimizer_for(nn.ModuleList([FactorizedRNN(2, 4), FactorizedRNN(2, 4000, rank=2)]))
     assert [each.param_groups[0]["lr"] for each in (default, wide)] == pytest.approx([2e-4, 1e-4])
+    assert optimizer_for(FactorizedRNN(1, 4), steps=1000).param_groups[0]["lr"] == pytest.approx(2e-5)
+    for steps in (0, "10", math.inf):
+        with pytest.raises(InputError, match="steps must be a number of at least 1"):
+            optimizer_for(FactorizedRNN(1, 4), steps=steps)  # type: ignore[arg-type]
     assert default.param_groups[2]["lr"] == pytest.approx(1e-2)
     tanh = optimizer_for(FactorizedRNN(2, 4, spectrum_map="tanh"), spectrum_lr=1e-3).param_groups[2]
     assert (tanh["spectrum_map"], tanh["margin"], tanh["lr"]) == ("tanh", 0.1, pytest.approx(1e-3 / 0.4))

@@ -96,8 +96,8 @@ inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[modes.M + m] = static_cast<R>(from[modes.Mp + m]);
 }
 
-// The rows of one sequence in a tensor [T, B, 2M]. They are usually on different pages, which the hardware prefetchers do
-// not cross.
+// The rows of one sequence in a tensor [T, B, 2M]. They are usually on different pages, which the hardware prefetchers
+// do not cross.
 template <class T>
 struct SequenceRows {
   T* first;

@@ -1,12 +1,12 @@
 // The states of a linear recurrence in modal coordinates, z_t = lambda z_{t-1} + x_t, and its adjoint, the same
-// recurrence from the last step to the first with conj(lambda), and the sums of delta_t conj(z_{t-1}). The input x_t may
-// be a linear map of features, W u_t + b. Then x and delta exist for a chunk of steps only, in the nearest cache, and
-// the gradients of W, b and u are products of the chunk.
+// recurrence from the last step to the first with conj(lambda), and the sums of delta_t conj(z_{t-1}). The input x_t
+// may be a linear map of features, W u_t + b. Then x and delta exist for a chunk of steps only, in the nearest cache,
+// and the gradients of W, b and u are products of the chunk.
 //
 // The lanes of a SIMD vector are modes. The last vector of a row ends with the row and may repeat modes of the vector
-// before it, so rows need no padding; with fewer modes than lanes, a "vector" W is one double. A task has a range of
-// sequences and processes them in chunks of kSteps steps, so that rows are read and written about in the order of
-// memory. During a chunk, states and sums of a group of vectors are in registers, in float64.
+// before it, so rows need no padding; with fewer modes than lanes, a "vector" (type X) is one double. A task has a
+// range of sequences and processes them in chunks of kSteps steps, so that rows are read and written about in the order
+// of memory. During a chunk, states and sums of a group of vectors are in registers, in float64.
 //
 // Limit: memory traffic. A call reads x, and h for the sums, and writes z; with features, it reads or writes those in
 // place of x or of z in the backward.
@@ -16,9 +16,9 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-template <class W, class T>
-ORTHOKERN_INLINE W read_as(const T* p) {
-  if constexpr (sizeof(W) == sizeof(double)) return static_cast<double>(*p);
+template <class X, class T>
+ORTHOKERN_INLINE X read_as(const T* p) {
+  if constexpr (sizeof(X) == sizeof(double)) return static_cast<double>(*p);
   else return load_wide(p);
 }
 template <class T>
@@ -29,8 +29,8 @@ template <class T>
 ORTHOKERN_INLINE void write(T* p, V<double> v) {
   store_narrow(p, v);
 }
-template <class W>
-ORTHOKERN_INLINE void keep(double* p, W v) {
+template <class X>
+ORTHOKERN_INLINE void keep(double* p, X v) {
   memcpy(p, &v, sizeof v);
 }
 
@@ -55,43 +55,44 @@ struct Steps {
   Steps part(int begin, int end) const { return {x.from(begin), z.from(begin), h.from(begin), end - begin}; }
 };
 
-// Recurrence and sums for vectors W of modes; vector v of a row begins with mode at(v). The columns of blocked rows are
-// those of all groups, each with the real parts of its K vectors and then the imaginary ones.
-template <class T, class W>
+// Recurrence and sums for vectors X of modes; vector v of a row begins with mode at(v). The columns of blocked rows are
+// those of all groups, each with the real parts of its kGroup vectors and then the imaginary ones.
+template <class T, class X>
 struct Rotations {
-  static constexpr int L = sizeof(W) / sizeof(double), K = kModeVectors;  // lanes, vectors of a group
-  static constexpr ptrdiff_t kBlock = kSteps * kLanes<T>;                 // from one block of columns to the next
+  static constexpr int kWide = sizeof(X) / sizeof(double), kGroup = kModeVectors;  // lanes, vectors of a group
+  static constexpr ptrdiff_t kBlock = kSteps * kLanes<T>;  // from one block of columns to the next
   const double *re, *im;
   double sign;  // of im
   int M, vectors, groups;
 
   explicit Rotations(const RotationArgs& args)
       : re(args.re), im(args.im), sign(args.reverse ? -1 : 1), M(static_cast<int>(args.M)) {
-    vectors = (M + L - 1) / L;
-    groups = (vectors + K - 1) / K;
+    vectors = (M + kWide - 1) / kWide;
+    groups = (vectors + kGroup - 1) / kGroup;
   }
-  int at(int v) const { return (v + 1) * L <= M ? v * L : M - L; }
-  int columns() const { return groups * 2 * K * L; }
+  int at(int v) const { return (v + 1) * kWide <= M ? v * kWide : M - kWide; }
+  int columns() const { return groups * 2 * kGroup * kWide; }
   // The element of a row [2M] that a column of blocked rows has, -1 for none, and whether an earlier column has it too.
   int element(int column, bool* repeated) const {
-    const int v = column / (2 * K * L) * K + column / L % K, imaginary = column / (K * L) % 2;
+    const int v = column / (2 * kGroup * kWide) * kGroup + column / kWide % kGroup,
+              imaginary = column / (kGroup * kWide) % 2;
     if (v >= vectors) return -1;
-    const int mode = at(v) + column % L;
-    *repeated = mode < v * L;
+    const int mode = at(v) + column % kWide;
+    *repeated = mode < v * kWide;
     return imaginary * M + mode;
   }
 
-  // state and sums: [K][2][L], the real parts of a vector, then the imaginary ones. sums: with h.
+  // state and sums: [kGroup][2][kWide], the real parts of a vector, then the imaginary ones. sums: with h.
   void advance(int group, const Steps<T>& steps, double* state, double* sums) const {
-    const int first = group * K, count = vectors - first;
-    if (count >= K) {
-      if (steps.h.first) advance_vectors<K, true>(first, steps, state, sums);
-      else advance_vectors<K, false>(first, steps, state, sums);
+    const int first = group * kGroup, count = vectors - first;
+    if (count >= kGroup) {
+      if (steps.h.first) advance_vectors<kGroup, true>(first, steps, state, sums);
+      else advance_vectors<kGroup, false>(first, steps, state, sums);
       return;
     }
     for (int k = 0; k < count; k++) {
-      if (steps.h.first) advance_vectors<1, true>(first + k, steps, state + 2 * L * k, sums + 2 * L * k);
-      else advance_vectors<1, false>(first + k, steps, state + 2 * L * k, nullptr);
+      if (steps.h.first) advance_vectors<1, true>(first + k, steps, state + 2 * kWide * k, sums + 2 * kWide * k);
+      else advance_vectors<1, false>(first + k, steps, state + 2 * kWide * k, nullptr);
     }
   }
 
@@ -99,52 +100,54 @@ struct Rotations {
   // The place of a vector's real or imaginary part in a row.
   ptrdiff_t place(int v, int part, bool blocked) const {
     if (!blocked) return at(v) + part * M;
-    const int column = ((v / K * 2 + part) * K + v % K) * L;
+    const int column = ((v / kGroup * 2 + part) * kGroup + v % kGroup) * kWide;
     return column / kLanes<T> * kBlock + column % kLanes<T>;
   }
 
   template <int COUNT, bool SUMS>
   void advance_vectors(int first, const Steps<T>& steps, double* state, double* sums) const {
-    W a[COUNT], b[COUNT], zr[COUNT], zi[COUNT], sr[COUNT], si[COUNT];
+    X a[COUNT], b[COUNT], zr[COUNT], zi[COUNT], sr[COUNT], si[COUNT];
     ptrdiff_t x_at[COUNT][2], z_at[COUNT][2], h_at[COUNT];
     ORTHOKERN_UNROLL for (int k = 0; k < COUNT; k++) {
       const int v = first + k;
       for (int part = 0; part < 2; part++)
         x_at[k][part] = place(v, part, steps.x.blocked), z_at[k][part] = place(v, part, steps.z.blocked);
       h_at[k] = at(v);
-      a[k] = read_as<W>(re + at(v)), b[k] = read_as<W>(im + at(v)) * sign;
-      zr[k] = read_as<W>(state + 2 * L * k), zi[k] = read_as<W>(state + 2 * L * k + L);
-      sr[k] = si[k] = W{};
+      a[k] = read_as<X>(re + at(v)), b[k] = read_as<X>(im + at(v)) * sign;
+      zr[k] = read_as<X>(state + 2 * kWide * k), zi[k] = read_as<X>(state + 2 * kWide * k + kWide);
+      sr[k] = si[k] = X{};
     }
     const T *x = steps.x.first, *h = steps.h.first;
     T* z = steps.z.first;
     for (int r = 0; r < steps.count; r++, x += steps.x.stride, z += steps.z.stride) {
       ORTHOKERN_UNROLL for (int k = 0; k < COUNT; k++) {
-        const W real = read_as<W>(x + x_at[k][0]) + a[k] * zr[k], imag = read_as<W>(x + x_at[k][1]) + a[k] * zi[k];
-        const W old = zr[k];
+        const X real = read_as<X>(x + x_at[k][0]) + a[k] * zr[k], imag = read_as<X>(x + x_at[k][1]) + a[k] * zi[k];
+        const X old = zr[k];
         zr[k] = real - b[k] * zi[k];
         zi[k] = imag + b[k] * old;
         write(z + z_at[k][0], zr[k]), write(z + z_at[k][1], zi[k]);
         if (!SUMS) continue;
-        const W hr = read_as<W>(h + h_at[k]), hi = read_as<W>(h + h_at[k] + M);
+        const X hr = read_as<X>(h + h_at[k]), hi = read_as<X>(h + h_at[k] + M);
         sr[k] += zr[k] * hr, si[k] += zi[k] * hr;
         sr[k] += zi[k] * hi, si[k] -= zr[k] * hi;
       }
       if (SUMS) h += steps.h.stride;
     }
     ORTHOKERN_UNROLL for (int k = 0; k < COUNT; k++) {
-      double *s = state + 2 * L * k, *to = sums + 2 * L * k;
-      keep(s, zr[k]), keep(s + L, zi[k]);
-      if (SUMS) keep(to, read_as<W>(to) + sr[k]), keep(to + L, read_as<W>(to + L) + si[k]);
+      double* const s = state + 2 * kWide * k;
+      keep(s, zr[k]), keep(s + kWide, zi[k]);
+      if (!SUMS) continue;
+      double* const to = sums + 2 * kWide * k;
+      keep(to, read_as<X>(to) + sr[k]), keep(to + kWide, read_as<X>(to + kWide) + si[k]);
     }
   }
 };
 
 // What the tasks share: W and b in the order of blocked columns.
-template <class T, class W>
+template <class T, class X>
 struct Call {
   const RotationArgs& args;
-  const Rotations<T, W> modes;
+  const Rotations<T, X> modes;
   const int D, columns;
   Packed<T> weight;    // [D + 1, columns]: W^T, b
   Packed<T> weight_t;  // [columns, D]: W, for the gradient of the features; rows of repeated modes are zero
@@ -152,6 +155,7 @@ struct Call {
   explicit Call(const RotationArgs& a) : args(a), modes(a), D(static_cast<int>(a.D)), columns(modes.columns()) {}
 
   bool pack() {
+    if (args.reverse && !args.grad_features) return true;
     const ptrdiff_t depth = D + 1;
     const T *from = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
     Scratch<T> rows;  // [columns][depth]
@@ -176,15 +180,15 @@ struct Call {
 
 template <class T>
 struct Sums {
-  Scratch<double> modes;  // [groups][K][2][L]
+  Scratch<double> modes;  // [groups][kGroup][2][kWide]
   RowSums<T> weight;      // [round_up(columns)][round_up(D + 1)]
 };
 
 // The sequences [begin, end) of one task.
-template <class T, class W>
+template <class T, class X>
 class Task {
  public:
-  Task(const Call<T, W>& c, int64_t begin_, int64_t end_, Sums<T>* s)
+  Task(const Call<T, X>& c, int64_t begin_, int64_t end_, Sums<T>* s)
       : call(c), args(c.args), modes(c.modes), row(2 * c.args.M), begin(begin_), end(end_), sums(*s) {}
 
   bool run() {
@@ -200,19 +204,19 @@ class Task {
   }
 
  private:
-  static constexpr int L = Rotations<T, W>::L, K = Rotations<T, W>::K;
-  static constexpr ptrdiff_t kBlock = Rotations<T, W>::kBlock;
-  const Call<T, W>& call;
+  static constexpr int kWide = Rotations<T, X>::kWide, kGroup = Rotations<T, X>::kGroup;
+  static constexpr ptrdiff_t kBlock = Rotations<T, X>::kBlock;
+  const Call<T, X>& call;
   const RotationArgs& args;
-  const Rotations<T, W>& modes;
+  const Rotations<T, X>& modes;
   const int64_t row, begin, end;
   Sums<T>& sums;
-  Scratch<double> states;          // [sequences][groups][K][2][L]
+  Scratch<double> states;          // [sequences][groups][kGroup][2][kWide]
   Scratch<T> zeros;                // [2M]
   Scratch<T> chunk_rows;           // blocked: x_t, or delta_t
   Scratch<T> features, gradients;  // blocked: u_t and a one; the gradient of u_t
 
-  ptrdiff_t size() const { return static_cast<ptrdiff_t>(modes.groups) * 2 * K * L; }
+  ptrdiff_t size() const { return static_cast<ptrdiff_t>(modes.groups) * 2 * kGroup * kWide; }
   double* state(int64_t b) const { return states + (b - begin) * size(); }
   bool is_reset(int64_t t, int64_t b) const { return args.resets && args.resets[t * args.B + b]; }
   // Whether step i of the recurrence, in its order, starts from a state of zero.
@@ -221,26 +225,27 @@ class Task {
   }
 
   bool allocate_chunk() {
-    constexpr int P = kLanes<T>;
     const auto blocks = [](int columns, int unit) { return static_cast<size_t>(round_up(columns, unit)) * kSteps; };
-    return chunk_rows.allocate(blocks(call.columns, 2 * P)) && features.allocate(blocks(call.D + 1, P)) &&
-           gradients.allocate(blocks(call.D, 2 * P)) &&
-           (!args.h || sums.weight.allocate(static_cast<size_t>(round_up(call.columns, P)) * round_up(call.D + 1, P),
-                                            args.T * args.B));
+    return chunk_rows.allocate(blocks(call.columns, 2 * kLanes<T>)) &&
+           features.allocate(blocks(call.D + 1, kLanes<T>)) &&
+           (!args.grad_features || gradients.allocate(blocks(call.D, 2 * kLanes<T>))) &&
+           (!args.h || sums.weight.allocate(
+                           static_cast<size_t>(round_up(call.columns, kLanes<T>)) * round_up(call.D + 1, kLanes<T>),
+                           args.T * args.B));
   }
   void start(int64_t b) {
     const T* from = static_cast<const T*>(args.z0) + b * row;
     for (int v = 0; v < modes.vectors; v++)
-      for (int i = 0; i < 2 * L; i++)
-        state(b)[2 * L * v + i] = static_cast<double>(from[modes.at(v) + (i < L ? i : args.M + i - L)]);
+      for (int i = 0; i < 2 * kWide; i++)
+        state(b)[2 * kWide * v + i] = static_cast<double>(from[modes.at(v) + (i < kWide ? i : args.M + i - kWide)]);
   }
   // The gradient of h0, conj(lambda) delta_1.
   void finish(int64_t b) {
     T* to = static_cast<T*>(args.grad_h0) + b * row;
     for (int v = 0; v < modes.vectors; v++) {
-      for (int i = 0; i < L; i++) {
+      for (int i = 0; i < kWide; i++) {
         const int m = modes.at(v) + i;
-        const double re = state(b)[2 * L * v + i], im = state(b)[2 * L * v + L + i];
+        const double re = state(b)[2 * kWide * v + i], im = state(b)[2 * kWide * v + kWide + i];
         to[m] = is_reset(0, b) ? T(0) : static_cast<T>(args.re[m] * re + args.im[m] * im);
         to[args.M + m] = is_reset(0, b) ? T(0) : static_cast<T>(args.re[m] * im - args.im[m] * re);
       }
@@ -257,7 +262,7 @@ class Task {
     T* const z = static_cast<T*>(args.z);
     Steps<T> steps = {{x ? x + at * row : nullptr, stride, false},
                       {z ? z + at * row : nullptr, stride, false},
-                      {h ? h + at * row + stride : nullptr, stride, false},
+                      {h ? h + (at - (t > 0 ? args.B : 0)) * row : nullptr, stride, false},
                       count};
     if (args.features) {
       const T* from = static_cast<const T*>(args.features) + at * call.D;
@@ -285,17 +290,17 @@ class Task {
     Steps<T> rest = steps.part(steps.count - begins, steps.count);
     if (begins) rest.h.first = is_reset(first, b) ? zeros.get() : static_cast<const T*>(args.h0) + b * row;
     for (int g = 0; g < modes.groups; g++) {
-      double *here = state(b) + g * 2 * K * L, *to = sums.modes + g * 2 * K * L;
+      double* const here = state(b) + g * 2 * kGroup * kWide;
+      double* const to = args.h ? sums.modes + g * 2 * kGroup * kWide : nullptr;
       if (steps.count > begins) modes.advance(g, steps.part(0, steps.count - begins), here, to);
       if (begins) modes.advance(g, rest, here, to);
     }
   }
   // The gradients of W, b and u from the delta of a chunk.
   void add_products(ptrdiff_t at, int64_t rows, int count) {
-    constexpr int P = kLanes<T>;
-    const int depth = round_up(call.D + 1, P);
-    outer_add<T>(chunk_rows, round_up(call.columns, P) / P, features, depth / P, kBlock, count, sums.weight.part,
-                 depth);
+    const int depth = round_up(call.D + 1, kLanes<T>);
+    outer_add<T>(chunk_rows, round_up(call.columns, kLanes<T>) / kLanes<T>, features, depth / kLanes<T>, kBlock, count,
+                 sums.weight.part, depth);
     sums.weight.added(count);
     if (!args.grad_features) return;
     const Segment<T> delta = {chunk_rows, kBlock, call.columns};
@@ -304,19 +309,19 @@ class Task {
   }
 };
 
-template <class T, class W>
-void collect(const Call<T, W>& call, const TaskSums<Sums<T>>& sums, int tasks) {
+template <class T, class X>
+void collect(const Call<T, X>& call, const TaskSums<Sums<T>>& sums, int tasks) {
   const RotationArgs& args = call.args;
-  constexpr int L = Rotations<T, W>::L;
+  constexpr int kWide = Rotations<T, X>::kWide;
   const auto total = [&](ptrdiff_t i) {
     double sum = 0;
     for (int task = 0; task < tasks; task++) sum += sums[task].modes[i];
     return sum;
   };
   for (int v = 0; v < call.modes.vectors; v++) {
-    for (int i = 0; i < L; i++) {
-      args.grad_re[call.modes.at(v) + i] = total(2 * L * v + i);
-      args.grad_im[call.modes.at(v) + i] = total(2 * L * v + L + i);
+    for (int i = 0; i < kWide; i++) {
+      args.grad_re[call.modes.at(v) + i] = total(2 * kWide * v + i);
+      args.grad_im[call.modes.at(v) + i] = total(2 * kWide * v + kWide + i);
     }
   }
   if (!args.features) return;
@@ -334,9 +339,9 @@ void collect(const Call<T, W>& call, const TaskSums<Sums<T>>& sums, int tasks) {
   }
 }
 
-template <class T, class W>
+template <class T, class X>
 bool run_scan(const RotationArgs& args) {
-  Call<T, W> call(args);
+  Call<T, X> call(args);
   if (args.features && !call.pack()) return false;
   const int tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
   Scratch<bool> failed;
@@ -344,7 +349,7 @@ bool run_scan(const RotationArgs& args) {
   if (!failed.allocate(tasks) || !sums.allocate(tasks, [](Sums<T>&) { return true; })) return false;
   share(tasks, tasks, [&](int task) {
     const FlushDenormals flush;
-    Task<T, W> work(call, args.B * task / tasks, args.B * (task + 1) / tasks, &sums[task]);
+    Task<T, X> work(call, args.B * task / tasks, args.B * (task + 1) / tasks, &sums[task]);
     failed[task] = !work.run();
   });
   for (int i = 0; i < tasks; i++)

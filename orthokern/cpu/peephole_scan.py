@@ -9,7 +9,7 @@ from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, Peephole
 from orthokern.cpu._call import call, new
 
 
-def peephole_scan_fwd(inputs: PeepholeInputs, need_gates: bool = True) -> PeepholeStates:
+def peephole_scan_fwd(inputs: PeepholeInputs, *, need_gates: bool = True) -> PeepholeStates:
     """See ``orthokern.ops.peephole_scan``."""
     assert inputs.x is not None
     T, (B, N), dtype = inputs.x.shape[0], inputs.h0.shape, inputs.h0.dtype

@@ -1,7 +1,7 @@
 """rotation_scan on the CPU; the kernel: ``csrc/cpu/rotation_scan.cpp``.
 
 A thread has whole sequences. If there are fewer of them than threads, the map of features is a product of all steps,
-which uses all threads; otherwise it is a part of the kernel.
+which uses all threads; otherwise it is a part of the kernel. (The op computes it before where resets have a state.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
 
 
 @ieee_products()
-def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, need_x: bool) -> RotationGradients:
+def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x: bool) -> RotationGradients:
     """See ``orthokern.reference.rotation_scan``."""
     x, re, im, h0, weight, bias, resets, _ = args
     fused, dtype = _fuses(args), hs.dtype

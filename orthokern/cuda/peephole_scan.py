@@ -17,7 +17,7 @@ _NONE = dict.fromkeys(("x", "hs", "grad_hs", "grad_cs", "grad_x", "grad_c0"))
 
 
 @ieee_products()
-def peephole_scan_fwd(inputs: PeepholeInputs, need_gates: bool = True) -> PeepholeStates:
+def peephole_scan_fwd(inputs: PeepholeInputs, *, need_gates: bool = True) -> PeepholeStates:
     """See ``orthokern.ops.peephole_scan``."""
     assert inputs.x is not None
     T, (B, N) = inputs.x.shape[0], inputs.h0.shape

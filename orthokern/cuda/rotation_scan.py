@@ -98,7 +98,7 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
 
 
 @ieee_products()
-def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, need_x: bool) -> RotationGradients:
+def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x: bool) -> RotationGradients:
     """See ``orthokern.reference.rotation_scan``."""
     x, _, _, h0, weight, bias, resets, _ = args
     grad_hs, re, im, z, z0 = (tensor.contiguous() for tensor in (grad_hs, args.re, args.im, hs, h0.double()))

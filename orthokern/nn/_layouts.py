@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from orthokern.nn._checks import readable
-from orthokern.ops._common import check_lengths, steps_alive, without_padding
+from orthokern.ops._common import check_lengths
+from orthokern.reference._scan import running, without_padding
 
 # the states of a recurrence: hs [T,B,N], or (hs, cs)
 States = Tensor | tuple[Tensor, ...]
@@ -45,7 +46,15 @@ def zero_padding(states: Tensor, lengths: Tensor | None) -> Tensor:
     """States [T,B,S] of a scan without lengths, with zeros after the end of each sequence. Checks lengths."""
     if lengths is not None and readable(lengths):
         check_lengths(lengths, states.shape[0])
-    return without_padding(states, steps_alive(states.shape[0], lengths))
+    return without_padding(states, running(states.shape[0], lengths))
+
+
+def _parts(states: States) -> tuple[Tensor, ...]:
+    return (states,) if isinstance(states, Tensor) else states
+
+
+def _joined(last: list[Tensor]) -> Tensor:
+    return last[0] if len(last) == 1 else torch.cat(last, -1)
 
 
 class Dense:
@@ -57,15 +66,13 @@ class Dense:
     def run(self, scan: Scan, data: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
         """One recurrence in one direction: data in this form -> (hs in this form, last states [B,S])."""
         if self.lengths is None:
-            states = scan(data.flip(0) if reverse else data, h0, None)
-            hs, *more = (states,) if isinstance(states, Tensor) else states
-            return hs.flip(0) if reverse else hs, torch.cat([hs[-1], *(of[-1] for of in more)], -1) if more else hs[-1]
+            hs, *more = _parts(scan(data.flip(0) if reverse else data, h0, None))
+            return hs.flip(0) if reverse else hs, _joined([of[-1] for of in (hs, *more)])
         # the steps of each sequence backwards, and then those of its padding: its own inverse
         place = (self.lengths - 1 - torch.arange(data.shape[0], device=data.device).unsqueeze(1)) % data.shape[0]
-        states = scan(_at(data, place) if reverse else data, h0, self.lengths)
-        hs, *more = (states,) if isinstance(states, Tensor) else states
+        hs, *more = _parts(scan(_at(data, place) if reverse else data, h0, self.lengths))
         last = [_at(of, self.lengths.unsqueeze(0) - 1)[0] for of in (hs, *more)]
-        return _at(hs, place) if reverse else hs, torch.cat(last, -1) if more else last[0]
+        return _at(hs, place) if reverse else hs, _joined(last)
 
 
 class Packed:

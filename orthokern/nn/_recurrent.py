@@ -60,7 +60,7 @@ class RecurrentOptions(LayerOptions, total=False):
 
 _HINTS = get_type_hints(RecurrentOptions, include_extras=True)
 OPTIONS = {name: hint.__metadata__ for name, hint in _HINTS.items() if get_origin(hint) is Annotated}
-OF_TRAINING = ("message_clip", "checkpoint_every", "noise", "noise_in_eval")  # without effect on states in inference
+NOT_FROZEN = ("message_clip", "checkpoint_every", "noise", "noise_in_eval")  # a FrozenRNN has their defaults
 
 
 class Recurrent(Layers):

@@ -15,7 +15,7 @@ from orthokern.cpu._scan import prepared_step
 from orthokern.cpu.gru_scan import prepared_step as prepared_gru_step
 from orthokern.errors import InputError
 from orthokern.nn._base import Layers
-from orthokern.nn._recurrent import OF_TRAINING, OPTIONS, Recurrent
+from orthokern.nn._recurrent import NOT_FROZEN, OPTIONS, Recurrent
 from orthokern.nn.gru import GRU
 from orthokern.nn.rotation import RotationRNN
 from orthokern.ops import _taps
@@ -169,9 +169,9 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, and b is the sum of all biases. A leak is kept, noise is not. The interface is that
-    of the module it was made from: layouts, layers, directions, packed input, initial states. There are no parameters
-    and no gradients.
+    Gains are part of W, and b is the sum of all biases. A leak is kept; noise is not, also with `noise_in_eval`. The
+    interface is that of the module it was made from: layouts, layers, directions, packed input, initial states. There
+    are no parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
@@ -206,7 +206,7 @@ class FrozenRNN(_Frozen, Recurrent):
                 tensors[f"bias_{suffix}"] = bias
             tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
         super().__init__(source, tensors)
-        for name in ("gain", *OF_TRAINING):  # W has the gain
+        for name in ("gain", *NOT_FROZEN):  # W has the gain
             setattr(self, name, OPTIONS[name][0])
         self._half_ok = source._half_ok
         self.rank: int | None = rank  # of the factors; None for a dense W

@@ -21,7 +21,7 @@ State = tuple[Tensor, Tensor]  # (h, c)
 Pair = State | list[Tensor]  # as an argument
 
 
-INFERENCE_BYTES = 16 << 20  # of input terms; malloc keeps blocks of up to 32 MiB
+_INPUT_BYTES = 16 << 20  # of input terms in inference: half of the largest block that malloc keeps
 
 
 class LSTM(Layers):
@@ -112,7 +112,7 @@ class LSTM(Layers):
         w, peephole, bias = factors
         h, c = (w.new_zeros(x.shape[1], 2 * self.hidden_size) if h0 is None else h0).chunk(2, -1)
         pieces: list[tuple[Tensor, Tensor]] = []
-        steps = _steps_at_once(x, w, self._tensor(f"weight_ih_{suffix}"), h)
+        steps = _steps_at_once(x, w, self._tensor(f"weight_ih_{suffix}"), peephole, bias, h, c)
         for part in (x,) if steps is None else x.split(steps):
             if pieces:
                 h, c = (states[-1] for states in pieces[-1])
@@ -124,12 +124,12 @@ class LSTM(Layers):
         return self._text()
 
 
-def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor) -> int | None:
+def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor | None) -> int | None:
     """The steps of one scan, None for all. Without gradients, input terms need not be kept; those of a long sequence
     would be new memory in every call, whose first use takes half as long as the product."""
     if not x.is_cpu or torch.compiler.is_compiling() or needs_grad(x, w, *tensors):
         return None
-    return max(INFERENCE_BYTES // (x.shape[1] * w.shape[0] * w.element_size()), 1)
+    return max(_INPUT_BYTES // (x.shape[1] * w.shape[0] * w.element_size()), 1)
 
 
 class PeepholeLSTM(LSTM):

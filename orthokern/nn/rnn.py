@@ -56,11 +56,12 @@ class RNN(Recurrent):
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
             it is dt / tau, the step over the time constant. 1 is no leak.
         learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
-            parameter leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter and its requires_grad.
+            parameter leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter, and its
+            requires_grad to False.
         noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
-            ``eval()`` turns it off, except with ``noise_in_eval``. The attribute ``noise_generator`` is the
-            torch.Generator, on the device of the module; None for torch's global one. For a leaky network with noise of
-            the continuous intensity sigma it is sigma sqrt(2 / leak).
+            The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for torch's
+            global one. For a leaky network with noise of the continuous intensity sigma it is sigma sqrt(2 / leak).
+        noise_in_eval: add the noise after ``eval()`` too.
 
     The cpu backend skips the padding of a PackedSequence.
 

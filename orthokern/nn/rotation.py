@@ -184,7 +184,8 @@ def input_scale(radius: Tensor, horizon: int | None) -> Tensor:
     """
     a = 2 * radius.clamp_min(1e-300).log()
     if horizon is None:
-        return (-torch.expm1(a.clamp_max(-1e-15))).sqrt()
+        # a radius may round to 1, where the derivative of the root is infinite
+        return (-torch.expm1(a.clamp_max(-torch.finfo(a.dtype).eps))).sqrt()
     b = a.abs().clamp_min(1e-8)
     log_sum = (horizon - 1) * (a + b) / 2 + torch.expm1(-horizon * b).neg().log() - torch.expm1(-b).neg().log()
     return (-0.5 * log_sum).exp()

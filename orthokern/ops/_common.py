@@ -12,6 +12,7 @@ from torch import Tensor
 from orthokern import _autocast
 from orthokern.errors import InputError
 from orthokern.ops._engine import one_cotangent_at_a_time
+from orthokern.reference._scan import running, without_padding
 
 
 def values(tensor: Tensor) -> Tensor:
@@ -71,25 +72,13 @@ def check_leak(leak: Tensor | None) -> None:
         raise InputError(f"leak holds values from {float(low):g} to {float(high):g}: accepted are values in (0, 1]")
 
 
-def steps_alive(T: int, lengths: Tensor | None) -> Tensor | None:
-    """Whether a step is before the end of its sequence, bool [T, B]; None without lengths."""
-    return None if lengths is None else torch.arange(T, device=lengths.device).unsqueeze(1) < lengths
-
-
-def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
-    """values [T, B, ...] with zeros where alive [T, B] is false."""
-    if alive is None:
-        return values
-    return values.masked_fill(~alive.view(*alive.shape, *(1,) * (values.ndim - 2)), 0)
-
-
 def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None) -> None:
     """check_range for a scan's x if it holds token ids [T, B] of the table weight [N, D]; padding is not checked.
 
     Not checked on a GPU, as in check_lengths; the kernels there turn a wrong id into NaN.
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
-        x = without_padding(x, steps_alive(x.shape[0], lengths))
+        x = without_padding(x, running(x.shape[0], lengths))
         check_range("x", x, weight.shape[-1], "token ids")
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from orthokern import _products
 from orthokern._autocast import keeps_dtype
 from orthokern.ops import _route
-from orthokern.ops._common import needed
 
 
 @keeps_dtype
@@ -41,5 +40,6 @@ class _Linear(torch.autograd.Function):
         if not _route.recording():
             return _products.linear_gradients(grad, x, weight, ctx.needs_input_grad)
         # torch's products, since the gradients are to be differentiated
-        of_weight = grad.flatten(0, -2).mT @ x.flatten(0, -2)
-        return tuple(map(needed, (grad @ weight, of_weight, grad.flatten(0, -2).sum(0)), ctx.needs_input_grad))
+        rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), ctx.needs_input_grad
+        of_weight = rows.mT @ x.flatten(0, -2) if to_weight else None
+        return grad @ weight if to_x else None, of_weight, rows.sum(0) if to_bias else None

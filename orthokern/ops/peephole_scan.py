@@ -48,7 +48,7 @@ def peephole_scan(
         (hs, cs), each [T, B, N].
 
     Saved:
-        hs, cs and the gates [T, B, 4N].
+        With gradients, hs, cs and the gates [T, B, 4N].
 
     Cost:
         8 N^2 flops per step and sequence forward, and 16 N^2 backward, a half of which are the gradient of w. Memory
@@ -84,7 +84,7 @@ def _fwd(*arguments: Any) -> PeepholeStates:
     """(hs, cs, gates [T, B, 4N], empty unless need_gates)."""
     *others, need_gates = arguments
     leaf, inputs = _leaf(*others)
-    states: PeepholeStates = leaf.peephole_scan_fwd(inputs, need_gates)
+    states: PeepholeStates = leaf.peephole_scan_fwd(inputs, need_gates=need_gates)
     return states if need_gates else states._replace(gates=None)
 
 

@@ -77,7 +77,8 @@ def rotation_scan(
 
     Numerics:
         Eigenvalues, states and adjoints are float64, and rounded once, to the dtype of x; so are sums over time. On the
-        CPU the same inputs, machine and thread count give the same bits.
+        CPU the same inputs, machine and thread count give the same bits. With a weight, products and sums over time are
+        those of the dtype of x, and differ in rounding where the batch has fewer sequences than threads.
 
     Example::
 
@@ -87,19 +88,18 @@ def rotation_scan(
     """
     check.is_float("x", check.is_tensor("x", x))
     check.is_tensor("eigenvalues", eigenvalues)
-    if not eigenvalues.is_complex() or eigenvalues.ndim != 1:
-        raise InputError(f"eigenvalues is {check.describe(eigenvalues)}: accepted is complex [N / 2]")
+    if not eigenvalues.is_complex() or eigenvalues.ndim != 1 or not len(eigenvalues):
+        raise InputError(f"eigenvalues is {check.describe(eigenvalues)}: accepted is complex [N / 2], not empty")
     N = 2 * len(eigenvalues)
     check.same_device("eigenvalues", eigenvalues, "x", x)
     if weight is None and bias is not None:
         raise InputError("bias needs a weight: accepted are both, a weight alone, or neither")
-    width = "N" if weight is None else "D"
     if x.ndim != 3 or 0 in x.shape or (weight is None and x.shape[2] != N):
         sizes = f"[T, B, N] with N = {N}, twice the eigenvalues" if weight is None else "[T, B, D]"
         raise InputError(f"x has shape {list(x.shape)}: accepted is {sizes}, nothing empty")
     for name, tensor, shape, text in (
         ("h0", h0, (x.shape[1], N), "[B, N]"),
-        ("weight", weight, (N, x.shape[2]), f"[N, {width}]"),
+        ("weight", weight, (N, x.shape[2]), "[N, D]"),
         ("bias", bias, (N,), "[N]"),
     ):
         if tensor is not None:
@@ -123,7 +123,7 @@ def scan(
 ) -> Tensor:
     """`rotation_scan` of checked arguments; re and im are float64 [N / 2], and reset_state None is a state of zeros."""
     h0 = x.new_zeros(x.shape[1], 2 * len(re)) if h0 is None else h0
-    reference_serves = _route.by_reference(backend, x, re, im, h0, weight)
+    reference_serves = _route.by_reference(backend, x, re, im, h0, weight, bias, reset_state)
     if resets is not None and reset_state is not None:
         if weight is not None:
             x, weight, bias = linear(x, weight, bias), None, None
@@ -158,7 +158,7 @@ def _fwd_fake(x: Tensor, re: Tensor, im: Tensor, h0: Tensor, *_: Any) -> Tensor:
 )
 def _bwd(grad_hs: Tensor, hs: Tensor, need_x: bool, *fields: Any) -> RotationGradients:
     args = RotationArgs(*fields)
-    result: RotationGradients = _kernels(args).rotation_scan_bwd(args, grad_hs, hs, need_x)
+    result: RotationGradients = _kernels(args).rotation_scan_bwd(args, grad_hs, hs, need_x=need_x)
     return result
 
 
@@ -180,8 +180,10 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor) -> Any:
     hs, *tensors = saved
     args, need_x = join_tensors(ctx.args, tensors), ctx.needs_input_grad[0]
     # a second derivative goes through the reference, and through hs by the derivative of the forward op
-    recording = _route.recording()
-    grads = reference.rotation_scan_bwd(args, grad_hs, hs, need_x) if recording else _bwd(grad_hs, hs, need_x, *args)
+    if _route.recording():
+        grads = reference.rotation_scan_bwd(args, grad_hs, hs, need_x=need_x)
+    else:
+        grads = _bwd(grad_hs, hs, need_x, *args)
     return tuple(map(needed, grads, ctx.needs_input_grad))
 
 

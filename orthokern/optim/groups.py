@@ -3,6 +3,7 @@ parameters, with separate rates for spectra."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -293,8 +294,8 @@ def optimizer_for(
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
+    require(type(steps) in (int, float) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
     if geodesic_lr is None:
-        require(steps >= 1, "steps", "a number of at least 1", repr(steps))
         geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})
     if rotation_lr is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, PeepholeStates
 
 
-def peephole_scan_fwd(inputs: PeepholeInputs, need_gates: bool = True) -> PeepholeStates:
+def peephole_scan_fwd(inputs: PeepholeInputs, *, need_gates: bool = True) -> PeepholeStates:
     """See ``orthokern.ops.peephole_scan``. Every step writes into the results."""
     x, w, p, h0, c0 = inputs
     assert x is not None

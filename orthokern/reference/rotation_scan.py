@@ -63,7 +63,7 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
     return scan(terms, args.re, args.im, args.h0, resets=args.resets)
 
 
-def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, need_x: bool) -> RotationGradients:
+def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x: bool) -> RotationGradients:
     """See Note [Rotation scan backward]."""
     x, re, im, h0, weight, bias, resets, _ = args
     wide = scan(grad_hs.double(), re, im, torch.zeros_like(h0), reverse=True, resets=resets)

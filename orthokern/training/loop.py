@@ -141,6 +141,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     over = state.is_over(settings)
     if not over and not state.reached and stopped is None:
         task.begin()
+        stopped = None if several else stop.signal
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1

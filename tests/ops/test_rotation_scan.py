@@ -85,6 +85,7 @@ def single(args: dict[str, Tensor]) -> dict[str, Tensor]:
     ("sizes", "features"),
     [(sizes, None) for sizes in SIZES] + [(sizes, D) for sizes, D in zip(SIZES, (1, 3, 16, 7, 40, 1), strict=True)],
 )
+@pytest.mark.parametrize("threads", [1, 16])  # a batch of at least as many sequences, and one of fewer
 @each("rotation_scan")
 def test_values_and_gradients(
     op: str,
@@ -93,7 +94,10 @@ def test_values_and_gradients(
     features: int | None,
     dtype: torch.dtype,
     cuts: str | None,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("orthokern.cpu.rotation_scan.torch.get_num_threads", lambda: threads)
     args, resets = tensors(*sizes, cuts, features)
     args = args if dtype is torch.float64 else single(args)
     wide = {name: value.to(torch.complex128 if value.is_complex() else torch.float64) for name, value in args.items()}
@@ -101,6 +105,32 @@ def test_values_and_gradients(
     plain = run(loop, args, resets)
     for name, value in actual.items():
         assert_matches_reference(value, exact[name], plain[name], name=name, gradient=name != "hs")
+
+
+def test_many_rows_of_features() -> None:
+    """The kernel adds up its sums of 4096 rows in float64."""
+    wide, _ = tensors(900, 5, 3, None, 2)
+    args = single(wide)
+    actual, exact, plain = run(rotation_scan, args, None), run(loop, wide, None), run(loop, args, None)
+    for name, value in actual.items():
+        assert_matches_reference(value, exact[name], plain[name], name=name, gradient=name != "hs")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "reset_state"])
+def test_a_derivative_of_torch_func_inside_of_one_of_autograd(name: str) -> None:
+    args, resets = tensors(4, 2, 3, "state", 2)
+    radius, tracked = args.pop("eigenvalues").abs(), args.pop(name).requires_grad_()
+
+    def loss(radius: Tensor, **options: Any) -> Tensor:
+        eigenvalues = torch.complex(radius, 0.3 * radius)
+        states = rotation_scan(eigenvalues=eigenvalues, resets=resets, **args, **{name: tracked}, **options)
+        return states.square().sum()
+
+    results = []
+    for options in ({}, {"backend": "reference"}):
+        gradient = torch.func.grad(lambda r, options=options: loss(r, **options))(radius)
+        results.append(torch.autograd.grad(gradient.sum(), tracked)[0])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -129,10 +159,11 @@ def test_derivatives(op: str, backend: str, cuts: str, features: int | None) -> 
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
+@pytest.mark.parametrize("features", [None, 4])
 @each("rotation_scan")
-def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(op: str, backend: str, features: int | None) -> None:
     """The sums over sequences may have another order."""
-    args, cuts = tensors(70, 5, 9, "state")
+    args, cuts = tensors(70, 5, 9, "zero", features)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 2):
@@ -141,7 +172,8 @@ def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
     finally:
         torch.set_num_threads(threads)
     for name, first in results[0].items():
-        assert name == "eigenvalues" or torch.equal(first, results[1][name]), name
+        sums = ("eigenvalues", "weight", "bias")
+        assert name in sums or torch.equal(first, results[1][name]), name
         assert torch.equal(results[1][name], results[2][name]), name
 
 
@@ -188,6 +220,10 @@ def test_registration(features: int | None) -> None:
     [
         ({"x": torch.zeros(3, 2, 5)}, r"x has shape \[3, 2, 5\]: accepted is \[T, B, N\] with N = 6, twice the"),
         ({"x": torch.zeros(3, 0, 6)}, r"x has shape \[3, 0, 6\]: .*nothing empty"),
+        (
+            {"eigenvalues": torch.zeros(0, dtype=torch.complex64), "weight": torch.zeros(0, 6)},
+            r"eigenvalues is .*not empty",
+        ),
         ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is .*: accepted is complex \[N / 2\]"),
         ({"weight": torch.zeros(6, 5)}, r"weight has shape \[6, 5\]: .*\[N, D\]"),
         ({"weight": torch.zeros(6, 6), "bias": torch.zeros(3)}, r"bias has shape \[3\]: .*\[N\]"),

@@ -19,12 +19,13 @@ from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import differentiable_once, steps_alive
+from orthokern.ops._common import differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.op import modal_loss
+from orthokern.reference._scan import running
 
 CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
@@ -63,7 +64,7 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
     """(the cross-entropy over all steps but padding, hits [T])."""
     weight, bias, target, reduction = readout
     target = target.to(torch.int64)
-    alive = steps_alive(hs.shape[0], lengths)
+    alive = running(hs.shape[0], lengths)
     if alive is None:
         rows, ids = hs.flatten(0, 1), target.flatten()
         hits = _hits(hs, weight, bias, target).sum(1)

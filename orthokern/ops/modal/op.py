@@ -13,20 +13,14 @@ from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
-from orthokern.ops._common import (
-    check_lengths,
-    check_range,
-    contiguous,
-    differentiable_once,
-    steps_alive,
-    without_padding,
-)
+from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.norms import norms_through_time
 from orthokern.ops.modal.reference import Inputs, entering
+from orthokern.reference._scan import running, without_padding
 from orthokern.reference.rotation_scan import turn
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
@@ -159,7 +153,7 @@ def modal_scan(args: ScanArgs) -> Tensor:
     assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
-    alive = steps_alive(x.shape[0], lengths)
+    alive = running(x.shape[0], lengths)
     if weight is not None and not x.is_floating_point():
         _check_ids("x", x, weight.shape[1], "token ids", alive)
         e = entering(x, weight.mT, alive)
@@ -180,7 +174,7 @@ def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs,
     offset = None if weight is None or bias is None else left @ bias.double()
     if x.is_floating_point():
         x = without_padding(
-            x, steps_alive(x.shape[0], lengths)
+            x, running(x.shape[0], lengths)
         )  # the gradient of a product reads all of x, and 0 * NaN is NaN
         x = x @ (left.mT if table is None else table).to(x.dtype)
         x, table = x if offset is None else x + offset.to(x.dtype), None
@@ -196,7 +190,7 @@ def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, 
     """(loss, hits) of a linear recurrence with W = ``modes.w``; the readout's weight is [C, N]."""
     lengths = args.lengths
     check_lengths(lengths, len(readout.target))
-    alive = steps_alive(len(readout.target), lengths)
+    alive = running(len(readout.target), lengths)
     _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
     modal, readout = _into_modes(args, readout, modes.basis)
     if modal.table is not None:

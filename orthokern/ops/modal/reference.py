@@ -29,7 +29,7 @@ from torch import Tensor
 
 from orthokern._products import sum_over_rows
 from orthokern._scan_contract import Readout
-from orthokern.ops._common import steps_alive, without_padding
+from orthokern.reference._scan import running, without_padding
 from orthokern.reference.rotation_scan import eigenvalue_gradients, scan, states_before, turn
 
 ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
@@ -107,7 +107,7 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
     x, re, im, z0, table, lengths, pairs = inputs
     weight, bias, target, reduction = readout
     (T, B), dtype, rows = target.shape, z0.dtype, list(profile)
-    alive = steps_alive(T, lengths)
+    alive = running(T, lengths)
     count = T * B if lengths is None else lengths.sum().double()
     ids = without_padding(target.long(), alive)
     wrong = (ids < 0) | (ids >= len(weight))
