@@ -25,8 +25,11 @@ def scan(
     return z
 
 
-def _fuses(args: RotationArgs) -> bool:
-    return args.weight is not None and len(args.h0) >= torch.get_num_threads()
+def _features(args: RotationArgs) -> dict[str, Tensor | None] | None:
+    """The features and their map for the kernel; None if the kernel does not compute it."""
+    if args.weight is None or len(args.h0) < torch.get_num_threads():
+        return None
+    return {"features": args.x, "weight": args.weight, "bias": args.bias}
 
 
 @ieee_products()
@@ -34,11 +37,11 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
     """See ``orthokern.reference.rotation_scan``."""
     x, re, im, h0, weight, bias, resets, _ = args
     assert x is not None
-    if not _fuses(args):
+    features = _features(args)
+    if features is None:
         return scan(x if weight is None else linear(x, weight, bias), re, im, h0, resets=resets)
     hs = new(*x.shape[:2], h0.shape[1], dtype=x.dtype)
-    tensors = {"features": x, "re": re, "im": im, "z0": h0, "z": hs, "resets": resets, "weight": weight, "bias": bias}
-    _call(x.shape, tensors)
+    _call(x.shape, {"re": re, "im": im, "z0": h0, "z": hs, "resets": resets, **features})
     return hs
 
 
@@ -46,25 +49,22 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
 def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x: bool) -> RotationGradients:
     """See ``orthokern.reference.rotation_scan``."""
     x, re, im, h0, weight, bias, resets, _ = args
-    fused, dtype = _fuses(args), hs.dtype
-    grads = RotationGradients(
-        x=None if fused and not need_x else new(*(x if fused and x is not None else hs).shape, dtype=dtype),
-        re=torch.empty_like(re),
-        im=torch.empty_like(im),
-        h0=torch.empty(h0.shape, dtype=dtype, device="cpu"),
-    )
+    grad_re, grad_im, grad_h0 = torch.empty_like(re), torch.empty_like(im), new(*h0.shape, dtype=hs.dtype)
     tensors = {"x": grad_hs, "re": re, "im": im, "z0": torch.zeros_like(h0), "resets": resets, "h": hs, "h0": h0}
-    tensors |= {"grad_re": grads.re, "grad_im": grads.im, "grad_h0": grads.h0}
-    if not fused or x is None or weight is None:
-        _call(hs.shape, {**tensors, "z": grads.x}, reverse=True)
-        if x is None or weight is None or grads.x is None:
-            return grads
-        of_x, of_weight, of_bias = linear_gradients(grads.x, x, weight, (need_x, True, bias is not None))
-        return grads._replace(x=of_x, weight=of_weight, bias=of_bias)
-    grads = grads._replace(weight=new(*weight.shape, dtype=dtype), bias=new(len(weight), dtype=dtype))
-    tensors |= {"grad_features": grads.x, "grad_weight": grads.weight, "grad_bias": grads.bias}
-    _call(x.shape, {**tensors, "features": x, "weight": weight}, reverse=True)
-    return grads if bias is not None else grads._replace(bias=None)
+    tensors |= {"grad_re": grad_re, "grad_im": grad_im, "grad_h0": grad_h0}
+    features = _features(args)
+    if features is None or x is None or weight is None:
+        delta = new(*hs.shape, dtype=hs.dtype)
+        _call(hs.shape, {**tensors, "z": delta}, reverse=True)
+        if x is None or weight is None:
+            return RotationGradients(delta, grad_re, grad_im, grad_h0)
+        of_x, of_weight, of_bias = linear_gradients(delta, x, weight, (need_x, True, bias is not None))
+    else:
+        of_x = new(*x.shape, dtype=x.dtype) if need_x else None
+        of_weight, of_bias = new(*weight.shape, dtype=x.dtype), new(len(weight), dtype=x.dtype)
+        results = {"grad_features": of_x, "grad_weight": of_weight, "grad_bias": of_bias}
+        _call(x.shape, {**tensors, **features, **results}, reverse=True)
+    return RotationGradients(of_x, grad_re, grad_im, grad_h0, of_weight, None if bias is None else of_bias)
 
 
 # those that not every call has

@@ -173,9 +173,8 @@ def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs,
     table = None if weight is None else (left @ weight.double()).mT
     offset = None if weight is None or bias is None else left @ bias.double()
     if x.is_floating_point():
-        x = without_padding(
-            x, running(x.shape[0], lengths)
-        )  # the gradient of a product reads all of x, and 0 * NaN is NaN
+        # the gradient of a product reads all of x, and 0 * NaN is NaN
+        x = without_padding(x, running(x.shape[0], lengths))
         x = x @ (left.mT if table is None else table).to(x.dtype)
         x, table = x if offset is None else x + offset.to(x.dtype), None
     elif table is not None:
