@@ -21,6 +21,7 @@ REASONS = {
     "csrc/cuda/gru_resident.h: gru_resident_fwd_kernel": "one loop over time, whose weights stay in registers",
     "csrc/cuda/gru_resident.h: gru_resident_bwd_kernel": "one loop over time, whose weights stay in registers",
     "csrc/cuda/scan_resident.h: resident_scan_kernel": "one loop over time, whose weights stay in registers",
+    "orthokern/nn/_base.py: __init__": "the arguments of torch's recurrent modules",
     "tests/modal_problem.py: __init__": "the arguments of a sequence loss",
 }
 

@@ -66,7 +66,9 @@ class Layers(nn.Module):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        **placement: Any,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.input_size = integer("input_size", input_size)
@@ -76,15 +78,11 @@ class Layers(nn.Module):
         self.batch_first = flag("batch_first", batch_first)
         self.dropout = number("dropout", dropout, "a number in [0, 1]", lambda value: 0.0 <= value <= 1.0)
         self.bidirectional = flag("bidirectional", bidirectional)
-        self._placement = self._checked_placement(**placement)
+        self._placement = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
+        check_dtype(self._placement["dtype"], half=self._half_ok)
         if self.dropout > 0.0 and self.num_layers == 1:
             text = f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1"
             warnings.warn(text, stacklevel=4)  # of most modules, the line that calls the constructor
-
-    def _checked_placement(self, device: Any = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        check_dtype(dtype, half=self._half_ok)
-        return {"device": device, "dtype": dtype}
 
     # -- parameters
 

@@ -24,13 +24,6 @@ __all__ = ["GRU"]
 INITS = ("kanai", "torch")
 
 
-class GRUOptions(LayerOptions, total=False):
-    """The options of a GRU besides its own; see orthokern.nn.RNN."""
-
-    learned_h0: bool
-    backend: str | None
-
-
 class GRU(Layers):
     """torch.nn.GRU on orthokern's scan, and the GRU of Kanai et al. 2017, with a bound on the norm of one matrix.
 
@@ -82,9 +75,10 @@ class GRU(Layers):
         variant: str = "torch",
         init: str | None = None,
         init_std: float | None = None,
-        **options: Unpack[GRUOptions],
+        learned_h0: bool = False,
+        backend: str | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        learned_h0, backend = options.pop("learned_h0", False), options.pop("backend", None)
         variant = one_of("variant", variant, VARIANTS)
         if len(args) < 2:  # num_layers, bias
             options.setdefault("bias", variant == "torch")

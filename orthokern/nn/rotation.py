@@ -23,13 +23,6 @@ __all__ = ["RotationRNN"]
 Factors = tuple[Tensor, Tensor | None, Tensor, Tensor]  # weight [N,D] and bias [N] times g, re and im of lambda
 
 
-class RotationOptions(LayerOptions, total=False):
-    """The options of a RotationRNN besides its own; see orthokern.nn.RNN."""
-
-    learned_h0: bool
-    backend: str | None
-
-
 class RotationRNN(ModelMargin, Layers):
     """A linear RNN whose recurrent matrix consists of N/2 scaled rotations of pairs of units: O(N) per step.
 
@@ -84,9 +77,10 @@ class RotationRNN(ModelMargin, Layers):
         horizon: int | None = None,
         radii: tuple[float, float] = (0.9, 0.999),
         max_angle: float = math.pi,
-        **options: Unpack[RotationOptions],
+        learned_h0: bool = False,
+        backend: str | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        learned_h0, backend = options.pop("learned_h0", False), options.pop("backend", None)
         super().__init__(input_size, hidden_size, *args, **options)
         require(self.hidden_size % 2 == 0, "hidden_size", "even (pairs of units)", repr(hidden_size))
         self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend("backend", backend)

@@ -99,8 +99,6 @@ class CharModel(nn.Module):
 
     def __init__(self, settings: CharOptions, characters: int = len(ALPHABET)) -> None:
         super().__init__()
-        self.one_hot = settings.model == "lstm"  # torch's takes no token ids
-        self.characters = characters
         self.rnn = build_recurrence(characters, settings)
         self.readout = LinearCrossEntropy(settings.hidden, characters, device=settings.device, backend=settings.backend)
         start_recurrence(self.rnn, settings)
@@ -108,18 +106,10 @@ class CharModel(nn.Module):
             self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
             self.readout.get_parameter("bias").zero_()
 
-    def features(self, ids: Tensor) -> Tensor:
-        """The input of the recurrence for ids [...] int64: one-hot [..., characters] float for torch's LSTM, else the
-        ids."""
-        if not self.one_hot:
-            return ids
-        return nn.functional.one_hot(ids, self.characters).to(self.readout.weight.dtype)
-
     def forward(self, inputs: PackedSequence, targets: Tensor, weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs: P packed ids int64, targets [P] int64 -> cross-entropy in nats per character (0-dim) and "accuracy",
         both times `weight`."""
-        ids, batch_sizes, *order = inputs
-        states, _ = self.rnn(PackedSequence(self.features(ids), batch_sizes, *order))
+        states, _ = self.rnn(inputs)
         loss, right = self.read(states.data, targets)
         return (loss if weight == 1.0 else weight * loss), {"accuracy": weight * right}
 
@@ -141,7 +131,7 @@ class StreamModel(CharModel):
     ) -> tuple[Tensor, dict[str, Tensor], State]:
         """inputs, targets [T, B] int64, state as the recurrence's (None: its own initial one) -> cross-entropy in nats
         per character (0-dim), "accuracy", the last state, detached."""
-        states, last = self.rnn(self.features(inputs), state)
+        states, last = self.rnn(inputs, state)
         loss, right = self.read(states, targets)
         carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
         return loss, {"accuracy": right}, carried

@@ -129,7 +129,6 @@ class CopyModel(nn.Module):
         hidden = settings.hidden
         inputs, classes = data.num_ids if settings.input == "onehot" else 1, data.num_classes
         self.marker = settings.marker if settings.input == "scalar" else None
-        self.one_hot = settings.model == "lstm" and self.marker is None  # torch's takes no token ids
         self.algorithm = settings.algorithm
         self.rnn = build_recurrence(inputs, settings, bias=False)
         self.readout = LinearCrossEntropy(hidden, classes, device=settings.device, backend=settings.backend)
@@ -154,8 +153,6 @@ class CopyModel(nn.Module):
 
     def inputs(self, tokens: Tensor) -> Tensor:
         """The input of the recurrence: ids [T, B], or features [T, B, D]."""
-        if self.one_hot:
-            return nn.functional.one_hot(tokens.long(), self.data.num_ids).to(self.readout.weight.dtype)
         return tokens if self.marker is None else self.data.scalar(tokens, self.marker)
 
     def states(self, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from orthokern import init
 from orthokern._activations import ACTIVATIONS
 from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, LSTM, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
 from orthokern.nn.exprnn import INITS
 from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
@@ -37,7 +37,7 @@ class Model:
 MODELS = {
     "factorized": Model(FactorizedRNN, "W = U S V^T", ops=("factored_scan", "cayley")),
     "rnn": Model(RNN, "a plain matrix W", ops=("dense_scan",)),
-    "lstm": Model(nn.LSTM, "torch.nn.LSTM", gates=4),
+    "lstm": Model(LSTM, "as torch.nn.LSTM", gates=4),
     "peephole-lstm": Model(PeepholeLSTM, "gates read the cell", gates=4),
     "gru": Model(GRU, "as torch.nn.GRU", gates=3, ops=("gru_scan",)),
     "exprnn": Model(ExpRNN, "W = exp(A), orthogonal", ops=("dense_scan",), inits=INITS, exponential=True),
@@ -47,6 +47,9 @@ MODELS = {
         ops=("dense_scan",),
         inits=SCHUR_INITS,
         exponential=True,
+    ),
+    "rotation": Model(
+        RotationRNN, "linear, W of scaled rotations of pairs of units; without --nonlinearity", ops=("rotation_scan",)
     ),
 }
 LSTMS = tuple(name for name, model in MODELS.items() if model.gates == 4)
@@ -88,7 +91,10 @@ class NetworkOptions(RunOptions):
     slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values")
     gain: float = option(1.0, "factor of the recurrent matrix (without gates)", above=0.0)
     margin: float | None = option(
-        0.1, "factorized: singular values stay in 1 ± X; none for no bound", low=0.0, basic=True
+        0.1,
+        "factorized: singular values stay in 1 ± X; none for no bound; rotation: radii; none: below 1",
+        low=0.0,
+        basic=True,
     )
     init: str = option(
         "orthogonal",
@@ -130,9 +136,11 @@ class NetworkOptions(RunOptions):
         super().complete()
         if self.rank is not None and self.rank > self.hidden:
             raise InputError(f"--rank {self.rank}: at most --hidden, which is {self.hidden}")
-        if self.nonlinearity in ON_PAIRS and self.hidden % 2:
-            name, hidden = self.nonlinearity, self.hidden
-            raise InputError(f"--hidden {hidden}: --nonlinearity {name} works on pairs, give an even number")
+        pairs = {"model": self.model == "rotation", "nonlinearity": self.nonlinearity in ON_PAIRS}
+        for name, works_on_pairs in pairs.items():
+            if works_on_pairs and self.hidden % 2:
+                what = f"--{name} {getattr(self, name)}"
+                raise InputError(f"--hidden {self.hidden}: {what} works on pairs, give an even number")
         if self.model == "factorized" and self.init in init.UNCONSTRAINED and self.margin is not None:
             raise InputError(
                 f"--init {self.init} with --margin {self.margin:g}: a Glorot matrix has singular values "
@@ -152,15 +160,21 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
     """Builds the recurrence of the settings."""
     hidden, module = settings.hidden, MODELS[settings.model].module
     rnn: Any
+    options: dict[str, Any]
     if settings.model in LSTMS:
         rnn = module(inputs, hidden, bias=bias)
         _initialize_lstm(rnn, settings)
     elif settings.model in GATED:
         rnn = module(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
         _initialize_gates(rnn, settings)
+    elif settings.model == "rotation":
+        # a horizon of 1: inputs are not scaled, as in a FactorizedRNN, whose start the tasks choose
+        options = {"margin": settings.margin, "horizon": None if settings.margin is None else 1}
+        options |= {"learned_h0": settings.learned_h0, "backend": settings.backend}
+        rnn = module(inputs, hidden, bias=bias, **options)
     else:
         names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
-        options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        options = {name: getattr(settings, name) for name in names}
         options |= {"bias": bias, "negative_slope": settings.slope, "message_clip": settings.message_clip or 0.0}
         if settings.model in EXPONENTIALS:
             options["rebase_every"] = settings.rebase_every
@@ -178,7 +192,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
 
 
 @torch.no_grad()
-def _initialize_gates(rnn: nn.LSTM | PeepholeLSTM | GRU, settings: NetworkOptions) -> None:
+def _initialize_gates(rnn: LSTM | GRU, settings: NetworkOptions) -> None:
     """Initialises the recurrent matrix of every gate by `init`, and the biases to 0."""
     n = rnn.hidden_size
     for gate in rnn.get_parameter("weight_hh_l0").view(-1, n, n):
@@ -189,7 +203,7 @@ def _initialize_gates(rnn: nn.LSTM | PeepholeLSTM | GRU, settings: NetworkOption
 
 
 @torch.no_grad()
-def _initialize_lstm(lstm: nn.LSTM | PeepholeLSTM, settings: NetworkOptions) -> None:
+def _initialize_lstm(lstm: LSTM, settings: NetworkOptions) -> None:
     """`_initialize_gates`, and the bias of the forget gate is 1 (Vorontsov et al. 2017, section 3.1.2)."""
     _initialize_gates(lstm, settings)
     if lstm.bias:

@@ -95,7 +95,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     spectrum_lr: float | None = option(
         None,
-        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4)",
+        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4); rotation: rate of radii and angles",
         low=0.0,
         shown="as --lr",
     )
@@ -176,6 +176,7 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         geodesic_lr=settings.geodesic_lr,
         spectrum_lr=lr if settings.spectrum_lr is None else settings.spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
+        rotation_lr=settings.spectrum_lr if settings.model == "rotation" else None,
         euclidean=kind,
         basis_clip=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
