@@ -2,8 +2,8 @@
 
 10 input features, tanh, biases, forward and backward to all parameters (not to the input: a first layer's needs none),
 cotangents at every step. All modules hold the same recurrence: torch's and ours of the dense matrix are loaded with the
-composed matrix of the factorized one, so float64 torch is the reference of all. And one step of one small sequence,
-which is nearly all overhead: what a call costs outside the kernels.
+composed matrix of the factorized one, so float64 torch is the reference of all. Also packed sequences; and one step of
+one small sequence, which is nearly all overhead: what a call costs outside the kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import BATCH, Bench, Size, check, checked_sequences, module_step, only
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import orthokern.nn
 
@@ -97,6 +98,36 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         rounds=11 if T < 5000 else 5,
         target=TARGETS[name.split(",")[0]].get(N),
         error=error,
+    )
+
+
+@pytest.mark.headline
+@pytest.mark.parametrize("name", ["RNN", "GRU", "LSTM"])
+@pytest.mark.sizes([{"N": 128, "T": 75}, {"N": 128, "T": 300}, {"N": 512, "T": 75}], quick=[{"N": 24, "T": 9}])
+def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+    """Packed sequences whose lengths are uniform from 4 to T."""
+    N, T = size["N"], size["T"]
+    theirs, ours = getattr(nn, name)(FEATURES, N), getattr(orthokern.nn, name)(FEATURES, N)
+    ours.load_state_dict(theirs.state_dict())
+    lengths = torch.linspace(4, T, BATCH).round().long()
+    x = pack_padded_sequence(torch.randn(T, BATCH, FEATURES), lengths, enforce_sorted=False)
+    cotangent = torch.randn(len(x.data), N)
+
+    def step(module: nn.Module, x: PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
+        output = module(x)[0].data
+        return output.detach(), *torch.autograd.grad(output, list(module.parameters()), cotangent)
+
+    exact = step(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
+    bench.compare(
+        benchmark,
+        "packed",
+        f"torch.nn.{name} over orthokern.nn.{name}",
+        {**size, "B": BATCH, "D": FEATURES},
+        lambda: step(theirs, x, cotangent),
+        lambda: step(ours, x, cotangent),
+        rounds=11,
+        target=1.0,
+        error=check(name, step(ours, x, cotangent), exact, TOLERANCE),
     )
 
 

@@ -36,6 +36,7 @@ TITLES = {
     "modules": "RNN modules: time of torch.nn.RNN divided by ours, with input projection, forward and backward",
     "gru": "GRU: time of torch.nn.GRU divided by ours, forward and backward",
     "lstm": "LSTM: time of torch.nn.LSTM divided by ours, forward and backward",
+    "packed": "Packed sequences of 4 to T steps: time of torch's module divided by ours, forward and backward",
     "overhead": "One step of one sequence: time of torch's module divided by ours, forward and backward",
     "frozen": "One step of a frozen module: time of its `step`, one sequence, divided by that of torch's module",
     "one sequence": "One sequence: our time divided by that of torch's module",
