@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orthokern import functional
 from orthokern.cuda import _call, cayley
+from orthokern.errors import InputError
 
 DTYPES = (torch.float32, torch.float64)
 NAN = float("nan")
@@ -269,6 +270,11 @@ def test_cayley_by_series_and_by_elimination(cuda: Any, workspaces: list[Tensor]
         alone = functional.cayley(m[i], g[i], rates[i], backend="cuda")
         assert torch.equal(together[i], alone), rate
     assert torch.equal(together[1], m[1])
+
+
+def test_cayley_checks_the_size_of_the_gradient(cuda: Any) -> None:
+    with pytest.raises(InputError, match="^cayley: g must have 1600 elements, got 4"):
+        cayley.cayley(torch.eye(40), torch.ones(2, 2), 0.1)
 
 
 def test_cayley_of_a_large_gradient(cuda: Any) -> None:

@@ -85,6 +85,20 @@ def test_rotation_scan(T: int, dtype: torch.dtype, features: bool) -> None:
         compare(*results)
 
 
+@pytest.mark.parametrize("name", ["x", "re", "im", "h0", "resets"])
+def test_rotation_scan_checks_sizes(name: str) -> None:
+    """Of tensors whose data was exchanged, also between forward and backward."""
+    p = Problem(3, 5, 2, D=1, tokens=False)
+    args = RotationArgs(p.entering, p.re, p.im, p.z0, None, None, torch.zeros(5, 2, dtype=torch.bool))
+    z = rotation_scan.rotation_scan_fwd(args)
+    wrong = args._replace(**{name: getattr(args, name)[..., :1].clone()})
+    with pytest.raises(InputError, match="^rotation_scan: .* must have .* elements, got"):
+        rotation_scan.rotation_scan_fwd(wrong)
+    if name != "x":  # the backward of a call without a map reads no x
+        with pytest.raises(InputError, match="^rotation_scan: .* must have .* elements, got"):
+            rotation_scan.rotation_scan_bwd(wrong, p.x, z, need_x=True)
+
+
 def test_chunk_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many joined chunks as are loaded together, and more; one of a length that is no power of 2."""
     for chunk, T in ((2, 11), (8, 17), (1, 5), (9, 9)):

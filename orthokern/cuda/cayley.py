@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from orthokern._elements import check
 from orthokern.cuda import _call as native
 from orthokern.cuda._call import DTYPES
 
@@ -28,6 +29,7 @@ def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> li
     for m, g, lr in steps:
         m = native.ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]
         g = native.ready(g, first.dtype, first.device, "g")  # type: ignore[assignment]
+        check("cayley", "g", g, first.dtype, native.DEVICE, m.numel())
         outs.append(torch.empty_like(m))
         if not m.numel():
             continue

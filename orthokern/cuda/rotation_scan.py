@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from orthokern._elements import check, elements_of
 from orthokern._products import ieee_products, linear, linear_gradients
 from orthokern._scan_contract import RotationArgs, RotationGradients
 from orthokern.cuda import _call as native
@@ -83,10 +84,21 @@ def scan(
     x: Tensor, re: Tensor, im: Tensor, z0: Tensor, *, reverse: bool = False, resets: Tensor | None = None
 ) -> Tensor:
     """See ``orthokern.reference.rotation_scan.scan``."""
+    _check_sizes(x, re, im, resets)
+    check("rotation_scan", "z0", z0, z0.dtype, native.DEVICE, x.shape[1] * x.shape[2])
     x, re, im, z0 = (tensor.contiguous() for tensor in (x, re, im, z0.double()))
     z = torch.empty_like(x)
     run(x, z0, z, re=re, im=im, reverse=reverse, resets=resets)
     return z
+
+
+def _check_sizes(x: Tensor, re: Tensor, im: Tensor, resets: Tensor | None, **own: Tensor) -> None:
+    """InputError for a tensor that does not have the size of the call: its ``data`` was exchanged."""
+    elements = elements_of("rotation_scan", {"T": x.shape[0], "B": x.shape[1], "M": len(re), "D": 0})
+    dtypes = {"re": torch.float64, "im": torch.float64, "resets": torch.bool}
+    for name, tensor in {"x": x, "re": re, "im": im, "resets": resets, **own}.items():
+        if tensor is not None:
+            check("rotation_scan", name, tensor, dtypes.get(name, x.dtype), native.DEVICE, elements[name])
 
 
 @ieee_products()
@@ -101,6 +113,7 @@ def rotation_scan_fwd(args: RotationArgs) -> Tensor:
 def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x: bool) -> RotationGradients:
     """See ``orthokern.reference.rotation_scan``."""
     x, _, _, h0, weight, bias, resets, _ = args
+    _check_sizes(grad_hs, args.re, args.im, resets, h=hs, h0=h0)
     grad_hs, re, im, z, z0 = (tensor.contiguous() for tensor in (grad_hs, args.re, args.im, hs, h0.double()))
     delta = torch.empty_like(grad_hs)
     first, sums = run(grad_hs, None, delta, (z, z0), re=re, im=im, reverse=True, resets=resets)

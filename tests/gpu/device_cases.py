@@ -13,6 +13,7 @@ from peephole_problem import PeepholeProblem
 from torch import Tensor
 
 from orthokern import dispatch
+from orthokern._scan_contract import RotationArgs
 
 OPS = ("factored_scan", "dense_scan")
 DTYPES = (torch.float32, torch.float64)
@@ -110,6 +111,7 @@ CALLS = (
     "scans of 300 units",
     "gru_scan",
     "peephole_scan",
+    "rotation_scan",
     "cayley",
     "thin cayley",
 )
@@ -139,6 +141,21 @@ def call_of(name: str, backend: str, device: str = "cuda") -> Call:
         need("peephole_scan", backend)
         lstm = PeepholeProblem.random(9, 20, 64).map(lambda t: t.float().to(device))
         return Call([lstm.x], 0, lambda x: tuple(dataclasses.replace(lstm, x=x).run(backend).values()))
+    if name == "rotation_scan":
+        need("rotation_scan", backend)
+        T, B, M, D = 300, 20, 33, 10
+        leaf, angles = dispatch.leaf("rotation_scan", backend), torch.rand(M, device=device, dtype=torch.float64)
+        x, h0, weight, bias, grad = (
+            torch.randn(*size, device=device) for size in ((T, B, D), (B, 2 * M), (2 * M, D), (2 * M,), (T, B, 2 * M))
+        )
+        resets = torch.rand(T, B, device=device) < 0.01
+
+        def rotation(x: Tensor) -> tuple[Tensor, ...]:
+            args = RotationArgs(x, angles.cos(), angles.sin(), h0, weight, bias, resets)
+            hs = leaf.rotation_scan_fwd(args)
+            return hs, *leaf.rotation_scan_bwd(args, grad, hs, need_x=True)
+
+        return Call([x], 0, rotation)
     if "classes" in parts:
         need("linear_cross_entropy", backend)
         C = 10 if name == "few classes" else 200

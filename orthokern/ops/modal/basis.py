@@ -106,11 +106,11 @@ def to_real(both: Tensor) -> Tensor:
 def _settled(M: int, pairs: int, nulls: int, device: torch.device) -> Tensor:
     """The elements of A and B that belong to the diagonal form, bool [2, M, M]: the diagonal of A, that of B for a real
     mode, and those of two modes in the null space. The tensor is constant, and is kept for the next calls."""
-    settled = torch.zeros(2, M, M, dtype=torch.bool, device=device)
+    settled = torch.zeros(2, M, M, dtype=torch.bool, device="cpu")  # the copy is complete for every stream
     settled[0].fill_diagonal_(True)
     settled[1].diagonal()[pairs:] = True
     settled[:, M - nulls :, M - nulls :] = True
-    return settled
+    return settled.to(device)
 
 
 def diagonalise(
