@@ -254,12 +254,12 @@ struct BackwardRows {
   }
 
   // The part of dL/dh of the state h before the leak, in block b and row r: (1 - l) ghat of the step after it. Takes
-  // ghat from there, and adds -ghat h to the gradient of the leak.
+  // ghat from there, and adds -ghat h to the gradient of the leak. Before a reset ghat is zero, and h may be anything.
   ORTHOKERN_INLINE V<T> take_leak(int b, int r, V<T> h, V<T>* leak_grad) const {
     T* from = ghat + b * rows.block + r * L;
     const V<T> g = load(from);
     store(from, V<T>{});
-    *leak_grad -= g * h;
+    *leak_grad -= g == 0 ? V<T>{} : g * h;
     return (1 - load(plan.leak + b * L)) * g;
   }
   static void add_units(double* sum, V<T> part) {
