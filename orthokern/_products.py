@@ -55,6 +55,13 @@ _precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KINDS: Any = [(name, getattr(getattr(torch.backends, name), "matmul", None)) for name in ("cuda", "mkldnn")]
 
 
+def are_ieee() -> bool:
+    """Whether torch's float32 products are IEEE float32 now."""
+    if _precision_of is not None:
+        return all(_precision_of(name, "matmul") in _EXACT for name, _ in _KINDS)
+    return torch.get_float32_matmul_precision() == "highest"
+
+
 def _set_ieee() -> list[tuple[Any, str]]:
     """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
     if _precision_of is not None:
@@ -113,6 +120,7 @@ def onednn_serves(left: Tensor, columns: int) -> bool:
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were
     result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.mT, bias, "none", [], "")
     return result
 

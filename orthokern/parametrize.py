@@ -24,6 +24,7 @@ from orthokern.errors import InputError, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
 from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
+from orthokern.ops._linear import linear
 
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
 
@@ -111,7 +112,7 @@ class Exponential(_Trivialized):
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
         """x [N,N] -> W [N,N]; of x only the strictly lower triangle is used."""
-        return self.base @ _exponential("Exponential", x)
+        return linear(self.base, _exponential("Exponential", x).mT)
 
 
 class Cayley(_Trivialized):
@@ -140,7 +141,7 @@ class Cayley(_Trivialized):
         a = lower - lower.mT
         eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
         # I + (I - A/2)^-1 A is the same matrix, and rounds against the correction only
-        return self.base + self.base @ torch.linalg.solve(eye - a / 2, a)
+        return self.base + linear(self.base, torch.linalg.solve(eye - a / 2, a).mT)
 
 
 class Householder(nn.Module):
@@ -191,9 +192,9 @@ class Householder(nn.Module):
                 raise InputError(f"Householder: {which} of the parameter must not be zero from its diagonal on")
         v = torch.nn.functional.normalize(x / largest, dim=0, eps=0.0)  # the squares of x may leave the range of x
         eye = torch.eye(k, dtype=x.dtype, device=x.device)
-        t = (v.mT @ v).triu(1) + eye / 2
+        t = linear(v.mT, v.mT).triu(1) + eye / 2
         first = torch.eye(n, k, dtype=x.dtype, device=x.device)
-        return (first - v @ torch.linalg.solve_triangular(t, v[:k].mT, upper=True)) * self.signs
+        return (first - linear(v, torch.linalg.solve_triangular(t, v[:k].mT, upper=True).mT)) * self.signs
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ class FactorizedSpectrum(nn.Module):
         """left [N,K], p [K], right [M,K] -> W [N,M]."""
         s = functional.spectrum(p, self.margin, self.spectrum_map)
         u: Tensor = self.left(left)
-        return (u * s) @ self.right(right).mT
+        return linear(u * s, self.right(right))
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,7 +300,7 @@ class SchurForm(_Based):
     @_autocast.keeps_dtype
     def forward(self, x: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor) -> Tensor:
         """x [N,N], gamma [ceil(N/2)], theta [floor(N/2)], triangle [N,N] -> W [N,N]."""
-        p = self.base @ _exponential("SchurForm", x)
+        p = linear(self.base, _exponential("SchurForm", x).mT)
         return schur_product(p, gamma, theta, triangle * triangular_mask(len(p), p.device))
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from orthokern import _autocast
 from orthokern._decompositions import robust_svdvals
 from orthokern.errors import is_number, require, unknown_name
 from orthokern.ops._checks import strided
+from orthokern.ops._linear import linear
 
 __all__ = [
     "LAYERS",
@@ -213,7 +214,7 @@ def _recurrent(module: Any) -> Iterator[Tensor]:
 def _distance(w: Tensor) -> Tensor:
     """||W^T W - I||_F^2 of w [n, m] if n >= m, else ||W W^T - I||_F^2."""
     n, m = _check_matrix(w).shape
-    gram = w.mT @ w if n >= m else w @ w.mT
+    gram = linear(w.mT, w.mT) if n >= m else linear(w, w)
     return (gram - torch.eye(min(n, m), dtype=w.dtype, device=w.device)).square().sum()
 
 

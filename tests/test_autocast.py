@@ -4,6 +4,7 @@ constraints give the same results as outside."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 from float_products import FloatProducts, products_are_ieee
 from helpers import GruProblem, run_scan, scan_problem
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
-from orthokern import cpu, functional
+from orthokern import cpu, functional, parametrize
 from orthokern._scan_contract import Readout
 from orthokern.cpu import gru_scan, linear_cross_entropy
 from orthokern.errors import InputError
 from orthokern.init import learned_orthogonal_
-from orthokern.nn import GRU, FactorizedRNN, LinearCrossEntropy, ModReLU
+from orthokern.nn import GRU, LSTM, ExpRNN, FactorizedRNN, LinearCrossEntropy, ModReLU, NonNormalRNN, RotationRNN
 from orthokern.optim import GeodesicSGD, SpectralNormProjection
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.reference import skew_exp as reference
@@ -85,6 +87,50 @@ def test_products_beside_the_kernels_are_ieee(monkeypatch: pytest.MonkeyPatch) -
         readout = Readout(torch.randn(C, N), torch.randn(C), target)
         linear_cross_entropy.linear_cross_entropy_fwd(torch.randn(T, N), readout)
     assert products.seen >= {"mm", "addmm", "addmm_"}
+
+
+MODULES = {
+    "composed": partial(FactorizedRNN, 3, N, apply="composed"),
+    "exponential": partial(ExpRNN, 3, N),
+    "nonnormal": partial(NonNormalRNN, 3, N),
+    "gru": partial(GRU, 3, N),
+    "lstm": partial(LSTM, 3, N),
+    "rotation": partial(RotationRNN, 3, N),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_products_of_modules_are_ieee(name: str) -> None:
+    module, x = MODULES[name](), torch.randn(T, B, 3)
+    state = torch.randn(1, B, N)
+    # resets to a state that is not zero take the input product out of the kernel of a RotationRNN
+    more: dict[str, Any] = {"resets": torch.rand(T, B) < 0.3} if name == "rotation" else {}
+    with FloatProducts() as products:
+        module(x, (state, state) if name == "lstm" else state, **more)[0].square().sum().backward()
+    assert products.seen
+
+
+@pytest.mark.parametrize("algorithm", ["modal", "sequential"])
+def test_products_of_a_sequence_loss_are_ieee(algorithm: str) -> None:
+    rnn, readout = FactorizedRNN(3, N, nonlinearity="identity"), LinearCrossEntropy(N, C)
+    x, target = torch.randn(T, B, 3), torch.randint(0, C, (T, B))
+    with FloatProducts() as products:
+        rnn.loss(x, readout, target, algorithm=algorithm)[0].backward()
+        rnn.latent(x.new_ones(B, N))
+        w = rnn.recurrent_matrix().detach().requires_grad_()
+        functional.dense_scan(torch.randn(T, B, N), w, activation="identity", algorithm=algorithm).sum().backward()
+    assert products.seen
+
+
+@pytest.mark.parametrize("kind", ["Exponential", "SchurForm"])
+def test_products_of_parametrizations_are_ieee(kind: str) -> None:
+    weight = torch.linalg.qr(torch.randn(N, N))[0]
+    layer = torch.nn.Linear(N, N)
+    layer.weight.data = weight
+    register_parametrization(layer, "weight", getattr(parametrize, kind)(layer.weight))
+    with FloatProducts() as products:
+        OrthogonalPenalty()(layer.weight).backward()
+    assert products.seen
 
 
 def test_an_exponential_is_orthogonal_whatever_the_process_allows(monkeypatch: pytest.MonkeyPatch) -> None:

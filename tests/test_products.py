@@ -39,7 +39,7 @@ def test_product(R: int, K: int, C: int, layout: str) -> None:
             return torch.randn(*shape[::-1]).mT
         return torch.randn(shape[0], 2 * shape[1])[:, ::2] if layout == "strided" else torch.randn(*shape)
 
-    left, right, bias, total = drawn(R, K), drawn(K, C), torch.randn(C), drawn(K, C)
+    left, right, bias, total = drawn(R, K), drawn(K, C), drawn(1, C)[0], drawn(K, C)
     close(product(left, right), left.double() @ right.double())
     close(product(left, right, bias), left.double() @ right.double() + bias.double())
     rows = drawn(R, C)

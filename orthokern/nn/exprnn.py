@@ -55,6 +55,7 @@ from orthokern.nn._checks import (
 )
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._checks import whole
+from orthokern.ops._linear import linear
 from orthokern.ops._register import untraced
 
 __all__ = ["INITS", "ExpRNN"]
@@ -150,7 +151,7 @@ class _Exponential(Recurrent):
             backend=dispatch.auxiliary_backend(self.backend),
         )
         check_exponential(f"skew_{suffix}", parameter, p)
-        return self._tensor(f"base_{suffix}") @ p
+        return linear(self._tensor(f"base_{suffix}"), p.mT)
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

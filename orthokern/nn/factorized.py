@@ -136,18 +136,18 @@ class FactorizedRNN(ModelMargin, Recurrent):
             >>> rnn.latent(rnn(torch.randn(100, 4, 3))[0]).shape
             torch.Size([100, 4, 2])
         """
-        return states @ self._tensor(f"v_{self._suffix(layer, reverse)}")
+        return linear(states, self._tensor(f"v_{self._suffix(layer, reverse)}").mT)
 
     @_autocast.keeps_dtype
     def latent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """V^T U diag(s) [K,K] of one recurrence, without the gain, differentiable: the map of `latent` from one state
         to the next where the activation is the identity. Its eigenvalues are those of W but for N - K zeros."""
         suffix = self._suffix(layer, reverse)
-        return self._tensor(f"v_{suffix}").mT @ (self._tensor(f"u_{suffix}") * self._spectrum(suffix))
+        return linear(self._tensor(f"v_{suffix}").mT, (self._tensor(f"u_{suffix}") * self._spectrum(suffix)).mT)
 
     @_autocast.keeps_dtype
     def _composed(self, suffix: str) -> Tensor:
-        return (self._tensor(f"u_{suffix}") * self._spectrum(suffix)) @ self._tensor(f"v_{suffix}").mT
+        return linear(self._tensor(f"u_{suffix}") * self._spectrum(suffix), self._tensor(f"v_{suffix}"))
 
     @torch.no_grad()
     def orthogonality_error(self) -> float:

@@ -20,6 +20,7 @@ from orthokern.nn.gru import GRU
 from orthokern.nn.rotation import RotationRNN
 from orthokern.ops import _taps
 from orthokern.ops._dispatcher import no_dispatch_modes
+from orthokern.ops._linear import linear
 from orthokern.reference.rotation_scan import turn
 
 __all__ = ["FrozenGRU", "FrozenRNN", "FrozenRotationRNN"]
@@ -196,7 +197,7 @@ class FrozenRNN(_Frozen, Recurrent):
             matrix, bias = source._factors(suffix)
             if len(matrix) == 3 and 2 * matrix[0].shape[1] > source.hidden_size:
                 u, s, v = matrix
-                matrix = ((u * s) @ v.mT,)
+                matrix = (linear(u * s, v),)
             if len(matrix) == 3:
                 rank = matrix[0].shape[1]
             names = ("weight_hh",) if len(matrix) == 1 else ("u", "s", "v")
@@ -213,7 +214,7 @@ class FrozenRNN(_Frozen, Recurrent):
 
     def _composed(self, suffix: str) -> Tensor:
         u, *factors = self._matrix(suffix)
-        return (u * factors[0]) @ factors[1].mT if factors else u
+        return linear(u * factors[0], factors[1]) if factors else u
 
     def _matrix(self, suffix: str) -> tuple[Tensor, ...]:
         if self.rank is None:

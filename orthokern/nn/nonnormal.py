@@ -15,6 +15,7 @@ from orthokern.nn._draws import draw
 from orthokern.nn._recurrent import RecurrentOptions
 from orthokern.nn.exprnn import INITS as _INITS
 from orthokern.nn.exprnn import _Exponential
+from orthokern.ops._linear import linear
 
 INITS = (*_INITS, "legacy")
 
@@ -45,8 +46,8 @@ def schur_product(p: Tensor, gamma: Tensor, theta: Tensor, triangle: Tensor | No
     if n % 2:
         turned = torch.cat([turned, gamma[-1] * rows[-1:]])
     if triangle is not None:
-        turned = torch.addmm(turned, triangle, rows)
-    return p @ turned
+        turned = turned + linear(triangle, rows.mT)
+    return linear(p, turned.mT)
 
 
 class NonNormalRNN(_Exponential):

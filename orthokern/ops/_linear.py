@@ -14,16 +14,22 @@ from orthokern.ops import _route
 
 @keeps_dtype
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., D], weight [N, D], bias [N] -> x W^T + b [..., N], outside of autocast.
+    """x [..., D], weight [N, D], bias [N] -> x W^T + b [..., N], outside of autocast, of float32 in IEEE float32.
 
-    It is torch's, except for products that oneDNN computes faster (``onednn_serves``). Then its gradients are such
-    products too. Under torch.compile, torch.func and forward mode it is torch's always.
+    It is torch's, except for products that oneDNN computes faster (``onednn_serves``), and where the process allows a
+    lower precision. Then its gradients are such products too. Under torch.compile, torch.func and forward mode it is
+    torch's always.
     """
-    traced = torch.compiler.is_compiling() or _route.by_reference(None, x, weight)
-    if traced or not _products.onednn_serves(x, weight.shape[0]):
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.by_reference(None)
+    if traced or not (_products.onednn_serves(x, weight.shape[0]) or _may_round(x)):
         return torch.nn.functional.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias)
     return result
+
+
+def _may_round(x: Tensor) -> bool:
+    """Whether torch's products of x may round their factors."""
+    return x.dtype == torch.float32 and not _products.are_ieee()
 
 
 class _Linear(torch.autograd.Function):

@@ -21,6 +21,7 @@ from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tens
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
+from orthokern.ops._linear import linear
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
@@ -56,7 +57,7 @@ def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) ->
     classes = flat.new_empty(flat.shape[:1], dtype=torch.int64)  # len() would be a constant of an exported program
     step = max(1, LOGITS // len(readout))
     for part, largest in zip(flat.split(step), classes.split(step), strict=True):
-        largest.copy_(torch.nn.functional.linear(part, readout, bias).argmax(-1))
+        largest.copy_(linear(part, readout, bias).argmax(-1))
     return classes.view(target.shape) == target
 
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
-from orthokern._products import norms_of_steps, sum_over_rows
+from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
+from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
@@ -46,6 +47,7 @@ class _ModalLoss(torch.autograd.Function):
     """The cross-entropy with the gradient of W. Returns (loss, hits)."""
 
     @staticmethod
+    @ieee_products()
     def forward(
         ctx: Any,
         modes: Modes,
@@ -76,6 +78,7 @@ class _ModalLoss(torch.autograd.Function):
         return loss, hits
 
     @staticmethod
+    @ieee_products()
     @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
@@ -108,6 +111,7 @@ class _ModalStates(torch.autograd.Function):
     """
 
     @staticmethod
+    @ieee_products()
     def forward(ctx: Any, modes: Modes, alive: Tensor | None, w: Tensor, e: Tensor, h0: Tensor) -> Tensor:
         basis, backend, dtype = modes.basis, modes.backend, e.dtype
         left, right = basis.left.to(dtype), basis.right.to(dtype)
@@ -124,6 +128,7 @@ class _ModalStates(torch.autograd.Function):
         return hs
 
     @staticmethod
+    @ieee_products()
     @differentiable_once("the modal form", "algorithm='sequential'")
     def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_hs is None:
@@ -159,7 +164,7 @@ def modal_scan(args: ScanArgs) -> Tensor:
         e = entering(x, weight.mT, alive)
     else:
         e = without_padding(x, alive)  # the gradient of a product reads all of x, and 0 * NaN is NaN
-        e = e if weight is None else torch.nn.functional.linear(e, weight)
+        e = e if weight is None else linear(e, weight)
     hs: Tensor = _ModalStates.apply(modes, alive, modes.w, e if bias is None else e + bias, h0)
     _taps.record_states("modal_scan", hs)
     return hs
@@ -175,7 +180,7 @@ def _into_modes(args: ScanArgs, readout: Readout, basis: Basis) -> tuple[Inputs,
     if x.is_floating_point():
         # the gradient of a product reads all of x, and 0 * NaN is NaN
         x = without_padding(x, running(x.shape[0], lengths))
-        x = x @ (left.mT if table is None else table).to(x.dtype)
+        x = linear(x, (left if table is None else table.mT).to(x.dtype))
         x, table = x if offset is None else x + offset.to(x.dtype), None
     elif table is not None:
         table = (table if offset is None else table + offset).to(h0.dtype)
