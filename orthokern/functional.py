@@ -70,8 +70,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         backend: see the module's docstring.
 
     Returns:
-        The new bases [..., N, K], differentiable with ``backend="reference"`` only. They are orthonormal to rounding
-        after a step of any size; on a GPU, for K < N, up to lr |g| = 4 (Frobenius norm), which is not checked.
+        The new bases [..., N, K], differentiable with ``backend="reference"`` only. They are orthonormal
+        to about eps (1 + lr |g|). On a GPU, for K < N, lr |g| (Frobenius norm) is at most 4, which is not checked.
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
