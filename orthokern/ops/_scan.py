@@ -121,13 +121,15 @@ class ScanOp(Recurrence):
         grads = self._by_op(term, grad_hs, saved, of_term)
         delta, states = grads.x.flatten(0, 1), saved[0][:-1].flatten(0, 1)  # rows of delta_t; of h_{t-1}, but for h_0
         from_v, to_u = torch.cat([args.h0 @ v, product(states, v)]), product(delta, u).view(len(grads.x), -1, len(s))
-        of_v, start = to_u * s, args.reset_state
+        of_v, h0, start = to_u * s, args.h0, args.reset_state
         if args.resets is not None:
             cut = args.resets.unsqueeze(-1)
             from_v = torch.where(cut, 0 if start is None else start @ v, from_v.view_as(to_u)).flatten(0, 1)
             of_start, of_v = (of_v * cut).sum(0), of_v.masked_fill(cut, 0)
+            # a state that a reset drops may be infinite
+            states, h0 = saved[0][:-1].masked_fill(cut[1:], 0).flatten(0, 1), h0.masked_fill(cut[0], 0)
         of_h0, of_v = of_v[0], of_v[1:].flatten(0, 1)
-        total_v = sum_over_rows(states, of_v) + args.h0.mT @ of_h0
+        total_v = sum_over_rows(states, of_v) + h0.mT @ of_h0
         if args.resets is not None and start is not None:
             total_v += start.mT @ of_start
         of_s, total_u = (to_u.flatten(0, 1) * from_v).sum(0), sum_over_rows(delta, from_v * s)

@@ -204,3 +204,24 @@ def test_any_byte_but_zero_is_a_reset(op: str) -> None:
     )
     for name, tensor in plain.items():
         assert torch.equal(viewed[name], tensor), name
+
+
+@pytest.mark.parametrize("N", [9, 260])
+@pytest.mark.parametrize("leak", [False, True])
+@pytest.mark.parametrize("op", SCANS)
+def test_a_dropped_state_may_be_infinite(op: str, leak: bool, N: int) -> None:
+    """It reaches no gradient if its own cotangent is zero: NaN in h0, and with relu a state before a reset."""
+    T, B, K = 4, 2, 3
+    u, s = torch.eye(N, K), torch.ones(K)
+    leaves = [t.requires_grad_() for t in ((torch.eye(N) / 2,) if op == "dense_scan" else (u, s, u.clone()))]
+    x, h0, resets = torch.randn(T, B, N), torch.full((B, N), torch.nan), torch.zeros(T, B, dtype=torch.bool)
+    x[1, 1], resets[0], resets[2, 1] = torch.inf, True, True
+    options: dict[str, Any] = {"activation": "tanh" if leak else "relu", "resets": resets, "reset_state": x[0]}
+    if leak:
+        options["leak"] = torch.full((N,), 0.5, requires_grad=True)
+        leaves += [options["leak"]]
+    hs = getattr(functional, op)(x, *leaves[: len(leaves) - leak], h0, **options)
+    kept = torch.ones(T, B, 1, dtype=torch.bool)
+    kept[1, 1] = False
+    for gradient in torch.autograd.grad(torch.where(kept, hs, 0.0).square().sum(), leaves):
+        assert bool(gradient.isfinite().all())
