@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern.errors import InputError
-from orthokern.nn import RNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import RNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -125,6 +125,14 @@ def test_bad_input() -> None:
         (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, D\]"),
         (lambda: RNN(D, N).frozen().reset_parameters(), "a frozen module has no parameters"),
         (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),
+        (
+            lambda: RNN(D, N).frozen().step(torch.zeros(1, D), resets=[True]),
+            "resets must be a Tensor or None, got list",
+        ),
+        (
+            lambda: RNN(D, N).frozen().step(torch.zeros(1, D), reset_state=torch.zeros(1, 1, N)),
+            "reset_state is given without resets",
+        ),
         (lambda: RNN(D, N).frozen().step(torch.zeros(1, D), torch.zeros(1, 2, N)), "hx has shape"),
         (lambda: RNN(D, N).frozen().step(torch.tensor([D])), r"\[0, .*= 3\)|\[0, 3\)"),
     ):
@@ -136,10 +144,24 @@ def test_bad_input() -> None:
         broken.frozen()
 
 
+def test_an_empty_batch_of_ids() -> None:
+    assert RNN(D, N).frozen()(torch.zeros(5, 0, dtype=torch.int64))[0].shape == (5, 0, N)
+
+
+def test_a_rotation_loads() -> None:
+    frozen, other = (RotationRNN(D, N).frozen() for _ in range(2))
+    x, h = torch.randn(2, D), torch.randn(1, 2, N)
+    before = frozen.step(x, h)[0]
+    frozen.load_state_dict(other.state_dict())
+    close(frozen.step(x, h), other.step(x, h))
+    assert not torch.equal(before, frozen.step(x, h)[0])
+    close(frozen.float().step(x, h), other.step(x, h))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
 def test_kept_arguments_follow_the_buffers(kind: str) -> None:
     """step and forward have the same bits after the values, the memory or the dtype of a buffer changed."""
-    frozen = made(kind).frozen()
+    frozen = made(kind, leak=0.4, learned_leak=True, nonlinearity="leaky_relu").frozen()
     x, h = torch.randn(2, D), torch.randn(1, 2, N)
 
     def same(x: Tensor, h: Tensor) -> None:
@@ -156,6 +178,10 @@ def test_kept_arguments_follow_the_buffers(kind: str) -> None:
         same(x, h)
         buffer.data = buffer.data + 0.1
         same(x.T.contiguous().T, h)
+    frozen.negative_slope = 0.7
+    same(x, h)
+    frozen.load_state_dict({name: tensor + 0.1 for name, tensor in frozen.state_dict().items()})
+    same(x, h)
     frozen.double()
     same(x.double(), h.double())
     with pytest.raises(InputError, match="hx is"):

@@ -124,6 +124,17 @@ def test_compile(kind: str, lengths: Tensor | None) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of few rows, other sums: measured 4e-6
 
 
+def test_forwards_outside_of_a_compiled_module() -> None:
+    """They count, and a graph must not depend on the count."""
+    graphs: list[Any] = []
+    module, x = FactorizedRNN(3, 8), torch.randn(5, 2, 3)
+    compiled = torch.compile(module, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])
+    for _ in range(4):
+        compiled(x)
+        module(x)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])
 def test_compile_of_a_loss(nonlinearity: str) -> None:
     """In one graph, step by step: the modal form has none."""

@@ -174,6 +174,26 @@ def test_vmap_over_margins(margins: tuple[float | None, ...]) -> None:
     torch.testing.assert_close(results, torch.stack([model(x)[0] for model in models]))
 
 
+@pytest.mark.parametrize("model", [nn.RotationRNN(3, 8, horizon=6), nn.FactorizedRNN(3, 8)])
+def test_a_margin_that_is_set_later(model: Any) -> None:
+    """torch.func reads it from a buffer."""
+    torch.nn.init.normal_(model.radius_l0 if isinstance(model, nn.RotationRNN) else model.spectrum_l0)
+    x = torch.randn(6, 2, 3)
+    for margin in (0.5, None, 0.2):
+        model.margin = margin
+        parameters = dict(model.named_parameters())
+        gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,))[0].sum())(parameters)
+        expected = torch.autograd.grad(model(x)[0].sum(), list(parameters.values()))
+        torch.testing.assert_close(tuple(gradients.values()), expected)
+
+
+def test_radii_of_another_margin_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match="radius_l0 belongs to margin=None, and would give other radii with margin=0.1"
+    ):
+        nn.RotationRNN(3, 8, margin=0.1, horizon=5).load_state_dict(nn.RotationRNN(3, 8).state_dict())
+
+
 def test_a_radius_that_rounds_to_one_has_finite_gradients() -> None:
     rnn = nn.RotationRNN(3, 8)
     torch.nn.init.constant_(rnn.radius_l0, -60.0)

@@ -326,7 +326,11 @@ class Layers(nn.Module):
     def _run_empty(self, data: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_run` of no sequences: empty results, whose gradients are zeros, as torch's are."""
         ways = 2 if self.bidirectional else 1
-        read = [t for t in (data, hx, *self.parameters()) if t is not None and t.is_floating_point()]
+        read = [
+            t
+            for t in (data, hx, self._tensor("weight_ih_l0"), *self.parameters())
+            if t is not None and t.is_floating_point()
+        ]
         nothing = torch.stack([t.flatten()[:0].sum() for t in read]).sum()  # 0, with a gradient of zeros for all
         output = nothing.expand(len(data), 0, ways * self.hidden_size)
         return output, nothing.expand(self.num_layers * ways, 0, self._state_size())

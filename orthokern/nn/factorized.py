@@ -67,6 +67,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
     """
 
     _roles: ClassVar = {"u": "geodesic", "v": "geodesic", "spectrum": "spectrum"}
+    _bounded: ClassVar = ("spectrum", "singular values")
     _forwards = 0  # in training, see `_watch_bases`; -1 after the warning
 
     def __init__(
@@ -182,22 +183,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
             u, _, vh = robust_svd(m.double())
             m.copy_(u @ vh)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Notes what a spectrum parameter means in the metadata of the state_dict, where torch has the version."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if isinstance(metadata, dict):
-            metadata["spectrum"] = self._meaning()
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        local_metadata, *_, errors = args
-        saved = local_metadata.get("spectrum")
-        if saved is not None and saved != self._meaning():
-            errors.append(
-                f"{prefix}spectrum_l0 belongs to {saved}, and would give other singular values with {self._meaning()}; "
-                "accepted: a module of the same margin and map, or dict(state_dict) to load the numbers as they are"
-            )
         for name, _ in self._bases():
             warn_unless_orthonormal(
                 f"{prefix}{name} is not",
@@ -206,8 +193,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
             )
 
     def _meaning(self) -> str:
-        """How singular values follow from the spectrum parameter."""
-        return f"margin={self.margin}" + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
+        return super()._meaning() + ("" if not self.margin else f", spectrum_map={self.spectrum_map!r}")
 
     def _spectrum(self, suffix: str) -> Tensor:
         p, m = self._tensor(f"spectrum_{suffix}"), self._stacked_margin()
@@ -229,6 +215,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
         They are measured at the 1st, 2nd, 4th, 8th, ... forward, so that the cost does not depend on the length of the
         training. On a GPU they are not measured: the host would wait for the device.
         """
+        if torch.compiler.is_compiling():  # a graph would depend on the count
+            return
         if self._forwards < 0 or not (self.training and torch.is_grad_enabled() and self._tensor("u_l0").is_cpu):
             return
         if not no_dispatch_modes():

@@ -39,7 +39,7 @@ class _Frozen(Layers):
             if name not in vars(self) and not isinstance(value, Tensor):
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
-        # by batch size, dtype and addresses of the buffers; a change of a buffer's values needs no new call
+        # by batch size, dtype, numbers and addresses of the buffers; a change of a buffer's values needs no new call
         self._calls: dict[tuple[Any, ...], list[Call]] = {}
         self._sizes = {name: tensor.shape for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -85,6 +85,10 @@ class _Frozen(Layers):
             accepted = "[B, D], or [D] for one sequence" if most == 2 else "token ids [B], or [] for one sequence"
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
         batched = x.dim() == most
+        if resets is None and reset_state is not None:
+            raise InputError("reset_state is given without resets; accepted: with resets only")
+        if resets is not None and not isinstance(resets, Tensor):
+            raise InputError(f"resets must be a Tensor or None, got {type(resets).__name__}")
         if resets is not None and reset_state is None:
             reset_state = self._first_state(x.shape[0]) if batched else self._first_state(1).squeeze(1)
         if batched and (result := self._prepared_step(x, h, resets, reset_state)) is not None:
@@ -110,7 +114,8 @@ class _Frozen(Layers):
         if weight is None or _taps.SINKS or not no_dispatch_modes():
             return None
         B, dtype = x.shape[0], weight.dtype
-        key = (B, dtype, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))
+        numbers = (vars(self).get(name) for name in ("leak", "negative_slope"))
+        key = (B, dtype, *numbers, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None
@@ -228,7 +233,8 @@ class FrozenRNN(_Frozen, Recurrent):
         run = prepared_step(self._example(suffix, B))
 
         def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
-            run({"x": x, "h0": h, "hs": result, "resets": resets, "reset_state": state})
+            own = {"leak": self._leak(suffix)} if self.learned_leak else {}  # a function of a buffer
+            run({"x": x, "h0": h, "hs": result, "resets": resets, "reset_state": state, **own})
             return result
 
         return call
@@ -281,9 +287,8 @@ class FrozenRotationRNN(_Frozen, RotationRNN):
         return self._tensor(f"weight_ih_{suffix}"), bias, *self._lambda(suffix)
 
     def _prepared(self, suffix: str, B: int) -> Call:
-        weight, bias, re, im = self._factors(suffix)
-
         def call(x: Tensor, h: Tensor, result: Tensor, resets: Tensor | None, state: Tensor | None) -> Tensor:
+            weight, bias, re, im = self._factors(suffix)
             if resets is not None and state is not None:
                 h = torch.where(resets.unsqueeze(1), state, h)
             return torch.add(turn(h.double(), re, im), self._weighted(x, weight, bias), out=result)

@@ -66,6 +66,7 @@ class RotationRNN(ModelMargin, Layers):
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
+    _bounded: ClassVar = ("radius", "radii")
     _roles: ClassVar = {"radius": "rotation", "angle": "rotation"}
 
     def __init__(
