@@ -66,6 +66,14 @@ def test_gradients_of_linear(with_bias: bool) -> None:
         close(found.detach(), want.detach())
 
 
+def test_batched_gradients_of_linear() -> None:
+    x, weight = torch.randn(3, 17), torch.randn(5, 17, requires_grad=True)
+    y, cotangents = linear(x, weight), torch.randn(4, 3, 5)
+    (gradients,) = torch.autograd.grad(y, weight, cotangents, is_grads_batched=True)
+    close(gradients, cotangents.mT.double() @ x.double())
+    close(linear(x[0], weight).detach(), y[0].detach())
+
+
 def test_products_are_ieee() -> None:
     """oneDNN rounds factors to bfloat16 on some CPUs if the process allows it."""
     x, w = torch.randn(40, 300, requires_grad=True), torch.randn(50, 300, requires_grad=True)

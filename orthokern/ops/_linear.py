@@ -10,6 +10,7 @@ from torch import Tensor
 from orthokern import _products
 from orthokern._autocast import keeps_dtype
 from orthokern.ops import _route
+from orthokern.ops._engine import one_cotangent_at_a_time
 
 
 @keeps_dtype
@@ -23,8 +24,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.by_reference(None)
     if traced or not (_products.onednn_serves(x, weight.shape[0]) or _may_round(x)):
         return torch.nn.functional.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias)
-    return result
+    result: Tensor = _Linear.apply(torch.atleast_2d(x), weight, bias)
+    return result if x.dim() > 1 else result.squeeze(0)
 
 
 def _may_round(x: Tensor) -> bool:
@@ -40,6 +41,7 @@ class _Linear(torch.autograd.Function):
         return _products.linear(x, weight, bias)
 
     @staticmethod
+    @one_cotangent_at_a_time
     @_products.ieee_products()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
