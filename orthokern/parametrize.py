@@ -13,6 +13,7 @@ finite or too large, and of Householder and FactorizedSpectrum where a reflectio
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -292,7 +293,7 @@ class SchurForm(_Based):
 
         >>> from torch.nn.utils.parametrize import register_parametrization
         >>> layer = torch.nn.Linear(8, 8)
-        >>> _ = torch.nn.init.orthogonal_(layer.weight)
+        >>> _ = torch.nn.init.eye_(layer.weight)
         >>> register_parametrization(layer, "weight", SchurForm(layer.weight)).weight.shape
         torch.Size([8, 8])
     """
@@ -317,6 +318,14 @@ class SchurForm(_Based):
         real = (diagonal[:end:2] + diagonal[1:end:2]) / 2
         imaginary = (form.diagonal(-1)[:end:2] - form.diagonal(1)[:end:2]) / 2
         gamma, theta = torch.cat([torch.hypot(real, imaginary), diagonal[end:]]), torch.atan2(imaginary, real)
+        if (gamma[: n // 2] < DEFECTIVE * w.norm()).any() and float(
+            torch.linalg.svdvals(w).min()
+        ) > DEFECTIVE * w.norm():
+            warnings.warn(
+                "SchurForm: two real eigenvalues of opposite sign became a pair of modulus 0, which makes the weight "
+                "singular; accepted without loss: real eigenvalues in pairs of one sign",
+                stacklevel=2,
+            )
         self.base.copy_(p)
         dtype, triangle = weight.dtype, form * triangular_mask(n, w.device)
         return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), triangle.to(dtype)

@@ -133,6 +133,12 @@ def test_schur_form(n: int) -> None:
     assert torch.allclose(linear.weight, rotation, rtol=0, atol=1e-9)
 
 
+def test_schur_form_warns_of_a_singular_weight() -> None:
+    weight = torch.diag(torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=F64))
+    with pytest.warns(UserWarning, match="two real eigenvalues of opposite sign .* makes the weight singular"):
+        SchurForm(weight).right_inverse(weight)
+
+
 @pytest.mark.parametrize("kind", [*ORTHOGONAL, FactorizedSpectrum, SchurForm])
 def test_gradcheck(kind: Callable[[Tensor], nn.Module]) -> None:
     linear = layer(4, 4, kind)
