@@ -154,13 +154,15 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
 
 
 def test_episodes_need_a_module_that_takes_resets() -> None:
-    value, is_init = torch.randn(2, 4, 3), torch.zeros(2, 4, 1, dtype=torch.bool)
     for wrong in (nn.Linear(3, 5), 3):
         with pytest.raises(InputError, match="^rnn is a .* without num_layers; accepted: as orthokern.nn.RNN"):
             EpisodeRNN(wrong)  # type: ignore[arg-type]
     for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5)):
-        with pytest.raises(TypeError, match="forward.* unexpected keyword argument 'resets'"):
-            EpisodeRNN(wrong)(value, None, is_init)
+        with pytest.raises(
+            InputError, match="^rnn is .*, whose forward takes no resets; accepted: as orthokern.nn.RNN"
+        ):
+            EpisodeRNN(wrong)
     for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):
         assert EpisodeRNN(right)  # type: ignore[arg-type]
+    value, is_init = torch.randn(2, 4, 3), torch.zeros(2, 4, 1, dtype=torch.bool)
     assert EpisodeRNN(RNN(3, 5).frozen())(value, None, is_init)[0].shape == (2, 4, 5)

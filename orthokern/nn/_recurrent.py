@@ -308,7 +308,7 @@ class Recurrent(Layers):
             raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
         target = self._transposed(target, batched)
         hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
-        layout = Dense(data.shape[1], lengths)
+        layout = Dense(data.shape[1], self._checked_lengths(lengths, data, batched))
         if self.num_layers > 1:
             if ids and data.dtype not in (torch.int64, torch.int32):
                 data = data.to(torch.int64)

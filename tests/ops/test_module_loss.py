@@ -77,6 +77,7 @@ def test_a_module_refuses() -> None:
         "readout is": lambda: rnn.loss(x, nn.Linear(7, 4), target),
         "readout is Tanh": lambda: rnn.loss(x, nn.Tanh(), target),
         "one direction": lambda: both.loss(x, readout, target),
+        "^lengths ": lambda: FactorizedRNN(3, 8, 2).loss(x, readout, target, lengths=[9, 5]),
         "activation is 'tanh'": lambda: rnn.loss(x, readout, target, algorithm="modal"),
         "input of loss is a PackedSequence; accepted: a Tensor": lambda: rnn.loss(packed, readout, target[:, :1]),
     }
