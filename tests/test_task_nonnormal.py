@@ -123,6 +123,20 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
     assert evaluations[7]["bpc"] == pytest.approx(evaluations[7]["loss"] / math.log(2))
 
 
+def test_accumulated_pieces_count_by_their_targets(ptb: Path) -> None:
+    """The last piece of an epoch is shorter than the one before."""
+    options = ["--data", str(ptb), "--batch", "5", "--hidden", "8", "--model", "lstm"]
+    length = len(build("char_lm", [*options, "--bptt", "7"]).parts["train"]) - 2
+    sums = []
+    for bptt, count in ((length, 2), (10_000, 1)):
+        task = build("char_lm", [*options, "--bptt", str(bptt)])
+        assert task.pieces == count
+        parts = [task.loss(batch) for batch in task.next_batches(count)]
+        sums.append([sum(loss.item() for loss, _ in parts), sum(numbers["accuracy"].item() for _, numbers in parts)])
+        assert task.position == 0
+    assert [total / 2 for total in sums[0]] == pytest.approx(sums[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("model", ["nnrnn", "lstm", "gru"])
 def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> None:
     """Bit for bit, the carried state too: the part ends in the middle of an epoch."""

@@ -277,16 +277,26 @@ class CharStream(CharTask):
         piece = tokens[index * length : (index + 1) * length + 1].long()
         return piece[:-1], piece[1:]
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        if self.position == 0:
-            self.carried = None
-        inputs, targets = self._piece(self.parts["train"], self.position)
-        self.position = (self.position + 1) % self.pieces
-        self.steps = len(inputs)
-        return inputs, targets
+    def next_batch(self) -> tuple[Tensor, Tensor, float]:
+        """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
+        return next(self.next_batches(1))
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers, self.carried = self.model(*batch, self.carried)
+    def next_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """As those of `CharLm`; the last segment of the text is shorter."""
+        order = [(self.position + step) % self.pieces for step in range(count)]
+        drawn = [self._piece(self.parts["train"], index) for index in order]
+        steps = sum(len(targets) for _, targets in drawn)
+        for index, (inputs, targets) in zip(order, drawn, strict=True):
+            if index == 0:
+                self.carried = None
+            self.position = (index + 1) % self.pieces
+            self.steps = len(inputs)
+            yield inputs, targets, len(targets) * count / steps
+
+    def loss(self, batch: tuple[Tensor, Tensor, float]) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, targets, weight = batch
+        loss, numbers, self.carried = self.model(inputs, targets, self.carried)
+        loss, numbers = weight * loss, {"accuracy": weight * numbers["accuracy"]}
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
