@@ -15,6 +15,7 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run, settings_of
 
+from orthokern.nn import RotationRNN
 from orthokern.tasks import adding, char_lm, epochs, network, optimization
 from orthokern.training.distributed import Shard
 
@@ -113,6 +114,12 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
     # a cosine ends where the iterations do, so parts of other lengths have other rates
     options = [*small[task], "--schedule", "constant", *(["--goal", "0"] if task == "adding" else [])]
     assert_resumes(task, options, tmp_path, 7, 12, 30)
+
+
+def test_rotation_in_a_task() -> None:
+    """The nonlinearity is that of the task, and has no effect."""
+    task = build("adding", "--T 10 --hidden 8 --model rotation --nonlinearity prelu".split())
+    assert isinstance(task.rnn, RotationRNN)
 
 
 @pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])

@@ -183,10 +183,10 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         if settings.model == "factorized":
             options |= {"margin": settings.margin, "rank": settings.rank, "apply": settings.apply}
         rnn = module(inputs, hidden, **options)
-    learned = ACTIVATIONS[settings.nonlinearity].learned
-    if settings.nonlinearity in SLOPED and learned is not None and settings.model not in GATED:
-        with torch.no_grad():
-            rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
+        learned = ACTIVATIONS[settings.nonlinearity].learned
+        if settings.nonlinearity in SLOPED and learned is not None:
+            with torch.no_grad():
+                rnn.get_parameter(f"{learned.stem}_l0").fill_(settings.slope)
     placed: nn.Module = rnn.to(settings.device)
     return placed
 
