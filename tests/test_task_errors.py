@@ -26,6 +26,9 @@ copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
 adding | --T 5 --model rotation --hidden 15 | --hidden 15: --model rotation works on pairs, give an even number
+adding | --T 5 --model rotation --gain 2 | --gain 2.0: not for --model rotation
+adding | --T 5 --model rotation --message-clip 1 | --message-clip 1.0: not for --model rotation
+adding | --T 5 --model rotation --precision bf16 | --precision bf16: not for --model rotation
 copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'

@@ -118,8 +118,11 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
 
 def test_rotation_in_a_task() -> None:
     """The nonlinearity is that of the task, and has no effect."""
-    task = build("adding", "--T 10 --hidden 8 --model rotation --nonlinearity prelu".split())
-    assert isinstance(task.rnn, RotationRNN)
+    options = "--T 10 --hidden 8 --model rotation --margin 0.2 --nonlinearity prelu".split()
+    for given, angle in ([], math.pi), (["--max-angle", "0.1"], 0.1):
+        task = build("adding", [*options, *given])
+        assert isinstance(task.rnn, RotationRNN) and task.rnn.max_angle == angle
+        assert task.title() == "adding, T 10, model rotation, hidden 8, margin 0.2"
 
 
 @pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])

@@ -44,7 +44,7 @@ class Experiment(Task):
 
     def title(self) -> str:
         values = {name: getattr(self.settings, name) for name in self.TITLE}
-        if values.get("model", "factorized") != "factorized":
+        if values.get("model", "factorized") not in ("factorized", "rotation"):
             values.pop("margin", None)
         shown = [
             f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()

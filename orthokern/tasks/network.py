@@ -49,7 +49,9 @@ MODELS = {
         exponential=True,
     ),
     "rotation": Model(
-        RotationRNN, "linear, W of scaled rotations of pairs of units; without --nonlinearity", ops=("rotation_scan",)
+        RotationRNN,
+        "linear, W of scaled rotations of pairs of units; without --nonlinearity and --init",
+        ops=("rotation_scan",),
     ),
 }
 LSTMS = tuple(name for name, model in MODELS.items() if model.gates == 4)
@@ -71,6 +73,8 @@ _FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
     "modulus_penalty": ("nnrnn",),
     "triangle_decay": ("nnrnn",),
 }
+# values that stand for no effect, of settings that fail in a rotation
+_NOT_FOR_ROTATION: dict[str, Any] = {"gain": 1.0, "message_clip": None, "precision": "ieee"}
 
 
 @dataclass(kw_only=True)
@@ -104,8 +108,8 @@ class NetworkOptions(RunOptions):
     )
     max_angle: float | None = option(
         None,
-        f"with --init {ROTATIONS}: largest angle, in radians per step, by which the initial matrix rotates; none: that "
-        "of --init",
+        f"with --init {ROTATIONS}, and in rotation: largest angle, in radians per step, by which the initial matrix "
+        "rotates; none: that of --init, in rotation pi",
         above=0.0,
         high=math.pi,
     )
@@ -154,6 +158,9 @@ class NetworkOptions(RunOptions):
             if value and self.model not in models:
                 option_name = name.replace("_", "-")
                 raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {self.model}")
+        for name, usual in _NOT_FOR_ROTATION.items():
+            if self.model == "rotation" and getattr(self, name) != usual:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: not for --model rotation")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:
@@ -171,6 +178,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         # a horizon of 1: inputs are not scaled, as in a FactorizedRNN, whose start the tasks choose
         options = {"margin": settings.margin, "horizon": None if settings.margin is None else 1}
         options |= {"learned_h0": settings.learned_h0, "backend": settings.backend}
+        options["max_angle"] = math.pi if settings.max_angle is None else settings.max_angle
         rnn = module(inputs, hidden, bias=bias, **options)
     else:
         names = ("nonlinearity", "init", "learned_h0", "gain", "backend", "precision")
