@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_optim import basis, error
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from orthokern import InputError
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy, NonNormalRNN
@@ -193,6 +193,21 @@ def test_one_number_does_not_become_the_rate_of_the_bases(make: Any) -> None:
     alike = optimizer_for(RNN(3, 5), lr=1e-3)
     make(alike, 1e-3)
     alike.step()
+
+
+def test_equal_rates_are_not_those_of_a_scheduler() -> None:
+    """Set by hand before a scheduler of factors, or loaded, also with the scheduler of one number."""
+    for make in (StepLR, one_cycle):
+        one, two = (optimizer_for(FactorizedRNN(3, 4, margin=0.5), lr=lr, geodesic_lr=1e-3) for lr in (1e-3, 2e-3))
+        make(one, 1)
+        one.step()
+        two.load_state_dict(one.state_dict())
+        two.step()
+    three = optimizer_for(FactorizedRNN(3, 4))
+    for group in three.param_groups:
+        group["lr"] = 1e-3
+    StepLR(three, 1)
+    three.step()
 
 
 def test_combined_behaves_as_an_optimizer() -> None:

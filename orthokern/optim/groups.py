@@ -89,8 +89,8 @@ class CombinedOptimizer(Optimizer):
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
     A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
     part, which has none. These schedulers replace the rates of all groups: pass one rate per group,
-    `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups with different rates,
-    `step` raises InputError.
+    `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups that began with
+    different rates, `step` raises InputError. Not after CyclicLR with `cycle_momentum=False`, which leaves no trace.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -107,7 +107,7 @@ class CombinedOptimizer(Optimizer):
         [0.1, 0.01]
     """
 
-    _one_rate = True  # whether all groups began with the same rate
+    _one_rate = True  # whether all groups began with the same rate, or had it in the state_dict loaded last
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
         require(isinstance(parts, Mapping) and parts, "parts", "a dict of at least one optimizer", shown(parts))
@@ -125,7 +125,7 @@ class CombinedOptimizer(Optimizer):
         momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
         super().__init__(self.param_groups, momenta)
         self._add_momenta()
-        self._one_rate = len({group["lr"] for group in self.param_groups}) == 1
+        self._one_rate = self._alike()
         self._complete = True
 
     @property
@@ -177,12 +177,15 @@ class CombinedOptimizer(Optimizer):
             part.step()
         return loss
 
+    def _alike(self) -> bool:
+        """Whether all groups have the same rate, before the factors of schedulers."""
+        return len({group.get("initial_lr", group.get("lr")) for group in self.param_groups}) == 1
+
     def _check_schedule(self) -> None:
         """InputError if a scheduler has given one rate to groups that had different ones."""
-        if self._one_rate:
-            return
-        starts = {group.get("initial_lr") for group in self.param_groups}
-        if len(starts) == 1 and None not in starts:
+        # only OneCycleLR and CyclicLR replace rates; they leave these entries in the groups
+        replaced = any("max_lr" in group or "base_momentum" in group for group in self.param_groups)
+        if replaced and not self._one_rate and self._alike():
             raise InputError(
                 "a scheduler gives all groups the rate of one number, the bases too; accepted: one rate per group, "
                 'as max_lr=[group["lr"] for group in optimizer.param_groups]; no parameter was changed'
@@ -214,6 +217,7 @@ class CombinedOptimizer(Optimizer):
             part_state: defaultdict[Tensor, Any] = defaultdict(dict)
             part_state.update({p: value for p, value in loaded.items() if p in held})
             part.__setstate__({"state": part_state, "param_groups": own})
+        self._one_rate = self._alike()
 
 
 def optimizer_for(
