@@ -63,6 +63,16 @@ def test_clipping_is_joint_over_the_group() -> None:
         torch.testing.assert_close(p.detach(), functional.cayley(m, p.grad, 0.1))
 
 
+def test_the_norm_of_a_group_without_gradients_is_zero() -> None:
+    first, second = basis(4, 4), basis(4, 4)
+    optimizer = GeodesicSGD([{"params": [first]}, {"params": [second]}], 0.01)
+    for grads, norm in ((None, torch.ones(4, 4)), 4.0), ((torch.ones(4, 4), None), 4.0), ((None, None), 0.0):
+        first.grad, second.grad = (None if g is None else g.double() for g in grads)
+        optimizer.step()
+        assert optimizer.last_grad_norm == pytest.approx(norm)
+    assert [group["steps"] for group in optimizer.param_groups] == [1, 1]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_gradients_change_nothing(value: float) -> None:
     first, second = basis(5, 5), basis(6, 2)

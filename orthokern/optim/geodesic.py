@@ -90,10 +90,10 @@ class GeodesicSGD(Optimizer):
             for float64.
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda".
 
-    Each group also has `steps` (the number of steps so far), `last_grad_norm` (the joint norm before clipping, nan
-    before the first step; on a GPU a float64 tensor [], and float() of it waits) and `last_drift` (at the last
-    measurement, before correction; nan before the first). They are in the state_dict, as numbers, so that a resumed run
-    measures at the same steps.
+    Each group also has `steps` (the number of steps so far), `last_grad_norm` (the joint norm before clipping, 0
+    without gradients, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and
+    `last_drift` (at the last measurement, before correction; nan before the first). They are in the state_dict, as
+    numbers, so that a resumed run measures at the same steps.
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
@@ -168,8 +168,8 @@ class GeodesicSGD(Optimizer):
         with _autocast.off(), ieee_products():
             work = [_Work(group) for group in self.param_groups]  # raises before the first parameter changes
             for group, todo in zip(self.param_groups, work, strict=True):
+                group["last_grad_norm"] = todo.norm  # 0 for a group without gradients
                 if todo.batches:
-                    group["last_grad_norm"] = todo.norm
                     group["steps"] += 1
                     self._step_group(group, todo)
         return loss
