@@ -244,8 +244,9 @@ def test_foreign_checkpoint(whole: Path, kind: str) -> None:
     assert not trace.exists()
 
 
-def test_metrics_that_end_too_early(whole: Path) -> None:
-    (whole / "metrics.jsonl").write_bytes(b"")
+@pytest.mark.parametrize("content", [b"", b'{"iteration": null}\n', b'{"iteration": "a"}\n'])
+def test_metrics_that_end_too_early(content: bytes, whole: Path) -> None:
+    (whole / "metrics.jsonl").write_bytes(content)
     with pytest.raises(CheckpointError, match="ends at iteration 0, but its checkpoint is of iteration 20"):
         go(whole, Probe(), resume=True)
 

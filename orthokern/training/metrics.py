@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from orthokern._files import json_lines, naming
+from orthokern._files import count, json_lines, naming
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError
 
@@ -45,9 +45,10 @@ class MetricsLog:
         ends like that of an uninterrupted run."""
         size = last = 0
         for line, record in json_lines(self.path):
-            if record is None or not line.endswith(b"\n") or record.get("iteration", keep + 1) > keep:
+            iteration = None if record is None else count(record.get("iteration"))
+            if iteration is None or not line.endswith(b"\n") or iteration > keep:
                 break
-            size, last = size + len(line), record["iteration"]
+            size, last = size + len(line), iteration
         if last < keep:
             raise CheckpointError(f"{self.path} ends at iteration {last}, but its checkpoint is of iteration {keep}")
         self._file.truncate(size)
