@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
@@ -30,7 +29,7 @@ from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, complete, defaults, option
+from orthokern.training.options import Options, add_options, check_stored, complete, defaults, option
 from orthokern.training.rundir import RunFolder
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -256,12 +255,11 @@ class TaskCommand(Generic[Chosen]):
             for name, value in REMOVED.items():
                 if name not in self.defaults and stored.get(name, value) != value:
                     raise CheckpointError(f"{run.path} was started by an earlier version with {_dashed(name)}")
-        try:
-            settings = self.complete(resolve(given, self.defaults, self.presets, stored))
-        except (TypeError, KeyError, AttributeError) as error:
-            if run is None:
-                raise
-            raise CheckpointError(f"{run.path / 'config.json'} does not fit this task: {error}") from None
+            try:
+                check_stored(self.options, stored)
+            except InputError as error:
+                raise CheckpointError(f"{run.path / 'config.json'}: {error}") from None
+        settings = self.complete(resolve(given, self.defaults, self.presets, stored))
         if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
             raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
         settings.processes = shard.world
@@ -269,10 +267,6 @@ class TaskCommand(Generic[Chosen]):
 
     def _task(self, given: Settings, settings: Chosen) -> Task:
         """Prepares the process, and builds the task."""
-        try:
-            device(settings.device)
-        except argparse.ArgumentTypeError as error:  # the device of another machine
-            raise InputError(f"--device: {error}") from None
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         settings.threads = torch.get_num_threads()

@@ -15,12 +15,14 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
+from orthokern.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,26 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
     chosen = options(**{name: value for name, value in settings.items() if name in known})
     chosen.complete()
     return chosen
+
+
+def check_stored(options: type[Options], stored: Mapping[str, Any]) -> None:
+    """InputError, which names the setting, unless every value in config.json is one that the parser returns."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    for name, (_, declared) in declarations(options).items():
+        if name not in stored:  # an option of a later version
+            continue
+        value, default, annotation = stored[name], fields[name].default, str(fields[name].type)
+        if annotation == "bool":
+            fits = isinstance(value, bool)
+        elif value is None:  # a run with --iterations has no epochs; `iterations` is recorded in any run
+            fits = name == "epochs" or (name != "iterations" and (default is None or "None" in annotation))
+        else:
+            try:
+                fits = declared.argument(name, annotation)[0](str(value)) == value
+            except argparse.ArgumentTypeError as error:
+                raise InputError(f"{name}: {error}") from None
+        if not fits:
+            raise InputError(f"{name}: {value!r} is not a value of this setting")
 
 
 def add_options(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import read_object, write_atomically
+from orthokern._files import count, read_object, write_atomically
 from orthokern._version import __version__
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
@@ -103,7 +103,7 @@ class RunFolder:
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
-        every = config["settings"].get("checkpoint_every", 1)
+        every = count(config["settings"].get("checkpoint_every"), 1) or 1
         done = max((record["iteration"] for record in read_metrics(run.metrics)), default=0)
         if not run.checkpoint.exists() and (done > every or run.result.exists()):
             raise CheckpointError(
