@@ -130,9 +130,13 @@ def test_damaged_npz_files(tmp_path: Path, parts: dict[str, list[np.ndarray]]) -
     for changes, text in (
         ({"train_bits": np.zeros((4, 11), np.float32)}, "train_bits uint8 [steps, 11] and train_lengths: Expected an"),
         ({"valid_bits": np.zeros((4, 12), np.uint8), "valid_lengths": [4]}, "[steps, 88] with at least two steps"),
-        ({"test_lengths": np.asarray([1, len(arrays["test_bits"]) - 1])}, "with at least two steps, got uint8 [1, 88]"),
-        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers that add up to the"),
-        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "train_lengths must be integers that add up"),
+        (
+            {"test_lengths": np.asarray([1, len(arrays["test_bits"]) - 1])},
+            "test_lengths must be integers of at least 2",
+        ),
+        ({"test_lengths": np.asarray([-2, len(arrays["test_bits"]) + 2])}, "test_lengths must be integers of at least"),
+        ({"test_lengths": np.asarray([], np.int64)}, "test_lengths must be integers of at least 2 that add up to the"),
+        ({"train_lengths": np.asarray([2**63, 2**63 + 8], np.uint64)}, "2 that add up to the"),
         ({"train_bits": np.asarray([{"an": "object"}], dtype=object)}, "damaged or not a .npz file"),  # a pickle
     ):
         np.savez(path, **{**arrays, **changes})

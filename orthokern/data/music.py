@@ -217,8 +217,10 @@ def _read_npz(path: Path, content: bytes, split: str) -> list[Any]:
     except Exception as error:  # those of numpy, zipfile and zlib share no base class
         accepted = f"a .npz file with {split}_bits uint8 [steps, {NOTES // 8}] and {split}_lengths"
         raise InputError(f"{path} is damaged or not {accepted}: {error}") from None
-    if lengths.dtype.kind not in "iu" or lengths.ndim != 1 or not lengths.size or sum(lengths.tolist()) != len(notes):
-        raise InputError(f"{path}: {split}_lengths must be integers that add up to the {len(notes)} steps of the bits")
+    fits = lengths.dtype.kind in "iu" and lengths.ndim == 1 and lengths.size > 0 and lengths.min() >= 2
+    if not fits or sum(lengths.tolist()) != len(notes):
+        accepted = f"integers of at least 2 that add up to the {len(notes)} steps of the bits"
+        raise InputError(f"{path}: {split}_lengths must be {accepted}")
     return np.split(notes, np.cumsum(lengths)[:-1])
 
 
