@@ -37,8 +37,10 @@ def test_a_run_that_diverges_has_its_records(tmp_path: Path) -> None:
 
 
 def test_none_is_a_value(tmp_path: Path) -> None:
-    result = tasks.run("copy", tmp_path, **{**SETTINGS, "margin": None})
-    assert result.settings["margin"] is None
+    """Also where it stands for the default and has no word on the command line."""
+    more = {"margin": None, "preset": None, "backend": None, "geodesic_lr": None}
+    result = tasks.run("copy", tmp_path, **{**SETTINGS, **more})
+    assert result.settings["margin"] is None and result.settings["backend"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,13 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         raise unknown_name("task", task, names())
     command = importlib.import_module(f"{__name__}.{task}").COMMAND
     usual = {**defaults(command.options), "preset": None}
+    types = {**{field.name: str(field.type) for field in fields(command.options)}, "preset": "str"}
     words = [f"--out={Path(out)}"]
     for name, value in settings.items():
         if name not in usual:
             raise unknown_name(f"setting of task {task}", name, usual)
+        if value is None and usual[name] is None and "None" not in types[name]:
+            continue  # the default, for which the command line has no word
         if isinstance(value, bool) != isinstance(usual[name], bool):
             accepted = "True or False" if isinstance(usual[name], bool) else "a value"
             raise InputError(f"{name} must be {accepted}, got {value!r}")
