@@ -8,6 +8,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_optim import basis as float64_basis
@@ -87,6 +88,14 @@ def test_a_learning_rate_out_of_range_changes_nothing(rate: Any) -> None:
             assert all(torch.equal(torch.as_tensor(found[key][n]), torch.as_tensor(v)) for n, v in values.items())
         group["lr"] = good
     optimizer.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_accepted() -> None:
+    GeodesicSGD([basis(3, 3)], lr=np.float32(1e-3), max_grad_norm=np.float16(1.0))
+    for value in (np.float32(math.inf), np.float32(math.nan), 10**400):
+        with pytest.raises(InputError, match="lr must be a finite number of at least 0"):
+            GeodesicSGD([basis(3, 3)], lr=value)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -17,7 +17,9 @@ from orthokern.ops._checks import whole
 def check_range(name: str, value: Any, low: float = 0.0, *, above: bool = False) -> None:
     """InputError unless a number, or a tensor with one, is finite and at least low (or above it)."""
     is_scalar = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
-    fits = is_scalar and (value > low if above else value >= low) and value <= sys.float_info.max
+    # as a Python number: numpy would cast the largest float64 to the float32 of a value
+    plain = value.item() if is_scalar and hasattr(value, "item") else value
+    fits = is_scalar and (plain > low if above else plain >= low) and plain <= sys.float_info.max
     require(fits, name, f"a finite number {'above' if above else 'of at least'} {low:g}", shown(value))
 
 
