@@ -286,12 +286,18 @@ class _Work:
             _refuse(group)
 
     def shrink(self, group: dict[str, Any]) -> float | Tensor:
-        """The factor of clipping to max_grad_norm: a number, or a tensor [] if the norm is one."""
+        """The factor of clipping to max_grad_norm: a number, or a tensor [] if the norm is one. Gradients whose
+        products may overflow are clipped here, and the factor is 1."""
         if group["max_grad_norm"] is None:
             return 1.0
         if isinstance(self.norm, Tensor):
             return (group["max_grad_norm"] / self.norm).clamp(max=1.0)
-        return group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
+        factor: float = group["max_grad_norm"] / self.norm if self.norm > group["max_grad_norm"] else 1.0
+        if factor > 2.0**-64:
+            return factor
+        root = factor**0.5  # the factor itself may be denormal in float32
+        self.batches = [(bases, g * root * root) for bases, g in self.batches]
+        return 1.0
 
 
 def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
