@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from orthokern import dispatch
-from orthokern.conversion import Conversion, Report, convert
+from orthokern.conversion import Conversion, Report, convert, copied
 from orthokern.errors import InputError, require
 
 __all__ = ["Comparison", "Errors", "Times", "compare"]
@@ -153,15 +153,25 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     kind = type(module).__name__
     if any(t.is_meta for t in (*module.parameters(), *module.buffers(), *_tensors(inputs))):
         raise InputError(f"{kind} or an input is on the device meta; accepted: tensors with values")
-    theirs = copy.deepcopy(module)
+    require(type(seed) is int and 0 <= seed < 2**63 - 1, "seed", "an integer, 0 or more", repr(seed))
+    theirs = copied(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
     if not report.swapped:
         reasons = "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
         raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
     run = _Run(inputs, seed)
-    if run.is_random(theirs):
-        raise InputError(f"forward of {kind} draws random numbers: nothing to compare; accepted: a model in eval mode")
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        return _compared(module, (theirs, ours), report, run, rounds, notes)
+
+
+def _compared(
+    module: nn.Module, models: tuple[nn.Module, nn.Module], report: Report, run: _Run, rounds: int, notes: list[str]
+) -> Comparison:
+    """`compare` of two models, torch's and ours."""
+    (theirs, ours), kind = models, type(module).__name__
+    if why := run.varies(theirs):
+        raise InputError(f"forward of {kind} {why}: nothing to compare; accepted: equal results of equal calls")
     run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
     if not run.with_backward:
         notes.append("no output depends on a parameter that requires gradients: forward only")
@@ -224,14 +234,17 @@ class _Run:
             raise InputError(f"forward of {type(module).__name__} returns no floating tensor: nothing to compare")
         return outputs
 
-    def is_random(self, module: nn.Module) -> bool:
-        """Whether two seeds give two results."""
+    def varies(self, module: nn.Module) -> str | None:
+        """Why two forwards give two results; None if they do not."""
+        results = []
         with torch.no_grad():
-            first = self.forward(module, self.fresh_inputs())
-            self.seed += 1
-            second = self.forward(module, self.fresh_inputs())
-            self.seed -= 1
-        return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True) if not a.isnan().any())
+            for seed in (self.seed, self.seed, self.seed + 1):
+                run = _Run(self.inputs, seed)
+                results.append(run.forward(module, run.fresh_inputs()))
+        for other, why in zip(results[1:], ("keeps a state from call to call", "draws random numbers"), strict=True):
+            if any(not torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if not a.isnan().any()):
+                return why
+        return None
 
     def backward(self, module: nn.Module, outputs: list[Tensor]) -> None:
         """Backward from random cotangents, the same ones for every model."""

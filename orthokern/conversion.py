@@ -7,6 +7,7 @@ results and times of both.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ DEVICES = ("cpu", "cuda", "meta")
 
 _KINDS = (nn.RNN, nn.GRU)
 # What torch's modules keep in their own __dict__; anything else was put there by the user and is carried over.
+COMPILED = "it is compiled; convert first, then compile"
 _OWN = frozenset[str]().union(*(kind(1, 1, device="meta").__dict__ for kind in _KINDS))
 
 
@@ -88,10 +90,11 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     parametrizations, a replaced ``forward`` or additional submodules, 16-bit parameters. The report has the reason.
     Scripted and quantized modules are not in the report.
 
-    There are four differences: the new modules are not instances of torch's; under torch.autocast they return float32,
-    because their states are float32; their output must not be changed in place before the backward, as by
-    ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace operation"; and torch.fx needs
-    a Tracer whose ``is_leaf_module`` is true for them.
+    There are six differences: the new modules are not instances of torch's, and lack its private attributes; under
+    torch.autocast they return float32, because their states are float32; their output must not be changed in place
+    before the backward, as by ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace
+    operation"; torch.fx needs a Tracer whose ``is_leaf_module`` is true for them; they cannot be scripted; and a GRU
+    cannot have 16-bit parameters.
 
     Args:
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.
@@ -115,18 +118,14 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     flag("inplace", inplace)
     check_backend("backend", backend)
-    if not inplace:
-        try:
-            module = copy.deepcopy(module)
-        except Exception as error:  # a model may hold anything
-            said = (str(error).splitlines() or [""])[0]
-            raise InputError(
-                f"the model cannot be copied ({type(error).__name__}: {said}); accepted: inplace=True"
-            ) from error
+    module = module if inplace else copied(module, "; accepted: inplace=True")
     successors: dict[int, nn.Module] = {}  # id of an old module -> the new one
     swapped, kept = [], []
     for name, old in list(module.named_modules(remove_duplicate=False)):
+        above, _, last = name.rpartition(".")
         reason = _obstacle(old)
+        if reason == "" and last == "_orig_mod":  # of torch.compile, which calls the old module
+            reason = COMPILED
         if reason:
             kept.append(Kept(name, _describe(old), reason))
         if reason != "":
@@ -135,12 +134,20 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
             successors[id(old)] = _successor(old, backend)
         new = successors[id(old)]
         swapped.append(Swapped(name, _describe(old), f"orthokern.nn.{new}"))
-        above, _, last = name.rpartition(".")
         if name:
             module.get_submodule(above)._modules[last] = new
         else:
             module = new
     return Conversion(module, Report(tuple(swapped), tuple(kept)))
+
+
+def copied(module: nn.Module, otherwise: str = "") -> nn.Module:
+    """A deep copy; InputError if that is not possible."""
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # a model may hold anything
+        said = (str(error).splitlines() or [""])[0]
+        raise InputError(f"the model cannot be copied ({type(error).__name__}: {said}){otherwise}") from error
 
 
 def _place(name: str) -> str:
@@ -168,6 +175,11 @@ def _obstacle(module: Any) -> str | None:
         return f"it has {', '.join(name[1:].replace('_', ' ') for name in hooks)}"
     if "forward" in module.__dict__:
         return "its forward was replaced"
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return COMPILED
+    settings = [name for name in module.__dict__ if name not in _OWN and hasattr(_blanks()[kind], name)]
+    if settings:
+        return f"its attribute {settings[0]} would be a setting of the new module"
     expected = {name for names in module._all_weights for name in names}
     differing = expected ^ {*module._parameters, *module._buffers, *module._modules}
     if differing:
@@ -177,11 +189,19 @@ def _obstacle(module: Any) -> str | None:
     for name, parameter in module._parameters.items():
         if type(parameter) not in (nn.Parameter, Tensor):
             return f"its {name} is a {type(parameter).__name__}"
+        if parameter.dim() != (2 if name.startswith("weight") else 1):
+            return f"its {name} has shape {list(parameter.shape)}, as a part of a flat tensor"
         if parameter.dtype not in DTYPES:
             return f"its {name} is {parameter.dtype}; swapped are torch.float32 and torch.float64"
         if parameter.device.type not in DEVICES:
             return f"its {name} is on {parameter.device}; swapped are modules on cpu and cuda"
     return ""
+
+
+@functools.cache
+def _blanks() -> dict[type, nn.Module]:
+    """A new module for each of torch's, for the names of its attributes."""
+    return {kind: _successor(kind(1, 1, device="meta"), None) for kind in _KINDS}
 
 
 def _foreign(module: Any) -> str | None:
@@ -216,4 +236,5 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     new._parameters.update(old._parameters)
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
     new.training = old.training
+    new.mode, new.proj_size = old.mode, 0  # type: ignore[assignment]  # which code for torch's modules reads
     return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_one_disagreement_is_drawn_again(bad: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(seen[0], module.weight_ih_l0)
 
 
+count = itertools.count()
+
+
+def test_the_random_numbers_of_the_process_stay() -> None:
+    module = nn.GRU(3, 4)
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    compare(module, torch.ones(6, 2, 3), rounds=1)
+    assert torch.equal(torch.rand(2), expected)
+
+
 class Model(nn.Module):
     def __init__(self, run: Callable[[nn.RNN, Tensor], Tensor]) -> None:
         super().__init__()
@@ -126,6 +139,8 @@ class Model(nn.Module):
     [
         (nn.Sequential(nn.LSTM(3, 2)), {}, r"to swap; 0 \(torch.nn.LSTM\(3, 2\)\): orthokern.nn.LSTM"),
         (Model(lambda rnn, x: rnn(x)[0] + torch.rand(())), {}, "forward of Model draws random numbers"),
+        (Model(lambda rnn, x: rnn(x)[0] + next(count)), {}, "forward of Model keeps a state from call to call"),
+        (nn.GRU(3, 4), {"seed": -1}, "seed must be an integer, 0 or more, got -1"),
         (nn.GRU(3, 4, device="meta"), {}, "GRU or an input is on the device meta; accepted: tensors with values"),
         (nn.GRU(3, 4), {"rounds": 0}, "rounds must be"),
         (3, {}, "module must be"),

@@ -115,9 +115,23 @@ def with_child() -> nn.Module:
     return module
 
 
+def tagged() -> nn.Module:
+    module = nn.RNN(2, 3)
+    module.gain = nn.init.calculate_gain("tanh")  # type: ignore[assignment]
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.GRU(2, 3)
+    module.compile(backend="eager")
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (tagged, "its attribute gain would be a setting of the new module"),
+        (compiled_in_place, "it is compiled; convert first, then compile"),
         (lambda: nn.LSTM(2, 3, proj_size=2), "orthokern.nn.LSTM, which has the same results, is not faster"),
         (lambda: nn.RNNCell(2, 3), "a cell runs one step at a time"),
         (lambda: OwnGRU(2, 3), "subclass of torch.nn.GRU"),
@@ -135,6 +149,23 @@ def test_what_is_kept(make: Any, reason: str) -> None:
     assert converted["part"] is part  # type: ignore[index]
     assert not report.swapped and [each.name for each in report.kept] == ["part"]
     assert reason in report.kept[0].reason and "\n" not in str(report)
+
+
+def test_compiled_modules() -> None:
+    """torch.compile of a module calls the old one; that of a model around it does not."""
+    x = torch.randn(5, 2, 3)
+    _, report = convert(torch.compile(nn.GRU(3, 4), backend="eager"))
+    assert not report.swapped and "convert first, then compile" in str(report)
+    model = torch.compile(nn.Sequential(nn.GRU(3, 4)), backend="eager")
+    expected = model(x)[0]
+    converted, report = convert(model)
+    assert len(report.swapped) == 1
+    torch.testing.assert_close(converted(x)[0], expected)
+
+
+def test_attributes_that_other_code_reads() -> None:
+    gru, rnn = convert(nn.GRU(2, 3)).module, convert(nn.RNN(2, 3, nonlinearity="relu")).module
+    assert (gru.mode, gru.proj_size, rnn.mode) == ("GRU", 0, "RNN_RELU")
 
 
 def test_bad_arguments() -> None:
