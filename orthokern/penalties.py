@@ -187,8 +187,8 @@ class OrthogonalPenalty:
     def _value(self, squared: Tensor) -> Tensor:
         if self.squared:
             return self.strength * squared
-        positive = squared > 0  # at zero the root has no gradient
-        return self.strength * torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+        zero = squared == 0  # there the root has no gradient
+        return self.strength * torch.where(zero, 0.0, torch.where(zero, 1.0, squared).sqrt())
 
     def _of_module(self, whole: nn.Module) -> Iterator[Tensor]:
         """||W W^T - I||_F^2 of the chosen matrices."""
@@ -197,7 +197,7 @@ class OrthogonalPenalty:
                 yield from _recurrent(module)
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
-                if not isinstance(module, nn.Embedding):
+                if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                     yield _distance(weight)
 
 

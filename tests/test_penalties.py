@@ -130,6 +130,7 @@ def test_an_orthogonal_matrix_feels_nothing() -> None:
         penalty = OrthogonalPenalty(squared=squared)
         assert penalty(w).item() == 0
         assert not torch.autograd.grad(penalty(w), w)[0].any()
+        assert penalty(torch.full((3, 3), torch.nan)).isnan()
 
 
 def test_refusals() -> None:
