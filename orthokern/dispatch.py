@@ -305,7 +305,9 @@ def explain() -> str:
             lines.append(f"  cuda:{index}: {torch.cuda.get_device_name(index)}")
     else:
         lines.append(f"  no GPU: {no_device()}")
-    origin = f"from {ENVIRONMENT_VARIABLE}" if os.environ.get(ENVIRONMENT_VARIABLE) else "the built-in default"
+    origin = "the built-in default" if _process_default == "auto" else f"from {ENVIRONMENT_VARIABLE}"
+    if _process_default not in ("auto", *BACKENDS):
+        origin += f", unknown: calls fail; accepted: auto, {', '.join(BACKENDS)}"
     lines.append(f"default backend: {_process_default} ({origin}; order of auto: {', '.join(AUTO_ORDER)})")
     lines.append("")
 

@@ -98,7 +98,7 @@ def explain(
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:
-    result = name if isinstance(name, torch.dtype) else getattr(torch, name.removeprefix("torch."), None)
+    result = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(result, torch.dtype):
         raise InputError(f"unknown dtype {name!r}; accepted: float64, float32, bfloat16, float16")
     return result

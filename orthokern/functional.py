@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from orthokern import dispatch, ops
 from orthokern._scan_contract import FEATURES, Readout, ScanOptions
 from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, require, unknown_name
 from orthokern.ops import _checks as check
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
@@ -317,17 +317,7 @@ def scan_cross_entropy(
         >>> scan_cross_entropy(tokens, w, torch.zeros(5, 8), target, weight=table, activation="identity").loss
         tensor(1.6094)
     """
-    factors = matrix if isinstance(matrix, (tuple, list)) else (matrix,)
-    if len(factors) == 3:
-        check.factors(*factors)
-        name, like = "u", factors[0]
-    else:
-        if len(factors) != 1:
-            raise InputError(f"matrix has {len(factors)} factors: accepted is w [N, N], or (u, s, v)")
-        name, like = "matrix", check.is_tensor("matrix", factors[0])
-        if like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
-            raise InputError(f"matrix is {check.describe(matrix)}: accepted is w [N, N], or (u, s, v)")
-        check.is_float("matrix", like)
+    name, like, factors = _checked_matrix(matrix)
     N = like.shape[0]
     args = check.scan_args(name, factors, x, h0, options, small_ids=True)
     check.is_tensor("readout", readout)
@@ -343,12 +333,35 @@ def scan_cross_entropy(
     check.same_device("target", target, name, like)
     if reduction not in ops.linear_cross_entropy.REDUCTIONS:
         raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
-    if basis is not None:
-        check.is_tensor("basis", basis)
-        if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
-            raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
+    _check_basis(basis, like)
     outputs = Readout(readout, readout_bias, target, reduction)
     return scan_loss(args, outputs, basis)
+
+
+def _checked_matrix(matrix: Tensor | Sequence[Tensor]) -> tuple[str, Tensor, tuple[Tensor, ...]]:
+    """The name and the first of the factors of a square matrix, and all of them."""
+    factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
+    if len(factors) == 3:
+        check.factors(*factors)
+        return "u", factors[0], factors
+    if len(factors) != 1:
+        raise InputError(f"matrix has {len(factors)} factors: accepted is w [N, N], or (u, s, v)")
+    like = check.is_tensor("matrix", factors[0])
+    if like.ndim != 2 or like.shape[0] != like.shape[1] or like.shape[0] < 1:
+        raise InputError(f"matrix is {check.describe(like)}: accepted is w [N, N], or (u, s, v)")
+    check.is_float("matrix", like)
+    return "matrix", like, factors
+
+
+def _check_basis(basis: Tensor | None, like: Tensor) -> None:
+    if basis is None:
+        return
+    check.is_tensor("basis", basis)
+    N = like.shape[0]
+    if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
+        raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
+    if basis.dtype != torch.float64 or basis.device != like.device:
+        raise InputError(f"basis is {check.describe(basis)}: accepted is that of an earlier call, float64")
 
 
 def explain_scan_cross_entropy(
@@ -385,11 +398,13 @@ def explain_scan_cross_entropy(
         >>> explain_scan_cross_entropy(w, 100, 3, 5, activation="tanh")[0]
         'sequential'
     """
-    factors = tuple(matrix) if isinstance(matrix, (tuple, list)) else (matrix,)
+    _, like, factors = _checked_matrix(matrix)
+    _check_basis(basis, like)
     T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     for name in others:
         if name not in FEATURES:
             raise unknown_name("argument", name, FEATURES)
+        require(not isinstance(others[name], Tensor), name, "True or False", "a Tensor")
     features = tuple(name for name in FEATURES if others.get(name))
     check.activation_name(activation)
     check.scan_choices("ieee", algorithm)

@@ -131,6 +131,8 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     for op in ops.NAMES:
         native = available and op != "skew_exp"  # plain torch on every device
         assert any(line.split() == [op, "yes", "yes" if native else "no", "no", "no"] for line in text.splitlines())
+    monkeypatch.setattr(dispatch, "_process_default", "refernce")
+    assert "refernce (from ORTHOKERN_BACKEND, unknown: calls fail; accepted: auto, " in orthokern.explain()
     missing = "native module: not available: the native module was not built (no compiler)"
     assert ("cpu: cpu; float64, float32" if available else missing) in text
 

@@ -204,6 +204,7 @@ def test_why_not(change: dict[str, Any], why: str) -> None:
         ({"classes": 2.5}, "classes is 2.5: accepted"),
         ({"algorithm": "model"}, "unknown algorithm 'model'.*did you mean 'modal'"),
         ({"algorithm": "chunked", "resets": True}, "algorithm is 'chunked' with resets"),
+        ({"lengths": torch.ones(3)}, "lengths must be True or False, got a Tensor"),
     ],
 )
 def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> None:
@@ -227,6 +228,7 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
         ({"target": torch.zeros(3, 9, dtype=torch.int64)}, "target has shape"),
         ({"reduction": "none"}, "reduction"),
         ({"basis": torch.ones(3, 3)}, "basis has shape"),
+        ({"basis": torch.ones(6, 6)}, "basis is .* accepted is that of an earlier call, float64"),
         ({"x": torch.zeros(6, 2, dtype=torch.int8), "weight": torch.ones(6, 4)}, "uint8, int16, int32 or int64"),
     ],
 )
