@@ -133,7 +133,7 @@ class GRU(Layers):
 
         Args:
             inputs: the input matrices W_in in addition to all W_hn: of the layers above the first ("upper"), of all
-                layers ("all", as in eq. 10), or "none".
+                layers ("all"), or "none".
 
         Returns:
             (parameter [3N, D] or [3N, N], slice of N rows) of each; none of a frozen GRU, which has no parameters.

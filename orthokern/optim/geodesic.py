@@ -93,7 +93,8 @@ class GeodesicSGD(Optimizer):
     Each group also has `steps` (the number of steps so far), `last_grad_norm` (the joint norm before clipping, 0
     without gradients, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and
     `last_drift` (at the last measurement, before correction; nan before the first). They are in the state_dict, as
-    numbers, so that a resumed run measures at the same steps.
+    numbers, so that a resumed run measures at the same steps. There is no state per parameter: `set_state_dict` of
+    torch.distributed.checkpoint needs `StateDictOptions(strict=False)`.
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for

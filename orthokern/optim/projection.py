@@ -70,7 +70,8 @@ class SpectralNormProjection:
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
-        inputs: "upper", the input matrices of the layers above the first; "all", as in eq. 10; or "none".
+        inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They have the bound of
+            W_hn, where eq. 10 has 2 for those of all layers.
 
     Attributes:
         counts: the number of "steps", "checks" (matrices for which step 1 of Note [Work] had no proof), "projections"
