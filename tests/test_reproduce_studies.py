@@ -79,7 +79,7 @@ def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
     assert lines[0] == ["part", "value", *(subject["title"] for subject in SUBJECTS)]
     cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
-    assert len(cells) == 21
+    assert len(cells) == 23
     trained, fixed = constraint.TRAINED, "margin, U and V fixed"
     assert cells[trained, "0.1"] == ["not run", "solved in 32 (31 to 32) s", "not run", "not run"]
     assert cells[trained, "0.01"][1] == "0.0105 (0.0100 to 0.0110), 1 of 2 solved"

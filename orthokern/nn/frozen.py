@@ -114,8 +114,9 @@ class _Frozen(Layers):
         if weight is None or _taps.SINKS or not no_dispatch_modes():
             return None
         B, dtype = x.shape[0], weight.dtype
-        numbers = (vars(self).get(name) for name in ("leak", "negative_slope"))
-        key = (B, dtype, *numbers, *(0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()))
+        own = self.__dict__
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()]
+        key = (B, dtype, own.get("leak"), own.get("negative_slope"), *addresses)
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None
