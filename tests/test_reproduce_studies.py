@@ -81,11 +81,11 @@ def test_the_joint_page_of_the_constraint(reproduce: Command) -> None:
     cells = {(line[0], line[1]): line[2:] for line in lines[2:]}
     assert len(cells) == 23
     trained, fixed = constraint.TRAINED, "margin, U and V fixed"
-    assert cells[trained, "0.1"] == ["not run", "solved in 32 (31 to 32) s", "not run", "not run"]
-    assert cells[trained, "0.01"][1] == "0.0105 (0.0100 to 0.0110), 1 of 2 solved"
-    assert cells[trained, "1"][1] == "0.0300, 1 of 2 seeds run"
+    assert cells[trained, "0.1"] == ["not run", "solved in 32 (31 to 33) s", "not run", "not run"]
+    assert cells[trained, "0.01"][1] == "0.0110 (0.0100 to 0.0120), 2 of 3 solved"
+    assert cells[trained, "1"][1] == "0.0310 (0.0300 to 0.0320), 2 of 3 seeds run"
     assert cells[constraint.NONLINEARITY, "relu"] == cells[trained, "0.1"]  # relu is the task's own
-    assert cells[fixed, "none"] == ["not run", "0.0905 (0.0900 to 0.0910)", "not run", "not run"]
+    assert cells[fixed, "none"] == ["not run", "0.0910 (0.0900 to 0.0920)", "not run", "not run"]
     assert page.rstrip().splitlines()[-1].startswith("one core; ")
     assert (reproduce.full / "constraint.png").stat().st_size > 10_000
 
