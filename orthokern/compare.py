@@ -161,7 +161,7 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         reasons = "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
         raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
     run = _Run(inputs, seed)
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         return _compared(module, (theirs, ours), report, run, rounds, notes)
 
 
@@ -171,7 +171,9 @@ def _compared(
     """`compare` of two models, torch's and ours."""
     (theirs, ours), kind = models, type(module).__name__
     if why := run.varies(theirs):
-        raise InputError(f"forward of {kind} {why}: nothing to compare; accepted: equal results of equal calls")
+        raise InputError(
+            f"forward of {kind} {why}: nothing to compare; accepted: a model in eval mode, equal calls of which agree"
+        )
     run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
     if not run.with_backward:
         notes.append("no output depends on a parameter that requires gradients: forward only")

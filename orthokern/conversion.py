@@ -26,8 +26,8 @@ DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both mo
 DEVICES = ("cpu", "cuda", "meta")
 
 _KINDS = (nn.RNN, nn.GRU)
-# What torch's modules keep in their own __dict__; anything else was put there by the user and is carried over.
 COMPILED = "it is compiled; convert first, then compile"
+# What torch's modules keep in their own __dict__; anything else was put there by the user and is carried over.
 _OWN = frozenset[str]().union(*(kind(1, 1, device="meta").__dict__ for kind in _KINDS))
 
 
@@ -177,7 +177,8 @@ def _obstacle(module: Any) -> str | None:
         return "its forward was replaced"
     if module.__dict__.get("_compiled_call_impl") is not None:
         return COMPILED
-    settings = [name for name in module.__dict__ if name not in _OWN and hasattr(_blanks()[kind], name)]
+    added = [name for name in module.__dict__ if name not in _OWN and not hasattr(kind, name)]
+    settings = [name for name in added if hasattr(_blanks()[kind], name)]
     if settings:
         return f"its attribute {settings[0]} would be a setting of the new module"
     expected = {name for names in module._all_weights for name in names}
@@ -201,7 +202,7 @@ def _obstacle(module: Any) -> str | None:
 @functools.cache
 def _blanks() -> dict[type, nn.Module]:
     """A new module for each of torch's, for the names of its attributes."""
-    return {kind: _successor(kind(1, 1, device="meta"), None) for kind in _KINDS}
+    return {kind: _successor(kind(1, 1, device="meta", dtype=torch.float32), None) for kind in _KINDS}
 
 
 def _foreign(module: Any) -> str | None:

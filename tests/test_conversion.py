@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import orthokern
+from orthokern import conversion
 from orthokern.conversion import convert
 from orthokern.errors import InputError
 
@@ -161,6 +162,19 @@ def test_compiled_modules() -> None:
     converted, report = convert(model)
     assert len(report.swapped) == 1
     torch.testing.assert_close(converted(x)[0], expected)
+
+
+def test_attributes_of_the_user() -> None:
+    """Also where no module could be made in the default dtype."""
+    conversion._blanks.cache_clear()
+    module = nn.GRU(2, 3)
+    module.flatten_parameters, module.tag = (lambda: None), "mine"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        converted, report = convert(module)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(report.swapped) == 1 and converted.tag == "mine"
 
 
 def test_attributes_that_other_code_reads() -> None:

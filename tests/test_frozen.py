@@ -149,7 +149,7 @@ def test_an_empty_batch_of_ids() -> None:
 
 
 def test_a_rotation_loads() -> None:
-    frozen, other = (RotationRNN(D, N).frozen() for _ in range(2))
+    frozen, other = RotationRNN(D, N).frozen(), RotationRNN(D, N, margin=0.1, horizon=5).frozen()
     x, h = torch.randn(2, D), torch.randn(1, 2, N)
     before = frozen.step(x, h)[0]
     frozen.load_state_dict(other.state_dict())

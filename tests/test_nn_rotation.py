@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -179,12 +180,14 @@ def test_a_margin_that_is_set_later(model: Any) -> None:
     """torch.func reads it from a buffer."""
     torch.nn.init.normal_(model.radius_l0 if isinstance(model, nn.RotationRNN) else model.spectrum_l0)
     x = torch.randn(6, 2, 3)
-    for margin in (0.5, None, 0.2):
+    for margin in (1, None, 0.2):
         model.margin = margin
         parameters = dict(model.named_parameters())
         gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,))[0].sum())(parameters)
         expected = torch.autograd.grad(model(x)[0].sum(), list(parameters.values()))
         torch.testing.assert_close(tuple(gradients.values()), expected)
+        model.load_state_dict(copy.deepcopy(model).state_dict())
+        assert model.margin is None or type(model.margin) is float
 
 
 def test_radii_of_another_margin_are_refused() -> None:

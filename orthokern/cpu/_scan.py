@@ -61,7 +61,8 @@ def scan_fwd(args: ScanArgs) -> ScanStates:
 
 
 def prepared_step(args: ScanArgs) -> Prepared:
-    """One step without gradients, for tensors like those of args. The call takes x, h0, hs, resets and reset_state."""
+    """One step without gradients, for tensors like those of args. The call takes x, h0, hs, resets,
+    reset_state, and others that are to replace those of args."""
     sizes, tensors = _arguments(args, 1)
     fixed = {name: t for name, t in tensors.items() if name not in ("x", "h0", "resets", "reset_state")}
     return Prepared(f"{args.op}_fwd", args.h0.dtype, sizes, {**fixed, "ckpt": None, "pre": None})

@@ -93,7 +93,7 @@ def scan(
 
 
 def _check_sizes(x: Tensor, re: Tensor, im: Tensor, resets: Tensor | None, **own: Tensor) -> None:
-    """InputError for a tensor that does not have the size of the call: its ``data`` was exchanged."""
+    """InputError for a tensor that does not have the size of the call: its ``data`` was exchanged. x: or grad_hs."""
     elements = elements_of("rotation_scan", {"T": x.shape[0], "B": x.shape[1], "M": len(re), "D": 0})
     dtypes = {"re": torch.float64, "im": torch.float64, "resets": torch.bool}
     for name, tensor in {"x": x, "re": re, "im": im, "resets": resets, **own}.items():

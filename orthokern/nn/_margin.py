@@ -16,6 +16,8 @@ class ModelMargin(nn.Module):
     _bounded: ClassVar[tuple[str, str]]  # the parameter that the margin bounds, and what it bounds
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "margin":
+            value = None if value is None else float(value)
         super().__setattr__(name, value)
         if name == "margin" and (buffer := vars(self).get("_buffers", {}).get("margin_of_model")) is not None:
             buffer.fill_(torch.nan if value is None else value)

@@ -279,6 +279,10 @@ class FrozenRotationRNN(_Frozen, RotationRNN):
                 tensors[f"h0_{suffix}"] = source._tensor(f"h0_{suffix}")
         super().__init__(source, tensors)
 
+    def _meaning(self) -> str:
+        """That of lambda does not depend on the margin."""
+        return "lambda"
+
     def _lambda(self, suffix: str) -> tuple[Tensor, Tensor]:
         re, im = self._tensor(f"lambda_{suffix}").double()
         return re, im

@@ -85,7 +85,7 @@ class RotationRNN(ModelMargin, Layers):
         super().__init__(input_size, hidden_size, *args, **options)
         require(self.hidden_size % 2 == 0, "hidden_size", "even (pairs of units)", repr(hidden_size))
         self.learned_h0, self.backend = flag("learned_h0", learned_h0), check_backend("backend", backend)
-        self.margin = margin
+        self.margin = None
         if margin is not None:
             self.margin = number("margin", margin, "a number in [0, 1), or None", lambda m: 0.0 <= m < 1.0)
             require(horizon is not None, "horizon", "an integer with a margin: states of radius 1 grow", "None")

@@ -18,8 +18,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., D], weight [N, D], bias [N] -> x W^T + b [..., N], outside of autocast, of float32 in IEEE float32.
 
     It is torch's, except for products that oneDNN computes faster (``onednn_serves``), and where the process allows a
-    lower precision. Then its gradients are such products too. Under torch.compile, torch.func and forward mode it is
-    torch's always.
+    lower precision. In both cases its gradients are such products too. Under torch.compile, torch.func and forward
+    mode, and by the reference, it is torch's always.
     """
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.by_reference(None)
     if traced or not (_products.onednn_serves(x, weight.shape[0]) or _may_round(x)):

@@ -142,8 +142,8 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     note = (
         f"An iteration without any of these takes {each['iteration']:.1f} ms ({settings.hidden} units, windows of "
         f"{settings.window} steps, batch {settings.batch}, {len(task.data.vocabulary)} words): the median of "
-        f"{iterations} iterations in one process, from candidate's matrices with singular values from "
-        f"{projection.limit:g} to 0.2, the largest growing. The projection took {counts}. The largest "
+        f"{iterations} iterations in one process. They start from matrices W_hn whose singular values lie between "
+        f"0.2 and {projection.limit:g}, and the largest ones grow. The projection took {counts}. The largest "
         f"difference of an entry between the two projections was {worst:.1e}. Hours are for {EPOCHS} epochs of "
         f"{task.iterations_per_epoch} iterations without evaluation. The published column is the ratio of the "
         "published times."

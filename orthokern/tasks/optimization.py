@@ -176,7 +176,9 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         geodesic_lr=settings.geodesic_lr,
         spectrum_lr=lr if settings.spectrum_lr is None else settings.spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
-        rotation_lr=settings.spectrum_lr if settings.model == "rotation" else None,
+        rotation_lr=(lr if settings.spectrum_lr is None else settings.spectrum_lr)
+        if settings.model == "rotation"
+        else None,
         euclidean=kind,
         basis_clip=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
