@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import BATCH, Bench, Size, check, checked_sequences, module_step, only
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import orthokern.nn
 
@@ -112,22 +112,17 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     lengths = torch.linspace(4, T, BATCH).round().long()
     x = pack_padded_sequence(torch.randn(T, BATCH, FEATURES), lengths, enforce_sorted=False)
     cotangent = torch.randn(len(x.data), N)
-
-    def step(module: nn.Module, x: PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
-        output = module(x)[0].data
-        return output.detach(), *torch.autograd.grad(output, list(module.parameters()), cotangent)
-
-    exact = step(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
+    exact = module_step(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
     bench.compare(
         benchmark,
         "packed",
         f"torch.nn.{name} over orthokern.nn.{name}",
         {**size, "B": BATCH, "D": FEATURES},
-        lambda: step(theirs, x, cotangent),
-        lambda: step(ours, x, cotangent),
+        lambda: module_step(theirs, x, cotangent),
+        lambda: module_step(ours, x, cotangent),
         rounds=11,
         target=1.0,
-        error=check(name, step(ours, x, cotangent), exact, TOLERANCE),
+        error=check(name, module_step(ours, x, cotangent), exact, TOLERANCE),
     )
 
 

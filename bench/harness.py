@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
@@ -207,11 +208,12 @@ def peak_of(command: Sequence[str]) -> int:
     return int(process.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 
-def module_step(module: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
     """Forward and backward of a recurrent module: the output, the gradient of x if it requires one, and those of all
-    parameters."""
+    parameters. Of a packed x the data of the output."""
     output = module(x)[0]
-    variables = [*([x] if x.requires_grad else []), *module.parameters()]
+    output = output.data if isinstance(output, PackedSequence) else output
+    variables = [*([x] if isinstance(x, Tensor) and x.requires_grad else []), *module.parameters()]
     return output.detach(), *torch.autograd.grad(output, variables, cotangent)
 
 

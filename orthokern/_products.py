@@ -55,25 +55,28 @@ _precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KINDS: Any = [(name, getattr(getattr(torch.backends, name), "matmul", None)) for name in ("cuda", "mkldnn")]
 
 
+def _lowered() -> list[tuple[Any, str]]:
+    """(setting, its value) of what allows products below IEEE float32."""
+    if _precision_of is not None:
+        return [(kind, value) for name, kind in _KINDS if (value := _precision_of(name, "matmul")) not in _EXACT]
+    precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
+    return [] if precision == "highest" else [(None, precision)]
+
+
 def are_ieee() -> bool:
     """Whether torch's float32 products are IEEE float32 now."""
-    if _precision_of is not None:
-        return all(_precision_of(name, "matmul") in _EXACT for name, _ in _KINDS)
-    return torch.get_float32_matmul_precision() == "highest"
+    return not _lowered()
 
 
 def _set_ieee() -> list[tuple[Any, str]]:
     """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
-    if _precision_of is not None:
-        others = [(kind, value) for name, kind in _KINDS if (value := _precision_of(name, "matmul")) not in _EXACT]
-        for kind, _ in others:
+    others = _lowered()
+    for kind, _ in others:
+        if kind is None:
+            torch.set_float32_matmul_precision("highest")
+        else:
             kind.fp32_precision = "ieee"
-        return others
-    precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
-    if precision == "highest":
-        return []
-    torch.set_float32_matmul_precision("highest")
-    return [(None, precision)]
+    return others
 
 
 def _restore() -> None:

@@ -206,7 +206,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
             self._watch_bases()
         u, v = self._tensor(f"u_{suffix}"), self._tensor(f"v_{suffix}")
         s = self._gained(self._spectrum(suffix))
-        return (_product(u, s, v),) if self.apply_mode == "composed" else (u, s, v)
+        return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
 
     def _watch_bases(self) -> None:
         """Warns once if training makes the bases on a CPU lose their orthonormality, which happens where an optimizer
@@ -236,9 +236,3 @@ class FactorizedRNN(ModelMargin, Recurrent):
     def extra_repr(self) -> str:
         usual = {"margin": 0.1, "spectrum_map": "sigmoid", "rank": self.hidden_size, "apply_mode": "factored"}
         return self._text(**usual, init="orthogonal", max_angle=None).replace("apply_mode=", "apply=")
-
-
-@_autocast.keeps_dtype
-def _product(u: Tensor, s: Tensor, v: Tensor) -> Tensor:
-    """W = U diag(s) V^T [N, N]."""
-    return linear(u * s, v)

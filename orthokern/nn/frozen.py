@@ -85,16 +85,13 @@ class _Frozen(Layers):
             accepted = "[B, D], or [D] for one sequence" if most == 2 else "token ids [B], or [] for one sequence"
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
         batched = x.dim() == most
-        if resets is None and reset_state is not None:
-            raise InputError("reset_state is given without resets; accepted: with resets only")
-        if resets is not None and not isinstance(resets, Tensor):
-            raise InputError(f"resets must be a Tensor or None, got {type(resets).__name__}")
         if resets is not None and reset_state is None:
             reset_state = self._first_state(x.shape[0]) if batched else self._first_state(1).squeeze(1)
         if batched and (result := self._prepared_step(x, h, resets, reset_state)) is not None:
             return result
         time = 1 if self.batch_first and batched else 0
-        more = {} if resets is None else {"resets": resets.unsqueeze(time), "reset_state": reset_state}
+        cuts = resets.unsqueeze(time) if isinstance(resets, Tensor) else resets
+        more = {} if resets is None and reset_state is None else {"resets": cuts, "reset_state": reset_state}
         output, h = self.forward(x.unsqueeze(time), h, **more)
         return output.squeeze(time), h
 
@@ -111,7 +108,7 @@ class _Frozen(Layers):
         """`step` by kernel calls that are prepared at the first call of a batch size. None if a tensor is not a plain
         float tensor of the right shape on the CPU, or torch observes the call: then `forward` runs."""
         weight = self._buffers["weight_ih_l0"]
-        if weight is None or _taps.SINKS or not no_dispatch_modes():
+        if weight is None or _taps.SINKS or not no_dispatch_modes() or (resets is None and reset_state is not None):
             return None
         B, dtype = x.shape[0], weight.dtype
         own = self.__dict__
