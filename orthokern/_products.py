@@ -186,6 +186,8 @@ def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
     the wider one."""
     if left.shape[1] > right.shape[1]:
         return _product_over_rows(right, left).mT.contiguous()
+    if len(left) < _ADDED_ROWS[-1]:
+        return left.mT @ right
     result = left.new_zeros(left.shape[1], right.shape[1])
     add_product(result, left, right)
     return result
@@ -201,11 +203,11 @@ def product_with_states(rows: Tensor, h0: Tensor, hs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right, float64, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
+def sum_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """left^T right of `dtype`, for two tensors [..., *]: products of ROWS rows in their dtype, summed in float64."""
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     if left.shape[1] > right.shape[1]:  # the other order is up to 20 times slower in MKL
-        return sum_over_rows(right, left).mT.contiguous()
+        return sum_over_rows(right, left, dtype).mT.contiguous()
     on_cpu = left.device.type == "cpu"
     size = left.shape[1] * right.shape[1]
     rows = ROWS if on_cpu else max(1, PRODUCTS // max(1, size)) * ROWS  # one call of all products saves launches
@@ -216,12 +218,12 @@ def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
             parts = a[:even].reshape(-1, ROWS, a.shape[1]).mT @ b[:even].reshape(-1, ROWS, b.shape[1])
             sums.append(parts.sum(0, dtype=torch.float64))
         if on_cpu:
-            part = left.new_zeros(left.shape[1], right.shape[1])
-            add_product(part, a, b)
-            sums.append(part.double())
+            sums.append(_product_over_rows(a, b))
         elif even < len(a) or not even:
-            sums.append((a[even:].mT @ b[even:]).double())
-    return functools.reduce(Tensor.add_, sums)
+            sums.append(a[even:].mT @ b[even:])
+    if len(sums) > 1:  # one product alone is not converted: the sizes may be those of a large matrix and of one row
+        sums[0] = sums[0].double()
+    return functools.reduce(Tensor.add_, sums).to(dtype)
 
 
 def norms_of_steps(values: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ struct GatedPlan {
   bool backward;
   bool stream;                 // write gates, or their gradients, with streaming stores
   bool apart;                  // backward: the weights of the last gate are a matrix of their own
+  bool to_h0;                  // backward: the adjoint of step 0 goes on, to h0 or to reset_state
   Packed<T> gate[kMostGates];  // forward [N, N]: the transposes of the gates' weights
   Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is apart
   size_t sum_size;
@@ -58,6 +59,8 @@ struct GatedPlan {
     stream = N % kLanes<T> == 0 && bytes > kGatedStreamBytes &&
              reinterpret_cast<uintptr_t>(backward ? args.grad_x : args.gates) % kVectorBytes == 0;
     if (!share_rows(threads, B, args.lengths, args.T, &begin) || !sums.allocate(threads * sum_size)) return false;
+    to_h0 = backward && (args.grad_h0 || args.resets);
+    if (backward && args.T == 1 && !to_h0 && !apart) return true;  // no product
     if (backward) {
       if (!back.allocate((gates - apart) * N, N) || (apart && !back_last.allocate(N, N))) return false;
     } else {

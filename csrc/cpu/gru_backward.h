@@ -30,17 +30,22 @@ struct GruBackward {
     rows.clear_padding(args.factor, 1);
     begin(rows.longest - 1, 0, plan.blocks());
     for (int64_t t = rows.longest - 1; t >= 0; t--) step(t);
-    T* grad_h0 = rows.at(args.grad_h0, 0, 1);
-    const uint8_t* cut = rows.resets_at(0);
-    const ptrdiff_t N = plan.N;
-    rows.each(0, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      write(grad_h0 + r * N + b * L, passed(cut, load(acc + at) + load(direct + at), b, count, r), count, false);
-    });
+    if (plan.to_h0) finish();
     if (plan.stream) stream_fence();
     return true;
   }
 
  private:
+  // dL/dh0, and the part of step 0 in dL/d reset_state.
+  void finish() {
+    T* grad_h0 = args.grad_h0 ? rows.at(args.grad_h0, 0, 1) : nullptr;
+    const uint8_t* cut = rows.resets_at(0);
+    const ptrdiff_t N = plan.N;
+    rows.each(0, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
+      const V<T> carry = passed(cut, load(acc + at) + load(direct + at), b, count, r);
+      if (grad_h0) write(grad_h0 + r * N + b * L, carry, count, false);
+    });
+  }
   const T* state_before(int64_t t) const { return t ? rows.at(args.saved_hs, t - 1, 1) : rows.at(args.h0, 0, 1); }
   // What a step passes to the state before it, of what it has for it. A step that starts from reset_state passes it
   // there.
@@ -78,6 +83,7 @@ struct GruBackward {
     }
     const Segment<T> from[3] = {{d_r[now], block, plan.N}, {d_z[now], block, plan.N}, {d_q[now], block, plan.N}};
     now = 1 - now;
+    if (t == 0 && !plan.to_h0) return;
     multiply<T>(from, KANAI ? 2 : 3, plan.back, R_t, acc, block, &transfers[1], [&](int first, int last) {
       if (t > 0) begin(t - 1, first, last);
     });

@@ -63,7 +63,7 @@ struct ScanArgs {
   // and the results
   void* grad_x;   // like x, or null
   void* grad_m;   // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
-  void* grad_h0;  // [B, N]
+  void* grad_h0;  // [B, N] or null
   void* grad_reset_state;  // [B, N] or null
   void* grad_weight;       // [N, D] or null
   void* grad_bias;         // [N] or null
@@ -113,7 +113,7 @@ struct GruArgs {
   // and the results
   void* grad_x;            // [T, B, 3N]
   void* factor;            // [T, B, N]: one factor of the gradient of W_n: r h_{t-1}, or (not kanai) d_q
-  void* grad_h0;           // [B, N]
+  void* grad_h0;           // [B, N] or null
   void* grad_reset_state;  // [B, N] or null; zeros before the call
   void* grad_norm;         // [T]: |dL/dh_t| over batch and units
 

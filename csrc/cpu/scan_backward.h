@@ -149,10 +149,11 @@ struct BackwardRows {
     }
     Transfers<T> during_first, during_last;
     if (delta_out && plan.stream) stream_delta(&during_last, 0);
-    multiply_back(0, &during_first, &during_last, [](int, int) {});
+    if (plan.to_h0) multiply_back(0, &during_first, &during_last, [](int, int) {});
+    else during_last.finish();
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     if (args.leak) pass_leak_to_h0();
-    unblock_rows<T>(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
+    if (args.grad_h0) unblock_rows<T>(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
     for (int64_t t = 0; t < args.T; t++) {
       if (delta_out) rows.clear_rest(t, rows.active[t], delta_out, plan.N);
       if (dx_out) rows.clear_rest(t, rows.active[t], grad_x(), plan.D);

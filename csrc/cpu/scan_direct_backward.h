@@ -88,7 +88,7 @@ struct DirectBackward {
     direct_sum<T>(rows, d, args.grad_bias, N);
   }
   bool input_gradients() {
-    for (int b = 0; b < B; b++)
+    for (int b = 0; b < B && args.grad_h0; b++)
       memcpy(at(args.grad_h0) + b * static_cast<ptrdiff_t>(N), message + b * wide, N * sizeof(T));
     if (!args.grad_x) return true;
     if (args.weight) return direct_features<T>(at(args.weight), D, N, delta, wide, rows, at(args.grad_x));
@@ -104,7 +104,7 @@ struct DirectBackward {
       return false;
     for (step = args.T - 1; step >= 0; step--) {
       finish(step == args.T - 1, param, param_grad);
-      pass();
+      if (step > 0 || args.grad_h0) pass();
     }
     if (args.grad_act_param)
       write_param_grad(at(args.grad_act_param), args.act_param_size, N, [&](int64_t n) { return param_grad[n]; });

@@ -20,6 +20,7 @@ struct ScanPlan {
   bool pairs;   // products have bfloat16 factors, see pairs.h
   bool tiles;   // these products are those of tiles.h
   bool stream;  // write results with streaming stores
+  bool to_h0;   // backward: the adjoint of step 0 goes on, to h0, to reset_state or through the leak
   int threads;
   T clip;              // of delta, infinite without one
   Scratch<int> begin;  // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
@@ -85,6 +86,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->X = features ? plan->D + (plan->bias_column ? 1 : 0) : 0;
   plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   plan->clip = static_cast<T>(args.clip);
+  plan->to_h0 = args.grad_h0 || args.resets || args.leak;
   const bool aligned = args.N % kLanes<T> == 0;
   const void* result = backward ? delta_result(args) : args.hs;
   plan->stream = aligned && args.T * args.B * args.N * static_cast<int64_t>(sizeof(T)) > kStreamBytes &&
@@ -128,7 +130,9 @@ bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const ScanArgs& args = *plan->args;
   const int N = plan->N, K = plan->K, D = plan->D;
   const T* second = static_cast<const T*>(args.second);
-  if (plan->factored) {
+  if (args.T == 1 && !plan->to_h0) {
+    // the map is not applied
+  } else if (plan->factored) {
     if (!plan->first_t.allocate(N, K, plan->pairs, plan->tiles) ||
         !plan->second_t.allocate(K, N, plan->pairs, plan->tiles))
       return false;

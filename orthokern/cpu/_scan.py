@@ -85,7 +85,7 @@ def scan_bwd(
     grads = ScanGradients(
         x=new(T, B, sizes["D"], dtype=dtype) if needs.x and tensors["tokens"] is None else None,
         m=new(N, N, dtype=dtype) if needs.sums else None,
-        h0=new(B, N, dtype=dtype),
+        h0=like(args.h0, needs.h0),
         weight=like(args.weight, needs.sums),
         bias=like(args.bias, needs.sums),
         act_param=like(args.act_param, needs.act_param),

@@ -40,7 +40,8 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) 
     saved = {f"saved_{name}": tensor for name, tensor in states._asdict().items()}
     saved["grad_hs"] = grad_hs
     grad_x, factor = new(T, B, 3 * N, dtype=dtype), new(T, B, N, dtype=dtype)
-    grad_h0, grad_norm = torch.empty(B, N, dtype=dtype, device="cpu"), torch.empty(T, dtype=dtype, device="cpu")
+    grad_h0 = torch.empty(B, N, dtype=dtype, device="cpu") if needs.h0 else None
+    grad_norm = torch.empty(T, dtype=dtype, device="cpu")
     state = args.reset_state
     grad_reset_state = None if args.resets is None or state is None else torch.zeros(B, N, dtype=dtype, device="cpu")
     results = {"grad_x": grad_x, "factor": factor, "grad_h0": grad_h0, "grad_norm": grad_norm}

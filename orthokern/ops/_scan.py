@@ -129,18 +129,20 @@ class ScanOp(Recurrence):
             # a state that a reset drops may be infinite
             states, h0 = saved[0][:-1].masked_fill(cut[1:], 0).flatten(0, 1), h0.masked_fill(cut[0], 0)
         of_h0, of_v = of_v[0], of_v[1:].flatten(0, 1)
-        total_v = sum_over_rows(states, of_v) + h0.mT @ of_h0
+        grad_v = h0.mT @ of_h0
+        if len(states):
+            grad_v += sum_over_rows(states, of_v, v.dtype)
         if args.resets is not None and start is not None:
-            total_v += start.mT @ of_start
-        of_s, total_u = (to_u.flatten(0, 1) * from_v).sum(0), sum_over_rows(delta, from_v * s)
-        of_factors = total_v.to(v.dtype), of_s, total_u.to(u.dtype)
+            grad_v += start.mT @ of_start
+        grad_s, grad_u = (to_u.flatten(0, 1) * from_v).sum(0), sum_over_rows(delta, from_v * s, u.dtype)
+        of_factors = grad_v, grad_s, grad_u
         if weight is None or x is None:
             return grads, of_factors
         if x.is_floating_point():
             if args.lengths is not None:  # padding may hold anything, and the rows of delta are zero there
                 padding = torch.arange(len(x), device=x.device).unsqueeze(1) >= args.lengths
                 x = x.masked_fill(padding.unsqueeze(-1), 0)
-            of_weight = sum_over_rows(delta, x.flatten(0, 1)).to(weight.dtype)
+            of_weight = sum_over_rows(delta, x.flatten(0, 1), weight.dtype)
             of_x = product(delta, weight).view_as(x) if needs.x else None
         else:  # wrong ids, which a GPU does not check, and those of padding are skipped
             D = weight.shape[1]

@@ -29,6 +29,42 @@ def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(activated, g.tanh())
 
 
+@pytest.mark.parametrize("N", [9, 300])  # 300: where a factored scan forms no M for few rows
+@pytest.mark.parametrize("rows", [(1, 1), (1, 30), (3, 2), (40, 3)], ids="T{0[0]}-B{0[1]}".format)
+@pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
+@pytest.mark.parametrize("name", ["factored_scan", "dense_scan", "leak", "kanai", "torch"])
+def test_other_gradients_without_that_of_h0(name: str, resets: bool, rows: tuple[int, int], N: int) -> None:
+    """The last product of a backward is left out where h0 needs no gradient. No other gradient changes."""
+    torch.manual_seed(0)
+    (T, B), gru = rows, name in ("kanai", "torch")
+    width = 3 * N if gru else N
+    options: dict[str, object] = {"resets": torch.rand(T, B) < 0.5, "reset_state": torch.randn(B, N)} if resets else {}
+    x, h0, w = torch.randn(T, B, width), torch.randn(B, N), torch.randn(width, N) / N**0.5
+    tensors = [x, w, torch.rand(N)]
+    if gru:
+        options["variant"] = name
+    if name == "leak":
+        options["leak"] = torch.rand(N).clamp(0.1).requires_grad_()
+    if resets:
+        options["reset_state"] = options["reset_state"].requires_grad_()  # type: ignore[attr-defined]
+    leaves = [
+        t.requires_grad_() for t in (*tensors, *options.values()) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+
+    def grads(h0: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, s = tensors
+        if gru:
+            hs = functional.gru_scan(x, w, h0, **options)
+        elif name == "dense_scan":
+            hs = functional.dense_scan(x, w, h0, activation="tanh", **options)
+        else:
+            hs = functional.factored_scan(x, w, s, w, h0, activation="tanh", **options)
+        return torch.autograd.grad(hs.sin().sum(), leaves, allow_unused=True)
+
+    for a, b in zip(grads(h0), grads(h0.clone().requires_grad_()), strict=True):
+        assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
 def test_compiled_training_step() -> None:
     """Everything in one graph: scan, readout with its loss, activation, and their gradients."""
 
