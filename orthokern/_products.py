@@ -107,19 +107,23 @@ def _onednn_is_faster() -> bool:
         return False
 
 
-_SMALL = 64**3  # multiply-adds below which the overhead of oneDNN exceeds what it saves
+_SMALL = 64**3  # multiply-adds below which the overhead of `product` exceeds what it saves
+
+
+def is_large_on_cpu(left: Tensor, columns: int) -> bool:
+    """Whether `product` of left [..., K] and a right [K, columns] may take less time than torch's. Under the transforms
+    of torch.func it is torch's, which has rules for them."""
+    return (
+        left.device.type == "cpu"
+        and left.numel() * columns >= _SMALL
+        and left.dtype in (torch.float32, torch.float64)
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def onednn_serves(left: Tensor, columns: int) -> bool:
-    """Whether `product` of left [..., K] and a right [K, columns] is computed by oneDNN. Under the transforms of
-    torch.func it is torch's, which has rules for them."""
-    return (
-        left.dtype == torch.float32
-        and left.device.type == "cpu"
-        and left.numel() * columns >= _SMALL
-        and not torch._C._are_functorch_transforms_active()
-        and _onednn_is_faster()
-    )
+    """Whether `product` of left [..., K] and a right [K, columns] is computed by oneDNN."""
+    return left.dtype == torch.float32 and is_large_on_cpu(left, columns) and _onednn_is_faster()
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
