@@ -9,7 +9,9 @@ from torch import Tensor
 
 from orthokern import _products
 from orthokern._autocast import keeps_dtype
+from orthokern.cpu import _call
 from orthokern.ops import _route
+from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._engine import one_cotangent_at_a_time
 
 
@@ -39,7 +41,17 @@ class _Linear(torch.autograd.Function):
     @_products.ieee_products()
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _products.linear(x, weight, bias)
+        pooled = x.is_cpu and _call.AVAILABLE and can_bypass_dispatcher((x, weight, bias))
+        if not pooled or _products.onednn_serves(x, len(weight)):
+            return _products.linear(x, weight, bias)
+        # in memory that is kept between iterations: with few features, new pages cost more than the product
+        result = _call.new(*x.shape[:-1], len(weight), dtype=x.dtype)
+        rows, out = x.flatten(0, -2), result.flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, weight.mT, out=out)
+        else:
+            torch.addmm(bias, rows, weight.mT, out=out)
+        return result
 
     @staticmethod
     @one_cotangent_at_a_time
