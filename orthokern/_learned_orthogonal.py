@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
 from orthokern.errors import InputError, is_number, require
 from orthokern.ops._checks import strided
@@ -44,6 +45,7 @@ class LearnedOrthogonality:
 
 
 @torch.no_grad()
+@keeps_dtype
 @ieee_products()
 def learned_orthogonal_(
     W: Tensor, lr: float = 0.1, tol: float = 1e-6, max_steps: int = 1000, *, guard: bool = True

@@ -190,7 +190,8 @@ def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
     the wider one."""
     if left.shape[1] > right.shape[1]:
         return _product_over_rows(right, left).mT.contiguous()
-    if len(left) < _ADDED_ROWS[-1]:
+    # a product without addition also where torch.func transforms `right` alone: vmap cannot add that to a plain tensor
+    if len(left) < _ADDED_ROWS[-1] or torch._C._are_functorch_transforms_active():
         return left.mT @ right
     result = left.new_zeros(left.shape[1], right.shape[1])
     add_product(result, left, right)

@@ -107,7 +107,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 def _device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in dispatch.device_types():
         raise InputError(f"unknown device {str(name)!r}; accepted: cpu, cuda, cuda:0 and so on")

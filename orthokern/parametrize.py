@@ -5,6 +5,7 @@
 Each class takes the tensor to constrain, of which it reads the shape, dtype and device. `right_inverse` computes the
 parameters of the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its
 weight as far as possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
+An object holds the base or the signs of one weight: make one for every layer.
 
 Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
 not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not
@@ -207,7 +208,7 @@ class Householder(nn.Module):
         vectors = packed.tril(-1) + torch.eye(*packed.shape, dtype=packed.dtype, device=packed.device)
         vectors = torch.nn.functional.normalize(vectors, dim=0)
         self.signs.copy_(torch.where(tau == 0, -signs, signs))
-        return (vectors.mT if self.wide else vectors).to(weight.dtype).contiguous()
+        return (vectors.mT if self.wide else vectors).to(self.signs.dtype).contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         signs = state_dict.get(f"{prefix}signs")
@@ -269,7 +270,7 @@ class FactorizedSpectrum(nn.Module):
         else:
             p = ((s - 1) / self.margin).clamp(INSIDE - 1, 1 - INSIDE).atanh()
             p = 2 * p if self.spectrum_map == "sigmoid" else p
-        dtype = weight.dtype
+        dtype = self.left.signs.dtype
         return self.left.right_inverse(u.to(dtype)), p.to(dtype), self.right.right_inverse(v.to(dtype))
 
 
@@ -327,7 +328,7 @@ class SchurForm(_Based):
                 stacklevel=2,
             )
         self.base.copy_(p)
-        dtype, triangle = weight.dtype, form * triangular_mask(n, w.device)
+        dtype, triangle = self.base.dtype, form * triangular_mask(n, w.device)
         return torch.zeros_like(self.base), gamma.to(dtype), theta.to(dtype), triangle.to(dtype)
 
 

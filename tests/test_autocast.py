@@ -48,8 +48,17 @@ def test_optimizers_and_penalties_keep_float32() -> None:
             step.step()
             projection.step()
             value = penalty(layer)
+            orthogonal = learned_orthogonal_(torch.randn(N, N))
+            deviation = torch.tensor(float(rnn.orthogonality_error()))
         (gradient,) = torch.autograd.grad(value, layer.weight)
-        return [*(p.detach() for p in bases), *(p.detach() for p in gru.parameters()), value.detach(), gradient]
+        return [
+            *(p.detach() for p in bases),
+            *(p.detach() for p in gru.parameters()),
+            value.detach(),
+            gradient,
+            orthogonal.error,
+            deviation,
+        ]
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)

@@ -268,3 +268,28 @@ def test_a_rate_for_each_child() -> None:
     for lacking, rnn in (("skew", NonNormalRNN(3, 4)), ("spectrum", FactorizedRNN(3, 4))):
         with pytest.raises(InputError, match=f"{lacking}_lr must be a number, since lr is a dict, got None"):
             optimizer_for(nn.ModuleDict({"rnn": rnn}), lr={"rnn": 0.2})
+
+
+def test_an_averaging_schedule_does_not_set_the_rate_of_the_bases() -> None:
+    model = Model()
+    optimizer = optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    torch.optim.swa_utils.SWALR(optimizer, rates, anneal_epochs=3)
+    train(model, optimizer, 1)
+    torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=3)
+    with pytest.raises(InputError, match="a scheduler gives all groups the rate of one number"):
+        train(model, optimizer, 1)
+
+
+def test_states_and_rates_of_another_kind_are_refused() -> None:
+    model = Model()
+    optimizer, other = optimizer_for(model), optimizer_for(model, geodesic=GeodesicRMSprop)
+    with pytest.raises(InputError, match="group 0 of the state_dict must be that of a GeodesicRMSprop.*alpha"):
+        other.load_state_dict(optimizer.state_dict())
+    (u,) = [basis(4, 2).requires_grad_()]
+    with pytest.raises(InputError, match="group 0 of the state_dict.*correct_every"):
+        GeodesicSGD([u], 0.1).load_state_dict(torch.optim.SGD([u], 0.1).state_dict())
+    with pytest.raises(InputError, match="state_dict"):
+        optimizer.load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="unknown child in lr 'typo'"):
+        optimizer_for(RNN(3, 4), lr={"typo": 1.0})

@@ -208,3 +208,14 @@ def test_refusals(call: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         call()
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("kind", [Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm])
+def test_a_weight_of_another_dtype_is_converted(kind: type[nn.Module]) -> None:
+    layer = nn.Linear(6, 6)
+    haar_rotation_(layer.weight)
+    register_parametrization(layer, "weight", kind(layer.weight))
+    weight = haar_rotation_(torch.empty(6, 6, dtype=torch.float64))
+    layer.weight = weight
+    assert layer.weight.dtype == torch.float32
+    torch.testing.assert_close(layer.weight.detach().double(), weight, rtol=0, atol=1e-5)

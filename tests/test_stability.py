@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from orthokern.diagnostics import diagnose_stability
 from orthokern.errors import InputError
@@ -45,3 +46,18 @@ def test_what_is_no_gru() -> None:
     with torch.no_grad():
         broken.weight_hh_l0.fill_(torch.inf)
     assert all(value != value for value in diagnose_stability(broken).values())
+
+
+@pytest.mark.parametrize("make", [GRU, torch.nn.GRU])
+def test_pruned_and_parametrized_weights(make: type[torch.nn.Module]) -> None:
+    """The weight in force, in the order of the layers."""
+    gru = make(3, 8, num_layers=2)
+    before = diagnose_stability(gru)
+    prune.random_unstructured(gru, "weight_hh_l0", 0.9)
+    after = diagnose_stability(gru)
+    assert list(after) == list(before) and after["recurrent_norm_l1"] == before["recurrent_norm_l1"]
+    expected = float(torch.linalg.matrix_norm(gru.weight_hh_l0[16:].detach(), 2))
+    assert after["recurrent_norm"] == pytest.approx(expected, rel=1e-5)
+    if make is torch.nn.GRU:
+        torch.nn.utils.parametrizations.weight_norm(gru, "weight_hh_l1")
+        assert diagnose_stability(gru) == pytest.approx(after, rel=1e-5)

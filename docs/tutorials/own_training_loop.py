@@ -69,8 +69,8 @@ for role, parameters in split_parameters(model).items():
 # ## One optimizer for all of them
 #
 # `optimizer_for` builds the parts and puts them behind the interface of one `torch.optim.Optimizer`. Checkpoints and
-# schedulers work as usual. Schedulers scale the rates of all groups; `OneCycleLR` and `CyclicLR` replace them, and need
-# one rate per group. Any torch optimizer can serve the other parameters.
+# schedulers work as usual. Schedulers scale the rates of all groups; `OneCycleLR`, `CyclicLR` and `SWALR` replace them,
+# and need one rate per group. Any torch optimizer can serve the other parameters.
 
 # %%
 plain = Recall(nn.RNN(symbols + 1, hidden))  # for comparison, with the same loop and Adam for all parameters

@@ -60,7 +60,7 @@ def fisher_memory(v: Tensor, u: Tensor, noise: float = 1.0, *, steps: int | None
     n = len(v)
     steps = 2 * n if steps is None else integer("steps", steps)
     require(is_number(noise) and 0 < noise < math.inf, "noise", "a finite variance above 0", repr(noise))
-    factor, signal, power = math.sqrt(noise) * torch.eye(n, dtype=torch.float64), u.unsqueeze(1), v
+    factor, signal, power = math.sqrt(noise) * torch.eye(n, dtype=torch.float64, device="cpu"), u.unsqueeze(1), v
     for _ in range(DOUBLINGS):
         factor = _compressed(torch.cat([factor, power @ factor], 1))
         signal = torch.cat([signal, power @ signal], 1)

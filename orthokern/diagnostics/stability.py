@@ -36,8 +36,10 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
         >>> diagnose_stability(gru)
         {'jacobian_radius': 0.5, 'recurrent_norm': 0.0}
     """
-    parameters = module.named_parameters(recurse=False) if isinstance(module, nn.Module) else ()
-    weights = [(name, p) for name, p in parameters if name.startswith("weight_hh_l")]
+    ways = ("", "_reverse") if getattr(module, "bidirectional", False) else ("",)
+    layers = getattr(module, "num_layers", 0) if isinstance(module, nn.Module) else 0
+    names = [f"weight_hh_l{layer}{way}" for layer in range(layers) for way in ways]
+    weights = [(name, w) for name in names if isinstance(w := getattr(module, name, None), Tensor)]
     fits = weights and all(p.dim() == 2 and p.shape[0] == 3 * p.shape[1] for _, p in weights)
     require(fits, "module", "a GRU of orthokern.nn or torch.nn", type(module).__name__)
     record: dict[str, float] = {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from orthokern import dispatch
+from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
@@ -108,6 +109,7 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
 
 
 @torch.no_grad()
+@keeps_dtype
 def deviation(m: Tensor) -> float:
     """The largest |M^T M - I| over the entries of a basis M [N,K]."""
     return float((m.mT @ m - torch.eye(m.shape[1], dtype=m.dtype, device=m.device)).abs().max())

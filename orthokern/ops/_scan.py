@@ -124,6 +124,9 @@ class ScanOp(Recurrence):
         of_v, h0, start = to_u * s, args.h0, args.reset_state
         if args.resets is not None:
             cut = args.resets.unsqueeze(-1)
+            if args.lengths is not None:  # no resets in padding
+                cut = cut & (torch.arange(len(cut), device=cut.device).unsqueeze(1) < args.lengths).unsqueeze(-1)
+            start = None if start is None else start.masked_fill(~cut.any(0), 0)  # rows of no effect may hold anything
             from_v = torch.where(cut, 0 if start is None else start @ v, from_v.view_as(to_u)).flatten(0, 1)
             of_start, of_v = (of_v * cut).sum(0), of_v.masked_fill(cut, 0)
             # a state that a reset drops may be infinite

@@ -150,6 +150,14 @@ class GeodesicSGD(Optimizer):
         """torch's, with every number of a group on the host."""
         return counters_on_host(super().state_dict())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = state.get("defaults") or self.defaults  # in `state` where it is that of a pickle
+        for index, group in enumerate(state["param_groups"]):
+            lacking = sorted(known.keys() - group.keys())
+            accepted = f"that of a {type(self).__name__}"
+            require(not lacking, f"group {index} of the state_dict", accepted, f"one without {', '.join(lacking)}")
+        super().__setstate__(state)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move every basis that has a gradient.
@@ -382,6 +390,7 @@ def _check_options(group: dict[str, Any]) -> None:
         check_range("eps", eps, above=True)
 
 
+@_autocast.keeps_dtype
 @ieee_products()
 def _check_bases(group: dict[str, Any]) -> None:
     for index, p in enumerate(group["params"]):

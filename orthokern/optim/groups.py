@@ -88,9 +88,10 @@ class CombinedOptimizer(Optimizer):
     `param_groups` and `state` are new containers at each reading, so that `optimizer.param_groups[1:] = []` and
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
     A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
-    part, which has none. These schedulers replace the rates of all groups: pass one rate per group,
+    part, which has none. These schedulers and SWALR replace the rates of all groups: pass one rate per group,
     `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups that began with
     different rates, `step` raises InputError. Not after CyclicLR with `cycle_momentum=False`, which leaves no trace.
+    `eta_min` of the cosine schedules is one rate for all groups too: keep it below the smallest one.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -156,9 +157,13 @@ class CombinedOptimizer(Optimizer):
                 group.setdefault(name, _MOMENTA[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: add a group to a part, `optimizer.parts["euclidean"].add_param_group(...)`."""
+        """Refused: add a group to a part, `optimizer.parts["euclidean"].add_param_group({"params": [(name, p), ...]})`.
+        The groups of `optimizer_for` have names, so torch takes no others."""
         if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
-            raise InputError(f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}")
+            raise InputError(
+                f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}; parameters with their "
+                "names where those of the part have them, as module.named_parameters()"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
@@ -183,9 +188,11 @@ class CombinedOptimizer(Optimizer):
 
     def _check_schedule(self) -> None:
         """InputError if a scheduler has given one rate to groups that had different ones."""
-        # only OneCycleLR and CyclicLR replace rates; they leave these entries in the groups
-        replaced = any("max_lr" in group or "base_momentum" in group for group in self.param_groups)
-        if replaced and not self._one_rate and self._alike():
+        # OneCycleLR, CyclicLR and SWALR replace rates; they leave these entries in the groups
+        groups = self.param_groups
+        replaced = any("max_lr" in group or "base_momentum" in group for group in groups) and self._alike()
+        averaged = all("swa_lr" in group for group in groups) and len({group["swa_lr"] for group in groups}) == 1
+        if not self._one_rate and (replaced or averaged):
             raise InputError(
                 "a scheduler gives all groups the rate of one number, the bases too; accepted: one rate per group, "
                 'as max_lr=[group["lr"] for group in optimizer.param_groups]; no parameter was changed'
@@ -193,6 +200,7 @@ class CombinedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned for an optimizer of the same groups; InputError if the groups differ."""
+        require(isinstance(state_dict, Mapping), "state_dict", "a dict", type(state_dict).__name__)
         saved, groups = state_dict.get("param_groups", []), self.param_groups
         ours = [(group.get("role"), len(group["params"])) for group in groups]
         theirs = [(group.get("role"), len(group["params"])) for group in saved]
@@ -298,6 +306,10 @@ def optimizer_for(
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
+    children = dict.fromkeys(name.partition(".")[0] for name, _ in model.named_parameters())
+    for child in lr if isinstance(lr, Mapping) else ():
+        if child not in children:
+            raise unknown_name("child in lr", child, children)
     require(type(steps) in (int, float) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
     if geodesic_lr is None:
         geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])

@@ -106,6 +106,7 @@ class SpectralNormProjection:
             raise InputError(f"delta must be a number in (0, 2), got {delta!r}")
         if threshold not in THRESHOLDS:
             raise unknown_name("threshold", threshold, THRESHOLDS)
+        constrained_weights((), inputs)  # an unknown name is an error for matrices too
         self.delta, self.threshold = float(delta), threshold
         self.limit = 2 - self.delta  # the new value of large singular values
         self.trigger = self.limit if threshold == "2-delta" else 2.0

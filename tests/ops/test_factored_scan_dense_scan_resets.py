@@ -27,6 +27,7 @@ from torch import Tensor
 
 from orthokern import functional
 from orthokern.errors import InputError
+from orthokern.nn import GRU
 from orthokern.ops.activations import NAMES
 from orthokern.reference.activations import activation_fwd
 
@@ -225,3 +226,38 @@ def test_a_dropped_state_may_be_infinite(op: str, leak: bool, N: int) -> None:
     kept[1, 1] = False
     for gradient in torch.autograd.grad(torch.where(kept, hs, 0.0).square().sum(), leaves):
         assert bool(gradient.isfinite().all())
+
+
+def test_a_reset_state_that_no_reset_uses_may_be_nan() -> None:
+    """Of a low rank with N from 256 on, whose gradients are products with reset_state; a reset in padding is none."""
+    T, B, N = 5, 2, 260
+    u, v = (torch.linalg.qr(torch.randn(N, 3))[0].requires_grad_() for _ in range(2))
+    resets = torch.zeros(T, B, dtype=torch.bool)
+    resets[0, 0], resets[3, 1] = True, True
+    state = torch.randn(B, N)
+    state[1] = torch.nan
+    options: dict[str, Any] = {"resets": resets, "reset_state": state, "lengths": torch.tensor([5, 2])}
+    hs = functional.factored_scan(torch.randn(T, B, N), u, torch.ones(3), v, activation="tanh", **options)
+    for gradient in torch.autograd.grad(hs.sum(), (u, v)):
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("op", ["factored_scan", "gru"])
+def test_func_transforms_of_many_rows(op: str) -> None:
+    """At least 256 rows, for which gradients of weights are sums of products."""
+    if op == "gru":
+        gru, x = GRU(16, 8), torch.randn(90, 3, 16)
+        weights, y = list(gru.parameters()), gru(x)[0][-1, 0, :2]
+        batched = torch.vmap(lambda c: torch.autograd.grad(y, weights, c, retain_graph=True))(torch.eye(2))
+        one_by_one = [torch.autograd.grad(value, weights, retain_graph=True) for value in y]
+    else:
+        x, (u, v) = torch.randn(90, 3, 256), (torch.linalg.qr(torch.randn(256, 4))[0] for _ in range(2))
+
+        def values(u: Tensor, v: Tensor) -> Tensor:
+            return functional.factored_scan(x, u, torch.ones(4), v, activation="tanh")[-1, 0, :2]
+
+        batched = torch.func.jacrev(values, (0, 1))(u, v)
+        leaves = u.requires_grad_(), v.requires_grad_()
+        one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in values(*leaves)]
+    for several, *single in zip(batched, *one_by_one, strict=True):
+        torch.testing.assert_close(several, torch.stack(single), rtol=1e-4, atol=1e-6)
