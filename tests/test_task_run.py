@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from orthokern import tasks
 from orthokern.errors import InputError
 from orthokern.tasks import copy
+from orthokern.training import loop
 
 SETTINGS: dict[str, Any] = {"T": 8, "iterations": 3, "hidden": 6, "batch": 4, "margin": 0.2, "plots": False}
 
@@ -26,6 +28,12 @@ def test_the_result_is_that_of_the_command_line(tmp_path: Path, capsys: pytest.C
     assert result.settings["margin"] == 0.2 and result.settings["seed"] == 5 and result.settings["plots"] is False
     assert result.task == "copy" and result.folder == tmp_path / "function"
     assert result.message.startswith("not solved: ")
+
+
+def test_a_warning_is_not_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plot = loop._plot
+    monkeypatch.setattr(loop, "_plot", lambda *given: (print("old", file=sys.stderr), plot(*given))[1])
+    assert tasks.run("copy", tmp_path, threads=1, **SETTINGS).message.startswith("not solved: ")
 
 
 def test_a_run_that_diverges_has_its_records(tmp_path: Path) -> None:

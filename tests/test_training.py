@@ -138,6 +138,19 @@ def test_a_signal_saves_and_a_resumed_run_equals_one_never_stopped(
 
 
 @pytest.mark.usefixtures("signals_not_ignored")
+def test_a_resumed_run_that_is_over_is_evaluated(tmp_path: Path) -> None:
+    """Stopped between two evaluations, and ended there by another number of iterations."""
+    folder = tmp_path / "stopped"
+    go(folder, Probe(at={10: lambda _: os.kill(os.getpid(), signal.SIGTERM)}))
+    assert load_checkpoint(folder / "checkpoint.pt")["evaluated"] == 8
+    assert go(folder, Probe(), resume=True, iterations=10).exit_code == 0
+    saved = load_checkpoint(folder / "checkpoint.pt")
+    assert saved["iteration"] == saved["evaluated"] == 10
+    result = json.loads((folder / "result.json").read_text())
+    assert result["iteration"] == 10 and result["last"] == saved["evaluation"]
+
+
+@pytest.mark.usefixtures("signals_not_ignored")
 def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(signals, "SAME", -1.0)
     with pytest.raises(KeyboardInterrupt):

@@ -105,7 +105,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         code = command.main(words)
-    lines = [*stdout.getvalue().strip().splitlines(), *stderr.getvalue().strip().splitlines()]
+    lines = (stderr if code else stdout).getvalue().strip().splitlines()  # warnings are on standard error too
     message = lines[-1] if lines else ""
     if code == 2:
         raise InputError(message.removeprefix("error: "))

@@ -49,7 +49,9 @@ class DrawnOptions(OptimizerOptions):
     GROUP = "the task"
     T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, "evaluate every N iterations, 0 for never", low=0)
-    eval_sequences: int = option(200, "new sequences per evaluation")
+    eval_sequences: int = option(
+        200, "new sequences per evaluation; in `copy` fewer, where they show that the goal is missed"
+    )
     iterations: int = changed(
         OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
     )

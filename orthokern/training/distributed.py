@@ -59,8 +59,8 @@ def current_shard() -> Shard:
     torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too."""
     if _several():
         return Shard(dist.get_rank(), dist.get_world_size())
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    return Shard() if world <= 1 else Shard(int(os.environ.get("RANK", 0)), world)
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    return Shard() if world <= 1 else Shard(int(os.environ.get("RANK") or 0), world)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def use_device(device: str) -> None:
         return
     if device != "cuda":
         raise InputError(f"--device must be cpu or cuda under torchrun (one GPU for each process), got {device}")
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = int(os.environ.get("LOCAL_RANK") or 0)
     if local >= torch.cuda.device_count():
         raise InputError(f"--device cuda: process {local} of this machine has no GPU of its own")
     torch.cuda.set_device(local)

@@ -139,6 +139,9 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     task.model.train()
     stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     over = state.is_over(settings)
+    if over and not state.reached and state.evaluated != state.iteration:  # stopped before, and over by a new limit
+        _evaluate(state, False)
+        state.save()
     if not over and not state.reached and stopped is None:
         task.begin()
         stopped = None if several else stop.signal
@@ -225,7 +228,7 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
         evaluation = distributed.on_first(lambda: task.evaluate(state.iteration))
         score = task.score(evaluation)
         state.keep_best(score)
-    state.evaluation = evaluation
+    state.evaluation, state.evaluated = evaluation, state.iteration
     if scheduled and task.plateau is not None:
         task.plateau.step(score)
     state.reached = task.goal_reached(evaluation)

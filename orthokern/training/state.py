@@ -37,6 +37,7 @@ class RunState:
         self.best: dict[str, Any] | None = None  # score and iteration of the best evaluation
         self.new_best: dict[str, Tensor] | None = None  # its parameters, until best.pt is written
         self.evaluation: dict[str, float] | None = None
+        self.evaluated = 0  # the iteration of this evaluation
         self.reached = False
         self.reached_before = False  # by a part of the run that this process resumes
         self.earlier_seconds = 0.0
@@ -94,6 +95,7 @@ class RunState:
             self.iteration, self.earlier_seconds = payload["iteration"], payload["seconds"]
             self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
             self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
+            self.evaluated = payload.get("evaluated", 0)
             self.reached_before = self.reached
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
@@ -136,6 +138,7 @@ class RunState:
             "rng_of_other_ranks": [rng for rng, _ in parts[1:]],
             "best": self.best,
             "evaluation": self.evaluation,
+            "evaluated": self.evaluated,
             "reached": self.reached,
         }
 
