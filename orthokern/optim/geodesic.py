@@ -153,7 +153,7 @@ class GeodesicSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = state.get("defaults") or self.defaults  # in `state` where it is that of a pickle
         for index, group in enumerate(state["param_groups"]):
-            lacking = sorted(known.keys() - group.keys())
+            lacking = sorted(known.keys() - group.keys() - {"differentiable"})  # which torch adds to defaults
             accepted = f"that of a {type(self).__name__}"
             require(not lacking, f"group {index} of the state_dict", accepted, f"one without {', '.join(lacking)}")
         super().__setstate__(state)
