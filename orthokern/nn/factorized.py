@@ -28,7 +28,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
 
     h_t = phi(gain U (s * (V^T h_{t-1})) + W_ih x_t + b), s = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m): eq. 10 of
     Vorontsov, Trabelsi, Kadoury and Pal, "On orthogonality and learning recurrent networks with long term
-    dependencies", 2017. Constructor names, layouts and results are those of torch.nn.RNN. U and V stay orthonormal only
+    dependencies", 2017. Arguments, layouts and shapes are those of torch.nn.RNN. U and V stay orthonormal only
     with an optimizer for them: orthokern.optim.optimizer_for(model) assigns them to GeodesicSGD.
 
     Args:

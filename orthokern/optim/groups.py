@@ -306,10 +306,6 @@ def optimizer_for(
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
-    children = dict.fromkeys(name.partition(".")[0] for name, _ in model.named_parameters())
-    for child in lr if isinstance(lr, Mapping) else ():
-        if child not in children:
-            raise unknown_name("child in lr", child, children)
     require(type(steps) in (int, float) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
     if geodesic_lr is None:
         geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
@@ -349,6 +345,10 @@ def _checked_rates(
     rates: dict[str, Any] = {"lr": lr}
     if isinstance(lr, Mapping):
         rates = {f"lr of {child}": rate for child, rate in lr.items()}
+        children = {entry.name.partition(".")[0]: None for entries in split.values() for entry in entries}
+        for child in lr:
+            if child not in children:
+                raise unknown_name("child in lr", child, children)
     for role, rate in own.items():
         if rate is not None or not isinstance(lr, Mapping):
             rates[f"{role}_lr"] = lr if rate is None else rate
