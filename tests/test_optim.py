@@ -89,6 +89,18 @@ def test_bad_gradients_change_nothing(value: float) -> None:
         named.step()
 
 
+def test_a_refused_step_keeps_the_state() -> None:
+    p = basis(5, 5)
+    optimizer = GeodesicRMSprop([p], 1e-2, correct_every=1)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    average = optimizer.state[p]["square_avg"].clone()
+    p.data[0, 0] = float("nan")
+    with pytest.raises(InputError):
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["square_avg"], average) and optimizer.param_groups[0]["steps"] == 1
+
+
 @pytest.mark.parametrize("kind", [GeodesicSGD, GeodesicRMSprop])
 @pytest.mark.parametrize("limit", [None, 0.5, 1e6])
 def test_a_step_on_a_gpu_reads_nothing_back(kind: Any, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def new(*shape: int, dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(_C.Buffer(size), dtype=dtype).view(*shape)
+    return torch.frombuffer(_C.Buffer(size), dtype=dtype).resize_(shape)  # a view could not be changed in place
 
 
 def empty_cache() -> None:
@@ -88,7 +88,8 @@ def call(name: str, dtype: torch.dtype, sizes: Mapping[str, Any], tensors: Mappi
     """Call the kernel `name` with the addresses of tensors by name; None is a null pointer.
 
     The kernel reads and writes as many elements as the sizes imply, so every tensor must have that many, on the CPU and
-    of this dtype. An input that is not contiguous is copied; results must be contiguous.
+    of this dtype. An input that is not contiguous, or has torch's negative bit, is copied; results must be
+    contiguous.
     """
     copies: list[Tensor] = []  # until the kernel has read them
     arguments = {**sizes, "dtype": _DTYPES[dtype], "threads": torch.get_num_threads()}
@@ -136,8 +137,8 @@ def _add_addresses(
         expected = _OWN_DTYPE.get(key, dtype)
         if tensor.dtype is not expected or tensor.numel() != elements[key] or not tensor.is_cpu:
             check(name, key, tensor, expected, "cpu", elements[key])
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
+        if not tensor.is_contiguous() or tensor.is_neg():
+            tensor = tensor.resolve_neg().contiguous()
             copies.append(tensor)
         address = arguments[key] = tensor.data_ptr()
         if not address and elements[key]:  # a null pointer would stand for None

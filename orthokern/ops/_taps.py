@@ -57,31 +57,36 @@ class tap:
     """
 
     def __init__(self, *, sparse: bool = False) -> None:
-        self.sparse = sparse
+        self.sparse, self._open = sparse, False
         self.state_norms: list[Tensor] = []
         self.state_ops: list[str] = []
         self.grad_norms: list[Tensor] = []
         self.ops: list[str] = []
 
     def __enter__(self) -> tap:
+        self._open = True
         SINKS.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        SINKS.remove(self)
+        self._open = False
+        if self in SINKS:  # not while another thread is in set_aside
+            SINKS.remove(self)
 
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[tap]:
     """While the block runs, norms are recorded in a new tap instead of the open ones; nowhere if none is open."""
     outer, inner = SINKS[:], tap()
+    inner._open = True
     SINKS[:] = [inner] if outer else []
     try:
         yield inner
-    finally:
-        SINKS[:] = outer
+    finally:  # other threads may have closed taps, or opened some
+        inner._open = False
+        SINKS[:] = [sink for sink in outer if sink._open] + [sink for sink in SINKS if sink is not inner]
 
 
 def needed() -> bool:

@@ -179,16 +179,18 @@ class GeodesicSGD(Optimizer):
             for group, todo in zip(self.param_groups, work, strict=True):
                 group["last_grad_norm"] = todo.norm  # 0 for a group without gradients
                 if todo.batches:
-                    group["steps"] += 1
                     self._step_group(group, todo)
+                    group["steps"] += 1
         return loss
 
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
         rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
         rate = -rate if group["maximize"] else rate
-        shrink, steps, measure = todo.shrink(group), [], todo.measure
+        shrink, measure = todo.shrink(group), todo.measure
+        steps, averages = [], []
         for bases, g in todo.batches:
-            g, factor = self._direction(group, bases, g, shrink)
+            g, factor, average = self._direction(group, bases, g, shrink)
+            averages.append(average)
             steps.append((_stack(bases), g, rate * factor))
             if group["correct_every"] > 0 and not isinstance(todo.norm, Tensor):
                 measure = measure or abs(float(rate * factor)) * float(torch.linalg.vector_norm(g)) > _LARGE_STEP
@@ -197,17 +199,19 @@ class GeodesicSGD(Optimizer):
             corrected = [_correct(m, group["drift_tolerance"]) for m in moved]  # raises before a basis changes
             moved = [m for m, _ in corrected]
             group["last_drift"] = max(drift for _, drift in corrected)
-        for (bases, _), m in zip(todo.batches, moved, strict=True):
+        for (bases, _), m, average in zip(todo.batches, moved, averages, strict=True):
             _unstack(m, bases)
+            if average is not None:
+                _unstack(average, [self.state[p]["square_avg"] for p in bases])
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
-    ) -> tuple[Tensor, float | Tensor]:
-        """The direction of the step, [P,N,K], and a factor of the rate.
+    ) -> tuple[Tensor, float | Tensor, Tensor | None]:
+        """The direction of the step, [P,N,K], a factor of the rate, and the new "square_avg" of the bases, or None.
 
         Args: bases: parameters; g: their gradients [P,N,K]; shrink: the factor of clipping, a number or a tensor [].
         """
-        return g, shrink
+        return g, shrink, None
 
 
 class GeodesicRMSprop(GeodesicSGD):
@@ -258,13 +262,12 @@ class GeodesicRMSprop(GeodesicSGD):
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
-    ) -> tuple[Tensor, float | Tensor]:
+    ) -> tuple[Tensor, float | Tensor, Tensor]:
         if isinstance(shrink, Tensor) or shrink != 1.0:
             g = g * shrink
         averages = [self.state[p].setdefault("square_avg", torch.zeros_like(p)) for p in bases]
         v = _stack(averages).mul(group["alpha"]).addcmul_(g, g, value=1.0 - group["alpha"])
-        _unstack(v, averages)
-        return g / (v.sqrt() + group["eps"]), 1.0
+        return g / (v.sqrt() + group["eps"]), 1.0, v
 
 
 class _Work:

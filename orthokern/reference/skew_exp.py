@@ -136,9 +136,16 @@ def skew_exp_fwd(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
     return p, powers[:3], torch.stack([b1, b5, d]), c, root, squarings
 
 
-@functools.lru_cache(maxsize=64)
 def _coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """POWERS [5, 4] on a device. Cached: a copy from the host synchronises, and cannot be captured in a CUDA graph."""
+    """POWERS [5, 4] on a device."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return torch.tensor(POWERS, dtype=dtype, device=device)  # a tensor of the transform, not to be kept
+    return _kept_coefficients(dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, since a copy from the host synchronises, and cannot be captured in a CUDA graph."""
     with torch.inference_mode(False):
         return torch.tensor(POWERS, dtype=dtype, device=device)
 

@@ -5,13 +5,18 @@ The opcheck of an op is in the file of the op.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from helpers import call_functional, compiled, gradients, scan_problem
 from torch import Tensor
 
 from orthokern import InputError, dispatch, functional
+from orthokern.nn import GRU, RNN, FactorizedRNN
+from orthokern.ops import _taps
 from orthokern.ops._taps import tap
+from orthokern.optim import GeodesicSGD
 
 
 def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +113,66 @@ def test_half_precision_runs_on_the_reference(dtype: torch.dtype) -> None:
     hidden, weight = torch.randn(9, 4).to(dtype).requires_grad_(), torch.randn(3, 4).to(dtype).requires_grad_()
     functional.linear_cross_entropy(hidden, weight, None, torch.randint(0, 3, (9,))).backward()
     assert hidden.grad is not None and hidden.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("steps", [10, 600])  # 600: results of more than a mebibyte, in memory that is kept
+def test_results_can_be_changed_in_place(steps: int) -> None:
+    rnn, factor = RNN(8, 64), torch.ones(64, requires_grad=True)
+    x = torch.randn(steps, 16, 8)
+    with torch.no_grad():
+        out, _ = rnn(x)
+    out.mul_(factor)
+    rnn(x)[0].detach_()
+    hidden = functional.activation(torch.randn(steps, 16, 64, requires_grad=True), "tanh")
+    torch.nn.functional.dropout(hidden + 0.0, 0.5, True, inplace=True).sum().backward()
+    torch.nn.functional.relu_(functional.activation(hidden.detach().requires_grad_(), "relu"))
+    states, _ = rnn(x)
+    with torch.no_grad():
+        states.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        states.sum().backward()
+
+
+def test_tensors_with_the_negative_bit() -> None:
+    """Imaginary parts of conjugates, of which torch stores the negative."""
+
+    def negative(x: Tensor) -> Tensor:
+        return torch._neg_view(-x)
+
+    torch.manual_seed(0)
+    x, h, bias = torch.randn(3, 4), torch.randn(1, 3, 8), torch.randn(5)
+    for module in (RNN(4, 8), GRU(4, 8), FactorizedRNN(4, 8)):
+        frozen = module.frozen()
+        assert torch.equal(frozen.step(negative(x), negative(h))[0], frozen.step(x, h)[0])
+    u, v = (torch.linalg.qr(torch.randn(8, 8))[0] for _ in range(2))
+    arguments = (torch.randn(9, 3, 8), (u, torch.ones(8), v), torch.randn(5, 8), torch.randint(0, 5, (9, 3)))
+    options = {"activation": "identity", "algorithm": "modal"}
+    losses = [functional.scan_cross_entropy(*arguments, readout_bias=b, **options).loss for b in (bias, negative(bias))]
+    assert torch.equal(*losses)
+    gradient, moved = torch.randn(8, 8), []
+    for grad in (gradient, negative(gradient)):
+        p = torch.nn.Parameter(u.clone())
+        p.grad = grad
+        GeodesicSGD([p], 0.1).step()
+        moved.append(p.detach())
+    assert torch.equal(*moved)
+
+
+def test_taps_of_two_threads() -> None:
+    """One closes its tap, and opens another, while the other computes with all taps set aside."""
+    aside, changed = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with _taps.set_aside():
+            aside.set()
+            changed.wait(10)
+
+    thread = threading.Thread(target=other)
+    with tap():
+        thread.start()
+        aside.wait(10)
+    with tap() as opened:
+        changed.set()
+        thread.join()
+        assert _taps.SINKS == [opened]
+    assert _taps.SINKS == []

@@ -106,6 +106,15 @@ def test_chunks(kind: str, lengths: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert (loss - expected[0]).abs() < 1e-13 and torch.equal(hits, expected[1])
 
 
+@pytest.mark.parametrize("length", [0, -5, 18])
+def test_lengths_are_checked_in_chunks(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, arguments = problem(FEATURES, 12, 12, 17, 4, lengths=True)
+    arguments["lengths"][1] = length
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
+    with pytest.raises(InputError, match=rf"lengths holds {length}: lengths must be in \[1, T\] = \[1, 17\]"):
+        functional.scan_cross_entropy(**arguments, algorithm="sequential")
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(("nonlinearity", "algorithm"), [("tanh", "sequential"), ("identity", "modal")])
 def test_losses_without_gradients(

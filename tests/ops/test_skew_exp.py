@@ -144,3 +144,20 @@ def test_opcheck_and_repeatable_bits() -> None:
 def test_bad_input_is_one_line(x: Tensor, message: str) -> None:
     with pytest.raises(InputError, match=f"^x .*{message}.*$"):
         functional.skew_exp(x)
+
+
+@pytest.mark.parametrize("transform", [torch.func.hessian, lambda f: torch.func.grad(torch.func.grad(f))])
+def test_transforms_leave_nothing_behind(transform: Any) -> None:
+    """The first call under a transform, and later calls with and without one, have the same values."""
+    generators = torch.randn(2, 2, generator=generator(), dtype=torch.float64)
+
+    def value(t: Tensor) -> Tensor:
+        return functional.skew_exp(generators * t).sin().sum()
+
+    reference._kept_coefficients.cache_clear()
+    t = torch.tensor(0.7, dtype=torch.float64)
+    first = transform(value)(t)
+    assert torch.equal(transform(value)(t), first) and value(t).isfinite()
+    step = 1e-4
+    expected = (value(t + step) - 2 * value(t) + value(t - step)) / step**2
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)

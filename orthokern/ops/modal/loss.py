@@ -19,7 +19,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
 from orthokern.ops import _route, _taps
-from orthokern.ops._common import differentiable_once
+from orthokern.ops._common import check_lengths, differentiable_once
 from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._linear import linear
 from orthokern.ops._scan import scan
@@ -196,6 +196,7 @@ def _sequential(args: ScanArgs, readout: Readout) -> tuple[Tensor, Tensor]:
     """(loss, hits), step by step."""
     x, h0, lengths = args.x, args.h0, args.lengths
     assert x is not None
+    check_lengths(lengths, len(x))
     step = h0.numel() * h0.element_size()
     if _is_kept_whole(args, step):
         hs = scan(args if x.is_floating_point() else args._replace(x=x.to(torch.int64)))
