@@ -163,6 +163,7 @@ def _in_chunks(args: ScanArgs, readout: Readout, steps: int) -> tuple[Tensor, Te
     weight, bias, target, _ = readout
     x, after = args.x, args.h0
     assert x is not None
+    check_lengths(args.lengths, len(x))
     norms, total, hits = _Norms(len(x)), torch.zeros((), dtype=torch.float64, device=after.device), []
     for i, (part, classes) in enumerate(zip(x.split(steps), target.split(steps), strict=True)):
         start = i * steps
@@ -196,7 +197,6 @@ def _sequential(args: ScanArgs, readout: Readout) -> tuple[Tensor, Tensor]:
     """(loss, hits), step by step."""
     x, h0, lengths = args.x, args.h0, args.lengths
     assert x is not None
-    check_lengths(lengths, len(x))
     step = h0.numel() * h0.element_size()
     if _is_kept_whole(args, step):
         hs = scan(args if x.is_floating_point() else args._replace(x=x.to(torch.int64)))
