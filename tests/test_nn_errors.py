@@ -50,7 +50,7 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     (KINDS, {"device": "foo"}, ["device", "'foo'", "cpu or cuda"]),
     (KINDS, {"device": "cuda:99"}, ["device", "'cuda:99' cannot hold "]),
     (KINDS, {"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
-    (KINDS[1:], {"dtype": torch.bfloat16}, ["torch.bfloat16", "16 bits: of orthokern.nn.RNN alone", "torch.float32"]),
+    (KINDS[1:], {"dtype": torch.bfloat16}, ["torch.bfloat16", "RNN accepts 16 bits", "torch.float32"]),
     (KINDS[:5], {"learned_h0": 1}, ["learned_h0", "1"]),
     (KINDS[:5], {"backend": "tritn"}, ["backend", "'tritn'", "did you mean 'triton'"]),
     (SCANS, {"nonlinearity": "tahn"}, ["nonlinearity", "'tahn'", "did you mean 'tanh'"]),

@@ -66,7 +66,7 @@ def new(*shape: int, dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(_C.Buffer(size), dtype=dtype).resize_(shape)  # a view could not be changed in place
+    return torch.frombuffer(_C.Buffer(size), dtype=dtype).resize_(shape)  # torch refuses in-place operations on a view
 
 
 def empty_cache() -> None:

@@ -83,7 +83,7 @@ def check_backend(name: str, value: str | None) -> str | None:
 def check_dtype(dtype: torch.dtype, *, half: bool) -> None:
     """The dtype of parameters: float32, float64 and, with `half` (for a dense recurrence), 16-bit dtypes."""
     if dtype not in FULL and not (half and dtype in HALF):
-        why = " (16 bits: of orthokern.nn.RNN alone)" if dtype in HALF else ""
+        why = " (only orthokern.nn.RNN accepts 16 bits)" if dtype in HALF else ""
         accepted = ", ".join(map(str, FULL + (HALF if half else ())))
         raise InputError(f"dtype {dtype} is not supported for parameters{why}; accepted: {accepted}")
 

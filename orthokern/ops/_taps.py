@@ -86,7 +86,7 @@ def set_aside() -> Iterator[tap]:
         yield inner
     finally:  # other threads may have closed taps, or opened some
         inner._open = False
-        SINKS[:] = [sink for sink in outer if sink._open] + [sink for sink in SINKS if sink is not inner]
+        SINKS[:] = [sink for sink in (*outer, *SINKS) if sink._open]
 
 
 def needed() -> bool:
