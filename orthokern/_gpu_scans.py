@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._products import ieee_products, norms_of_steps
+from orthokern._map_gradients import gradients_of_products, map_gradients, without_m
+from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps
 
 # Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
@@ -282,7 +283,11 @@ class _Sums:
         self.alive = None  # bool [T, B, 1], False on padding
         if lengths is not None:
             self.alive = (torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths).unsqueeze(-1)
+        K = args.second.shape[1]
+        self.thin = args.first is not None and without_m(steps * args.h0.shape[0], args.h0.shape[1], K)
         self.m: Tensor | None = None
+        self.m_v: Tensor | None = None  # thin: M V and M^T U [N, K] in float64, in place of M
+        self.mt_u: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None  # in float64 if it is the sum of several windows
         self.leak: Tensor | None = None  # [N] float64, the sum of ghat_t (h_t - h_{t-1})
@@ -309,15 +314,15 @@ class _Sums:
         shifted = low > 0 and delta.shape[1] * N % 4 > 0
         rows = (delta.clone() if shifted else delta).view(-1, N)
         of_leak = ghat is not None and needs.leak
-        if needs.m or of_leak:
+        if needs.map or of_leak:
             before = states.before(low, high)
             before = before.clone() if shifted else before
             if args.resets is not None:
                 before = started(before, args.resets[here], args.reset_state)
             if alive is not None:
                 before = torch.where(alive, before, 0.0)
-            if needs.m:
-                self.m = self.scan.add_to_map(self.m, rows, before.view(-1, N))
+            if needs.map:
+                self._add_to_map(rows, before.view(-1, N))
             if of_leak and ghat is not None:
                 of_units = (ghat * (states.after(low, high) - before)).sum((0, 1), dtype=torch.float64)
                 self.leak = of_units if self.leak is None else self.leak.add_(of_units)
@@ -332,6 +337,21 @@ class _Sums:
                 self.weight = add_product(self.weight, rows, x.view(-1, x.shape[2]))
             else:
                 self._add_tokens(rows, x if alive is None else torch.where(alive.squeeze(-1), x, -1))
+
+    def _add_to_map(self, rows: Tensor, before: Tensor) -> None:
+        first, second = self.args.first, self.args.second
+        if not self.thin or first is None:
+            self.m = self.scan.add_to_map(self.m, rows, before)
+            return
+        m_v, mt_u = sum_over_rows(rows, before @ first), sum_over_rows(before, rows @ second)
+        self.m_v = m_v if self.m_v is None else self.m_v.add_(m_v)
+        self.mt_u = mt_u if self.mt_u is None else self.mt_u.add_(mt_u)
+
+    def grad_map(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of first, scale and second."""
+        if self.m_v is None or self.mt_u is None:
+            return map_gradients(self.args, self.m)
+        return gradients_of_products(self.args, self.m_v, self.mt_u)
 
     def _add_tokens(self, rows: Tensor, ids: Tensor) -> None:
         """Ids out of range are skipped; all sums have a fixed order."""
@@ -450,9 +470,12 @@ def scan_bwd(
     finally:
         if side is not None:  # also after an exception: memory that the second stream uses is freed to the main one
             side.join()
+    first, scale, second = sums.grad_map()
     return ScanGradients(
         x=adjoints.delta if needs.x and args.weight is None else sums.x,
-        m=sums.m,
+        first=first,
+        scale=scale,
+        second=second,
         h0=None if adjoints.carry is None or not needs.h0 else _of_state(args, adjoints.carry, adjoints.carried),
         weight=sums.weight,
         bias=None if sums.bias is None else sums.bias.to(args.h0.dtype),

@@ -191,7 +191,9 @@ class ScanGradients(NamedTuple):
     """Results of a backward; None for what does not apply or is not needed."""
 
     x: Tensor | None
-    m: Tensor | None  # M = dL/dW = sum_t delta_t h_{t-1}^T [N, N], at a reset with reset_state in place of h_{t-1}
+    first: Tensor | None
+    scale: Tensor | None
+    second: Tensor | None
     h0: Tensor | None  # [B, N]
     weight: Tensor | None
     bias: Tensor | None
@@ -201,9 +203,14 @@ class ScanGradients(NamedTuple):
     norm: Tensor | None  # [T], the Frobenius norm over [B, N] of dL/dh_t
 
     @property
+    def map(self) -> bool:
+        """Of needs: whether any result is a gradient of W's factors, or of W."""
+        return bool(self.first or self.scale or self.second)
+
+    @property
     def sums(self) -> bool:
         """Of needs: whether any result is a sum over time of products with delta_t."""
-        return bool(self.m or self.weight or self.bias)
+        return bool(self.map or self.weight or self.bias)
 
 
 GRU_VARIANTS = ("kanai", "torch")

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import dispatch, functional
 from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients
-from orthokern.ops._scan import map_gradients
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term, started
 from orthokern.reference.activations import activation_fwd
@@ -235,7 +234,7 @@ def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, obj
 def scan_needs(need_x: bool = True, need_params: bool = True) -> Any:
     """The argument ``needs`` of a scan's backward."""
     params = need_params
-    needs: Any = (need_x, params, True, params, params, params, True, params, True)
+    needs: Any = (need_x, params, params, params, True, params, params, params, True, params, True)
     return ScanGradients(*needs)
 
 
@@ -265,7 +264,7 @@ def run_scan(
     x_needed = problem.weight is not None or checkpoint_every > 0
     args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
     grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(need_x, need_params), *args)
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, args, grads)}
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, grads)}
 
 
 def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
@@ -281,11 +280,9 @@ def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
             assert torch.equal(one, full) if need else not one.numel(), name
 
 
-def named_gradients(problem: ScanProblem, args: ScanArgs, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The results of a backward op by the names of `grad_names`; those of the map from M, empty without it."""
-    x, m, *others = grads
-    nothing = m.new_empty(0)
-    first, scale, second = map_gradients(args, m) if m.numel() else (nothing, nothing, nothing)
+def named_gradients(problem: ScanProblem, grads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The results of a backward op by the names of `grad_names`."""
+    x, first, scale, second, *others = grads
     matrices = (second, scale, first) if problem.op == "factored_scan" else (second,)
     return dict(zip(problem.grad_names(), (x, *matrices, *others), strict=True))
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
     {"_scan_contract", "_elements"},
-    {"_gru_parameters"},  # what the leaves share
+    {"_gru_parameters", "_map_gradients"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
     {"_files", "_no_compiler"},
@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What a leaf may import of the project besides itself: the reference the names of its arguments alone, so that it
 # depends on nothing that it is there to check.
-SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters", "_elements"}
+SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters", "_map_gradients", "_elements"}
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
     "cpu": SHARED | {"_version", "_C"},

@@ -37,6 +37,8 @@ def call_scans() -> None:
         problem = scan_problem(op, B=2, T=3, N=4, K=3, inputs=inputs, activation="prelu")
         for every in (0, 2):
             run_scan(with_resets(problem), "cpu", checkpoint_every=every, lengths=lengths)
+            if op == "factored_scan":  # of a low rank
+                run_scan(scan_problem(op, B=2, T=3, N=64, K=8, inputs=inputs), "cpu", checkpoint_every=every)
         scan = getattr(functional, op)
         leaks = [torch.full((size,), 0.5, requires_grad=True) for size in (1, 4)]
         for leak in leaks:
@@ -110,6 +112,7 @@ def test_every_kernel_is_called_with_every_tensor(calls: list[Call]) -> None:
         if all(other[3][key] is None for other in calls if other[0] == name)
     }
     dense = {(f"dense_scan_{way}", factor) for way in ("fwd", "bwd") for factor in ("first", "scale")}
+    dense |= {("dense_scan_bwd", f"grad_{factor}") for factor in ("first", "scale", "second")}
     unused = {(name, key) for name, key in unused if not name.startswith("modal")}
     assert unused == dense
 

@@ -61,9 +61,14 @@ struct ScanArgs {
   const void* states;     // hs [T, B, N], or ckpt
   const void* saved_pre;  // [T, B, N] or null
   // and the results
-  void* grad_x;   // like x, or null
-  void* grad_m;   // [N, N]: M = sum_t delta_t h_{t-1}^T, or null (then the other parameters' gradients are null too)
-  void* grad_h0;  // [B, N] or null
+  void* grad_x;  // like x, or null
+  // M = sum_t delta_t h_{t-1}^T, [N, N], or M^T U diag(s), diag(U^T M V) and M V diag(s), like first, scale and second,
+  // or null (then the gradients of weight and bias are null too)
+  void* grad_m;
+  void* grad_first;
+  void* grad_scale;
+  void* grad_second;
+  void* grad_h0;           // [B, N] or null
   void* grad_reset_state;  // [B, N] or null
   void* grad_weight;       // [N, D] or null
   void* grad_bias;         // [N] or null
@@ -82,8 +87,8 @@ struct ScanArgs {
   template <class Visit>
   void backward(Visit& visit) {
     common(visit);
-    ORTHOKERN_FIELDS(visit, grad_hs, states, saved_pre, grad_x, grad_m, grad_h0, grad_reset_state, grad_weight,
-                     grad_bias, grad_act_param, grad_leak, grad_norm);
+    ORTHOKERN_FIELDS(visit, grad_hs, states, saved_pre, grad_x, grad_m, grad_first, grad_scale, grad_second, grad_h0,
+                     grad_reset_state, grad_weight, grad_bias, grad_act_param, grad_leak, grad_norm);
   }
 };
 

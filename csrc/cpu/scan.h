@@ -29,7 +29,7 @@
 // other order, rows that have ended between running ones are computed and set to zero. Padding in the results is zero.
 //
 // Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way, and 2 N (N
-// + D + 1) for the gradients. Memory traffic: forward 4 N bytes (8 N with a dense e), backward 8 N (12 N).
+// + D + 1) for the gradients, or 6 N K + 2 N (D + 1) of a low rank. Memory traffic: forward 4 N bytes (8 N with a dense e), backward 8 N (12 N).
 #pragma once
 
 #include "cpu/scan_backward.h"
@@ -38,8 +38,6 @@
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
-// Backward of a low rank without sums over rows: the weights are small, and the ring of two steps fits into L2 too.
-constexpr int kThinGroupRows = kMaxRows;
 
 template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
@@ -98,8 +96,7 @@ bool scan_backward(const ScanArgs& args) {
   if (!prepare_scan(&plan, args, true)) return false;
   TaskSums<ScanSums<T>> sums;
   if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
-  const bool thin = plan.factored && 8 * plan.K <= plan.N && !args.grad_m;
-  if (!each_group_of(plan, thin ? kThinGroupRows : kGroupRows,
+  if (!each_group_of(plan, plan.low_rank() ? kMaxRows : kGroupRows,
                      [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
     return false;
   collect_scan(plan, sums.get());

@@ -1,17 +1,17 @@
 // The backward pass of scan.h for a group of rows of the batch.
 //
 // delta_t and [h_{t-1}, x_t, 1] of the last few steps are kept in two rings of blocked rows. A ring holds about
-// kRingRows rows. Once it is full, one product (outer.h) adds it to this thread's sums, which gives the gradients of
-// the map, of W_in and of b without a second pass over memory. Which steps share a ring depends on t and the lengths
-// alone, so the sums have the same bits when states are recomputed from checkpoints.
+// ring_rows() rows. Once it is full, one product (outer.h) adds it to this thread's sums, which gives the gradients of
+// the map, of W_in and of b without a second pass over memory. With plan.thin, the sum for the map is not M =
+// sum_t delta_t h_{t-1}^T [N, N], but M V and M^T U diag(s) [N, K]: products with V^T h_{t-1}, which is computed for a
+// full ring, and with s U^T delta_t, the first half of map^T(delta_t). Which steps share a ring depends on t and the
+// lengths alone, so the sums have the same bits when states are recomputed from checkpoints.
 #pragma once
 
 #include "cpu/scan_rows.h"
 #include "cpu/scan_sums.h"
 
 namespace orthokern::ORTHOKERN_ISA {
-
-constexpr int kRingRows = 128;
 
 // What one step reads and writes: rows N apart, or blocked rows of a ring.
 template <class T>
@@ -54,6 +54,8 @@ struct BackwardRows {
   // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
   // step t.
   Scratch<T> delta, inputs, dx, ending;
+  // factored: s U^T delta_t of the last step, [K/L][R][L]; thin: rings [K/L][slots * R][L] of it and of V^T h_{t-1}
+  Scratch<T> of_u, of_v;
   Scratch<T> ghat;                         // with a leak: ghat_{t+1} [N/L][R][L], zeros for rows that have not begun
   Scratch<T> paired_delta, paired_inputs;  // with plan.pairs: pairs of rows of the rings
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
@@ -71,13 +73,13 @@ struct BackwardRows {
         every(args.checkpoint_every),
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
-        params(args.grad_m != nullptr),
+        params(plan_.params),
         needs_input(reads_of(args.activation) == act::kInput || args.leak),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
-        slots(params && kRingRows / R_ > 2 ? kRingRows / R_ : 2),
+        slots(params && plan_.ring_rows() > 2 * R_ ? plan_.ring_rows() / R_ : 2),
         ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
-        ldc(static_cast<ptrdiff_t>(blocks + x_blocks) * L),
+        ldc(plan_.summed_columns()),
         token_steps(0),
         used(0) {
     visit_activation(args.activation, [this](auto a) {
@@ -96,6 +98,9 @@ struct BackwardRows {
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
         !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
       return false;
+    const size_t across = static_cast<size_t>(round_up(plan.K, 2 * L) / L);
+    if ((plan.factored && !of_u.allocate(across * of_u_block())) || (plan.thin && !of_v.allocate(across * ring_block)))
+      return false;
     if (plan.pairs && params &&
         (!paired_delta.allocate(static_cast<size_t>(blocks) * paired_block()) ||
          !paired_inputs.allocate(static_cast<size_t>(blocks + x_blocks) * paired_block())))
@@ -108,6 +113,8 @@ struct BackwardRows {
   T* grad_x() const { return static_cast<T*>(args.grad_x); }
   T* grad_reset_state() const { return static_cast<T*>(args.grad_reset_state) + row0 * N; }
   ptrdiff_t paired_block() const { return static_cast<ptrdiff_t>(paired_depth(slots * R, plan.tiles)) * L; }
+  ptrdiff_t of_u_block() const { return plan.thin ? ring_block : rows.block; }
+  T* of_u_rows(int64_t t) { return of_u + (plan.thin ? place(t) : 0); }
   ptrdiff_t place(int64_t t) const { return static_cast<ptrdiff_t>(rows.place[t]) * L; }
   // map^T(delta_{t+1}), blocked.
   T* message() const { return rows.next; }
@@ -141,16 +148,17 @@ struct BackwardRows {
       const BackwardStep<T> step = step_at(t);
       compute_delta(step, &square);
       sums->norm[t] += square.total();
+      if (projects(t)) project(t);
       if (params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
         rows.put_reset_state(step.resets, t + 1, inputs + place(t + 1), ring_block);
       if (dx_out) write_feature_gradient(t);
       block_rows<T>(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
       if (params) add_gradients(t);
     }
-    Transfers<T> during_first, during_last;
-    if (delta_out && plan.stream) stream_delta(&during_last, 0);
-    if (plan.to_h0) multiply_back(0, &during_first, &during_last, [](int, int) {});
-    else during_last.finish();
+    Transfers<T> transfers;
+    if (delta_out && plan.stream && !projects(0)) stream_delta(&transfers, 0);
+    if (plan.to_h0) multiply_back(0, &transfers, [](int, int) {});
+    else transfers.finish();
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     if (args.leak) pass_leak_to_h0();
     if (args.grad_h0) unblock_rows<T>(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
@@ -203,27 +211,30 @@ struct BackwardRows {
       (this->*finish)(step, 0, blocks, square);
       return;
     }
-    Transfers<T> during_first, during_last;
-    if (delta_out && plan.stream) stream_delta(plan.factored ? &during_first : &during_last, t + 1);
-    rows.prefetch_rows(&during_last, static_cast<const T*>(args.grad_hs), t, t - 1);
-    if (needs_input && !every) rows.prefetch_rows(&during_last, static_cast<const T*>(args.saved_pre), t, t - 1);
-    during_last.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
-    if (step.delta_out) during_last.prefetch(step.delta_out, N, L, step.rows, blocks);
-    multiply_back(t + 1, &during_first, &during_last,
-                  [&](int first, int last) { (this->*finish)(step, first, last, square); });
+    Transfers<T> transfers;
+    if (delta_out && plan.stream && !plan.factored) stream_delta(&transfers, t + 1);
+    rows.prefetch_rows(&transfers, static_cast<const T*>(args.grad_hs), t, t - 1);
+    if (needs_input && !every) rows.prefetch_rows(&transfers, static_cast<const T*>(args.saved_pre), t, t - 1);
+    transfers.prefetch(state_rows(t - 1, t), N, L, step.rows, blocks);
+    if (step.delta_out) transfers.prefetch(step.delta_out, N, L, step.rows, blocks);
+    multiply_back(t + 1, &transfers, [&](int first, int last) { (this->*finish)(step, first, last, square); });
   }
 
-  // message <- map^T(delta of step t).
-  void multiply_back(int64_t t, Transfers<T>* during_first, Transfers<T>* during_last, const Epilogue& after) {
+  // Whether s U^T delta_t is needed, for the step before or for a sum.
+  bool projects(int64_t t) const { return plan.factored && (t > 0 || plan.to_h0 || plan.thin); }
+  // of_u <- s U^T delta_t.
+  void project(int64_t t) {
+    Transfers<T> transfers;
+    if (delta_out && plan.stream) stream_delta(&transfers, t);
+    const Segment<T> from = rows.factor(delta + place(t), ring_block, rows.active[t], plan.N, rows.paired);
+    multiply<T>(&from, 1, plan.first_t, rows.active[t], of_u_rows(t), of_u_block(), &transfers, [](int, int) {});
+  }
+  // message <- map^T(delta of step t), of a factored map from of_u.
+  void multiply_back(int64_t t, Transfers<T>* transfers, const Epilogue& after) {
     const int R_t = rows.active[t];
-    const Segment<T> from = rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
-    if (plan.factored) {
-      multiply<T>(&from, 1, plan.first_t, R_t, rows.z, rows.block, during_first, [](int, int) {});
-      const Segment<T> middle = rows.factor(rows.z, rows.block, R_t, plan.K, rows.paired);
-      multiply<T>(&middle, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
-    } else {
-      multiply<T>(&from, 1, plan.second_t, R_t, message(), rows.block, during_last, after);
-    }
+    const Segment<T> from = plan.factored ? rows.factor(of_u_rows(t), of_u_block(), R_t, plan.K, rows.paired)
+                                          : rows.factor(delta + place(t), ring_block, R_t, plan.N, rows.paired);
+    multiply<T>(&from, 1, plan.second_t, R_t, message(), rows.block, transfers, after);
   }
 
   // Writes delta of step t to its result with streaming stores.
@@ -397,31 +408,41 @@ struct BackwardRows {
     }
     if (token_steps && t % token_steps == 0) add_table_part();
   }
-  // sums += sum over the rows of the ring of delta [h, x, 1]^T.
+  // sums += sum over the rows of the ring of delta [h, x, 1]^T; thin: of delta [x, 1]^T, and the two of the factors.
   void add_ring() {
-    add_ring_to(sums->gradients.part);
-    sums->gradients.added(used);
+    if (ldc) {
+      add_ring_to(sums->gradients.part);
+      sums->gradients.added(used);
+    }
+    if (!plan.thin) return;
+    const Segment<T> states = {inputs, ring_block, plan.N};
+    multiply<T>(&states, 1, plan.projection, used, of_v, ring_block);
+    const int across = round_up(plan.K, L);
+    outer_add<T>(delta, blocks, of_v, across / L, ring_block, used, sums->m_v.part, across);
+    outer_add<T>(inputs, blocks, of_u, across / L, ring_block, used, sums->mt_u.part, across);
+    sums->m_v.added(used), sums->mt_u.added(used);
   }
   void add_ring_to(T* to) {
+    const T* from = plan.thin ? inputs + blocks * ring_block : inputs;
+    const int columns = static_cast<int>(ldc / L);
     if constexpr (kTiles<T>) {
       if (plan.tiles) {
         const int depth = paired_depth(used, true);
         pair_rows_transposed(delta, ring_block, used, blocks, paired_delta, depth);
-        pair_rows_padded(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block(), depth);
-        outer_add_tiles(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), depth, to, ldc);
+        pair_rows_padded(from, ring_block, used, columns, paired_inputs, paired_block(), depth);
+        outer_add_tiles(paired_delta, blocks, paired_inputs, columns, paired_block(), depth, to, ldc);
         return;
       }
     }
     if constexpr (kPairs<T>) {
       if (plan.pairs) {
         pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block());
-        pair_rows(inputs, ring_block, used, blocks + x_blocks, paired_inputs, paired_block());
-        outer_add<T, true>(paired_delta, blocks, paired_inputs, blocks + x_blocks, paired_block(), pair_count(used), to,
-                           ldc);
+        pair_rows(from, ring_block, used, columns, paired_inputs, paired_block());
+        outer_add<T, true>(paired_delta, blocks, paired_inputs, columns, paired_block(), pair_count(used), to, ldc);
         return;
       }
     }
-    outer_add<T>(delta, blocks, inputs, blocks + x_blocks, ring_block, used, to, ldc);
+    outer_add<T>(delta, blocks, from, columns, ring_block, used, to, ldc);
   }
   // Token gradients are summed over token_steps steps before they are added to the total, which is in double: a sum of
   // sums has a smaller rounding error, see outer.h.

@@ -17,7 +17,7 @@ struct DirectBackward {
   ptrdiff_t wide, across;  // elements from one row to the next of what has N columns, and K
   Scratch<T> delta;        // [rows][wide]
   Scratch<T> message;      // [B][wide], map^T(delta_{t+1})
-  Scratch<T> z;            // [B][across], s U^T delta_t
+  Scratch<T> z;            // [rows][across], s U^T delta_t
   int64_t step;            // that is computed
 
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
@@ -30,7 +30,7 @@ struct DirectBackward {
     N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
     B = static_cast<int>(args.B), rows = static_cast<int>(args.T * args.B);
     wide = round_up(N, L), across = round_up(K, L);
-    return delta.allocate(rows * wide) && message.allocate(B * wide) && (!K || z.allocate(B * across));
+    return delta.allocate(rows * wide) && message.allocate(B * wide) && (!K || z.allocate(rows * across));
   }
 
   template <class F>
@@ -59,26 +59,63 @@ struct DirectBackward {
     at(args.grad_norm)[step] = static_cast<T>(__builtin_sqrt(square.total()));
   }
 
+  T* projected() const { return z + step * B * across; }
+  // s U^T delta of a step's rows.
+  void project() {
+    share(K, kDirectPanel * L, [this](int first, int last) {
+      direct_columns<T, true>(at(args.second), K, first, last, N, delta_row(step * B), wide, B, at(args.scale),
+                              projected(), across);
+    });
+  }
   // The message of a step's rows.
   void pass() {
-    const T* from = delta_row(step * B);
     if (!K) {
-      share(N, kDirectPanel * L, [=](int first, int last) {
-        direct_columns<T, false>(at(args.second), N, first, last, N, from, wide, B, nullptr, message, wide);
+      share(N, kDirectPanel * L, [this](int first, int last) {
+        direct_columns<T, false>(at(args.second), N, first, last, N, delta_row(step * B), wide, B, nullptr, message,
+                                 wide);
       });
       return;
     }
-    share(K, kDirectPanel * L, [=](int first, int last) {
-      direct_columns<T, true>(at(args.second), K, first, last, N, from, wide, B, at(args.scale), z, across);
-    });
     share(N, L, [this](int first, int last) {
       for (int n = first; n < last; n += L)
         for (int b = 0; b < B; b++)
-          store(message + b * wide + n, direct_rows<T>(at(args.first) + static_cast<ptrdiff_t>(n) * K, K,
-                                                       last - n < L ? last - n : L, K, z + b * across, V<T>{}));
+          store(message + b * wide + n,
+                direct_rows<T>(at(args.first) + static_cast<ptrdiff_t>(n) * K, K, last - n < L ? last - n : L, K,
+                               projected() + b * across, V<T>{}));
     });
   }
 
+  // to [rows][across] = `rows` rows of `from` times w [N, K].
+  template <class Row>
+  void times(const T* w, const Row& from, T* to) const {
+    share(K, kDirectPanel * L, [=](int first, int last) {
+      for (int r = 0; r < rows; r++)
+        direct_columns<T, false>(w, K, first, last, N, from(r), 0, 1, nullptr, to + r * across, across);
+    });
+  }
+  // Of V, s and U.
+  bool factor_gradients() {
+    Scratch<T> of_h, of_delta;  // [rows][across]: V^T h_{t-1}, then multiplied by s, and U^T delta_t
+    if (!of_h.allocate(rows * across) || !of_delta.allocate(rows * across)) return false;
+    auto d = [this](int r) { return delta_row(r); };
+    auto h = [this](int r) { return before(r); };
+    times(at(args.first), h, of_h), times(at(args.second), d, of_delta);
+    const T* s = at(args.scale);
+    for (int k = 0; k < K; k++) {
+      double sum = 0;
+      for (int r = 0; r < rows; r++) {
+        T* const here = of_h + r * across + k;
+        sum += static_cast<double>(*here) * static_cast<double>(of_delta[r * across + k]);
+        *here *= s[k];
+      }
+      at(args.grad_scale)[k] = static_cast<T>(sum);
+    }
+    auto scaled = [&](int r) { return of_h + r * across; };
+    auto z_row = [this](int r) { return z + r * across; };
+    direct_outer<T>(args.threads, rows, h, z_row, args.grad_first, N, K);
+    direct_outer<T>(args.threads, rows, d, scaled, args.grad_second, N, K);
+    return true;
+  }
   void parameter_gradients() {
     auto d = [this](int r) { return delta_row(r); };
     auto h = [this](int r) { return before(r); };
@@ -104,12 +141,13 @@ struct DirectBackward {
       return false;
     for (step = args.T - 1; step >= 0; step--) {
       finish(step == args.T - 1, param, param_grad);
+      if (K && (step > 0 || args.grad_h0 || args.grad_first)) project();
       if (step > 0 || args.grad_h0) pass();
     }
     if (args.grad_act_param)
       write_param_grad(at(args.grad_act_param), args.act_param_size, N, [&](int64_t n) { return param_grad[n]; });
     parameter_gradients();
-    return input_gradients();
+    return (!args.grad_first || factor_gradients()) && input_gradients();
   }
 };
 

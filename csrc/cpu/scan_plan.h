@@ -17,24 +17,33 @@ struct ScanPlan {
   int X;  // extra columns of the product: D and the one for the bias, 0 without features
   bool bias_column;
   bool factored;
+  bool thin;    // backward: sums of M V and M^T U diag(s) in place of M
+  bool params;  // backward: the gradients of the map, of W_in and b are wanted
   bool pairs;   // products have bfloat16 factors, see pairs.h
   bool tiles;   // these products are those of tiles.h
   bool stream;  // write results with streaming stores
   bool to_h0;   // backward: the adjoint of step 0 goes on, to h0, to reset_state or through the leak
   int threads;
-  T clip;              // of delta, infinite without one
-  Scratch<int> begin;  // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
-  Packed<T> first;     // forward, factored: [N, K] V diag(s)
-  Packed<T> second;    // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
-  Packed<T> first_t;   // backward, factored: [N, K] U diag(s)
-  Packed<T> second_t;  // backward: [K, N] V^T, or [N, N] W
-  Packed<T> input_t;   // backward with features whose gradient is wanted: [N, D] W_in
-  Scratch<T> table;    // [D, round_up(N)]: W_in^T + b, for token ids
-  Scratch<T> param;    // [round_up(N)]
-  Scratch<T> leak;     // [round_up(N)], zeros without one
+  T clip;                // of delta, infinite without one
+  Scratch<int> begin;    // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
+  Packed<T> first;       // forward, factored: [N, K] V diag(s)
+  Packed<T> second;      // forward: [K or N (+ X), N] U^T or W^T, W_in^T, b
+  Packed<T> first_t;     // backward, factored: [N, K] U diag(s)
+  Packed<T> second_t;    // backward: [K, N] V^T, or [N, N] W
+  Packed<T> projection;  // backward, thin: [N, K] V
+  Packed<T> input_t;     // backward with features whose gradient is wanted: [N, D] W_in
+  Scratch<T> table;      // [D, round_up(N)]: W_in^T + b, for token ids
+  Scratch<T> param;      // [round_up(N)]
+  Scratch<T> leak;       // [round_up(N)], zeros without one
 
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
+  // Backward without M, of a low rank: the weights are small, and groups of few rows keep the rings in the nearest
+  // caches.
+  bool low_rank() const { return factored && 8 * K <= N && !args->grad_m; }
+  int ring_rows() const { return low_rank() ? 4 * kMaxRows : 128; }
+  // Columns of the sums over rows of delta [h, x, 1]^T, or (thin) of delta [x, 1]^T.
+  int summed_columns() const { return (thin ? 0 : padded()) + round_up(X, kLanes<T>); }
   // Rows of a packed matrix that `n` rows take, such that others can follow.
   int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
 };
@@ -78,6 +87,8 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->args = &args;
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
   plan->factored = args.scale != nullptr;
+  plan->thin = backward && args.grad_first;
+  plan->params = backward && (args.grad_m || plan->thin);
   plan->pairs = kPairs<T> && args.bf16;
   plan->tiles = kTiles<T> && args.bf16 == 2;
   plan->D = static_cast<int>(args.D);
@@ -130,17 +141,20 @@ bool plan_backward_weights(ScanPlan<T>* plan, PackJobs<T>* jobs) {
   const ScanArgs& args = *plan->args;
   const int N = plan->N, K = plan->K, D = plan->D;
   const T* second = static_cast<const T*>(args.second);
-  if (args.T == 1 && !plan->to_h0) {
-    // the map is not applied
-  } else if (plan->factored) {
-    if (!plan->first_t.allocate(N, K, plan->pairs, plan->tiles) ||
-        !plan->second_t.allocate(K, N, plan->pairs, plan->tiles))
-      return false;
+  const bool applied = args.T > 1 || plan->to_h0;
+  if (plan->factored && (applied || plan->thin)) {
+    if (!plan->first_t.allocate(N, K, plan->pairs, plan->tiles)) return false;
     jobs->add(&plan->first_t, 0, N, second, K, 1, static_cast<const T*>(args.scale));
-    jobs->add(&plan->second_t, 0, K, static_cast<const T*>(args.first), 1, K);
-  } else {
-    if (!plan->second_t.allocate(N, N, plan->pairs, plan->tiles)) return false;
-    jobs->add(&plan->second_t, 0, N, second, N, 1);
+  }
+  if (applied) {
+    const int depth = plan->factored ? K : N;
+    if (!plan->second_t.allocate(depth, N, plan->pairs, plan->tiles)) return false;
+    jobs->add(&plan->second_t, 0, depth, plan->factored ? static_cast<const T*>(args.first) : second,
+              plan->factored ? 1 : N, plan->factored ? K : 1);
+  }
+  if (plan->thin) {
+    if (!plan->projection.allocate(N, K)) return false;
+    jobs->add(&plan->projection, 0, N, static_cast<const T*>(args.first), K, 1);
   }
   if (plan->X && args.grad_x) {
     if (!plan->input_t.allocate(N, D, plan->pairs, plan->tiles)) return false;

@@ -9,7 +9,8 @@ namespace orthokern::ORTHOKERN_ISA {
 // A partial result of one thread. Those of all threads are added at the end, in the order of the threads.
 template <class T>
 struct ScanSums {
-  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h, then of x, then the one
+  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h (unless thin), then of x, then the one
+  RowSums<T> m_v, mt_u;         // thin: M V and M^T U diag(s), [round_up(N)][round_up(K)]
   Scratch<T> table_part;        // [D][round_up(N)] of the last few steps
   Scratch<double> table_total;  // [D][round_up(N)]
   Scratch<double> param;        // [round_up(N)]
@@ -18,9 +19,11 @@ struct ScanSums {
 
   bool allocate(const ScanPlan<T>& plan) {
     const ScanArgs& args = *plan.args;
-    const size_t padded = plan.padded(), ldc = padded + round_up(plan.X, kLanes<T>);
+    const size_t padded = plan.padded(), thin = padded * round_up(plan.K, kLanes<T>);
+    const int64_t rows = args.T * args.B;
     return param.allocate(padded) && leak.allocate(padded) && norm.allocate(args.T) &&
-           (!args.grad_m || gradients.allocate(padded * ldc, args.T * args.B)) &&
+           (!plan.params || gradients.allocate(padded * plan.summed_columns(), rows)) &&
+           (!plan.thin || (m_v.allocate(thin, rows) && mt_u.allocate(thin, rows))) &&
            (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
   }
 };
@@ -37,26 +40,67 @@ void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums, Scratch<dou
   });
 }
 
+// to[i] = the total of element `at` + i of one member of ScanSums.
+template <class T>
+void totals(const ScanPlan<T>& plan, const ScanSums<T>* sums, RowSums<T> ScanSums<T>::* part, ptrdiff_t at, int count,
+            T* to) {
+  constexpr int kMost = 64;
+  for (int i = 0; i < count; i += kMost) {
+    const int some = count - i < kMost ? count - i : kMost;
+    double total[kMost] = {};
+    for (int task = 0; task < plan.threads; task++) (sums[task].*part).add_to(total, at + i, some);
+    for (int j = 0; j < some; j++) to[i + j] = static_cast<T>(total[j]);
+  }
+}
+
 // M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
 template <class T>
 void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
-  const int N = plan.N, D = plan.D, padded = plan.padded();
-  const ptrdiff_t ldc = padded + round_up(plan.X, kLanes<T>);
-  auto total = [&](ptrdiff_t at) {
-    double sum = sums[0].gradients.at(at);
-    for (int i = 1; i < plan.threads; i++) sum += sums[i].gradients.at(at);
-    return static_cast<T>(sum);
+  const int N = plan.N, before = plan.thin ? 0 : plan.padded();
+  const ptrdiff_t ldc = plan.summed_columns();
+  // row n of a result [N, count] <- columns `from` and so on of the sums
+  const auto write = [&](void* to, int n, ptrdiff_t from, int count) {
+    if (to)
+      totals(plan, sums, &ScanSums<T>::gradients, n * ldc + from, count, static_cast<T*>(to) + n * ptrdiff_t{count});
   };
-  T *map = static_cast<T*>(args.grad_m), *weight = static_cast<T*>(args.grad_weight),
-    *bias = static_cast<T*>(args.grad_bias);
-  for (int n = 0; n < N; n++) {
-    for (int m = 0; m < N; m++) map[static_cast<ptrdiff_t>(n) * N + m] = total(n * ldc + m);
-    if (plan.X) {
-      for (int d = 0; d < D; d++) weight[static_cast<ptrdiff_t>(n) * D + d] = total(n * ldc + padded + d);
-      if (plan.bias_column) bias[n] = total(n * ldc + padded + D);
+  direct_share(args.threads, N * ldc * sizeof(T), N, 1, [&](int first, int last) {
+    for (int n = first; n < last; n++) {
+      write(args.grad_m, n, 0, N);
+      if (plan.X) write(args.grad_weight, n, before, plan.D);
+      if (plan.bias_column) write(args.grad_bias, n, before + plan.D, 1);
     }
-  }
+  });
+}
+
+// The gradients of V, s and U from M^T U diag(s) and M V.
+template <class T>
+void collect_factors(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  const ScanArgs& args = *plan.args;
+  const int N = plan.N, K = plan.K, across = round_up(K, kLanes<T>);
+  const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale);
+  T *of_v = static_cast<T*>(args.grad_first), *of_u = static_cast<T*>(args.grad_second);
+  direct_share(args.threads, static_cast<size_t>(N) * K * sizeof(T), N, 1, [&](int first, int last) {
+    for (int n = first; n < last; n++) {
+      const ptrdiff_t from = static_cast<ptrdiff_t>(n) * across, to = static_cast<ptrdiff_t>(n) * K;
+      totals(plan, sums, &ScanSums<T>::mt_u, from, K, of_v + to);
+      totals(plan, sums, &ScanSums<T>::m_v, from, K, of_u + to);
+    }
+  });
+  direct_share(args.threads, static_cast<size_t>(N) * K * sizeof(T), K, kLanes<T>, [&](int first, int last) {
+    for (int k0 = first; k0 < last; k0 += kLanes<T>) {
+      double sum[kLanes<T>] = {};
+      const int count = last - k0 < kLanes<T> ? last - k0 : kLanes<T>;
+      for (int n = 0; n < N; n++) {
+        for (int k = 0; k < count; k++) {
+          T* const m_v = of_u + static_cast<ptrdiff_t>(n) * K + k0 + k;
+          sum[k] += static_cast<double>(*m_v) * static_cast<double>(u[static_cast<ptrdiff_t>(n) * K + k0 + k]);
+          *m_v *= s[k0 + k];
+        }
+      }
+      for (int k = 0; k < count; k++) static_cast<T*>(args.grad_scale)[k0 + k] = static_cast<T>(sum[k]);
+    }
+  });
 }
 
 // The gradients of W_in and b for tokens.
@@ -83,8 +127,9 @@ void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
   collect_param(plan, sums, &ScanSums<T>::param, args.grad_act_param, args.act_param_size);
   collect_param(plan, sums, &ScanSums<T>::leak, args.grad_leak, args.leak_size);
-  if (!args.grad_m) return;
+  if (!plan.params) return;
   collect_products(plan, sums);
+  if (plan.thin) collect_factors(plan, sums);
   if (args.tokens) collect_table(plan, sums);
 }
 

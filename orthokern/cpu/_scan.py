@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._map_gradients import map_gradients, without_m
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, types_of
 from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
 
@@ -82,9 +83,12 @@ def scan_bwd(
     def like(tensor: Tensor | None, required: bool) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and required else None
 
+    thin = args.first is not None and without_m(T * B, N, sizes["K"])
     grads = ScanGradients(
         x=new(T, B, sizes["D"], dtype=dtype) if needs.x and tensors["tokens"] is None else None,
-        m=new(N, N, dtype=dtype) if needs.sums else None,
+        first=like(args.first, needs.sums and thin),
+        scale=like(args.scale, needs.sums and thin),
+        second=like(args.second, needs.sums and thin),
         h0=like(args.h0, needs.h0),
         weight=like(args.weight, needs.sums),
         bias=like(args.bias, needs.sums),
@@ -94,6 +98,10 @@ def scan_bwd(
         norm=new(T, dtype=dtype),
     )
     tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
+    m = tensors["grad_m"] = new(N, N, dtype=dtype) if needs.sums and not thin else None
     tensors |= zip(_GRADIENTS, grads, strict=True)
     call(f"{args.op}_bwd", dtype, sizes, tensors)
-    return grads
+    if m is None or not needs.map:
+        return grads
+    first, scale, second = map_gradients(args, m)
+    return grads._replace(first=first, scale=scale, second=second)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from orthokern._map_gradients import without_m
 from orthokern._scan_contract import GruArgs, GruGradients, RotationArgs, ScanArgs, ScanGradients, split_needs
 
 Shape = tuple[int, ...]
@@ -37,13 +38,21 @@ def _scan_fwd(*fields: Any, **options: Any) -> int:
     return prod(args.x[:2]) * (_map(args) + _projection(args))
 
 
+def _map_gradients(rows: int, args: ScanArgs) -> int:
+    """The operations of the gradients of W's factors, or of W."""
+    N, K = args.second
+    if args.first is None or not without_m(rows, N, K):
+        return 2 * rows * N * N + (0 if args.first is None else 4 * N * N * K)
+    return 6 * rows * N * K
+
+
 def _scan_bwd(grad_hs: Shape, states: Shape, pre: Shape | None, *fields: Any, **options: Any) -> int:
     needs, fields = split_needs(ScanGradients, fields)
     args: Any = ScanArgs(*fields, **options)
     T, B, N = grad_hs
     passes = _map(args) * (2 if args.checkpoint_every else 1)
     inputs = _projection(args) * (bool(needs.x) + bool(needs.weight) + bool(args.checkpoint_every))
-    return T * B * (passes + inputs + 2 * N * N * bool(needs.m))
+    return T * B * (passes + inputs) + (_map_gradients(T * B, args) if needs.map else 0)
 
 
 def _gru_fwd(x: Shape, w: Shape, *_: Any, **__: Any) -> int:

@@ -138,9 +138,9 @@ class Recurrence:
 
     def _backward_fake(self, grad_hs: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
         _, needs, args = self._split(rest)
-        (T, _, N), dtype = grad_hs.shape, args.h0.dtype
+        T, dtype = grad_hs.shape[0], args.h0.dtype
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        shapes = {"x": self._shape_of_x(args, grad_hs), "m": (N, N), "norm": (T,)}
+        shapes = {"x": self._shape_of_x(args, grad_hs), "norm": (T,)}
         if args.resets is None:
             shapes["reset_state"] = None
 

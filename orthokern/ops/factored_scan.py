@@ -80,7 +80,9 @@ def factored_scan(
 
     Cost:
         Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
-        2 T B N^2 + 4 N^2 K, recomputation one forward more. Writes T B N elements forward, T B N of adjoints backward.
+        2 T B N^2 + 4 N^2 K, recomputation one forward more. For a low rank, 8 K <= N and N >= 64, or few rows, 4 T B <=
+        N and N >= 256, the gradients of u, s, v take 6 T B N K (on a GPU 8 T B N K). Writes T B N elements forward,
+        T B N of adjoints backward.
 
     Numerics:
         Products and sums over time accumulate in the dtype of u (float32 means IEEE float32), in a fixed order: the

@@ -235,10 +235,17 @@ def scan_bwd(
 
     grad_x = torch.cat(grad_x_segments[::-1]) if grad_x_segments else None
     norm = torch.stack(norms[::-1]) if needs.norm else None
-    of_map = m if needs.m else None
-    return ScanGradients(
-        grad_x, of_map, carry, grad_weight, grad_bias, grad_act_param, grad_reset_state, grad_leak, norm
-    )
+    first, scale, second = map_gradients(args, m) if needs.map else (None, None, None)
+    of_state, of_units = (grad_reset_state, grad_leak), (grad_weight, grad_bias, grad_act_param)
+    return ScanGradients(grad_x, first, scale, second, carry, *of_units, *of_state, norm)
+
+
+def map_gradients(args: ScanArgs, m: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The gradients of first, scale and second from M: Note [Factored scan backward]."""
+    if args.first is None or args.scale is None:
+        return None, None, m
+    m_v = m @ args.first
+    return (m.mT @ args.second) * args.scale, (args.second * m_v).sum(0), m_v * args.scale
 
 
 def segment_states(

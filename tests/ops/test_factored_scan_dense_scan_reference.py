@@ -43,7 +43,7 @@ def backward_of(problem: ScanProblem) -> Any:
     def backward(grad_hs: Tensor, states: Tensor, pre: Tensor, *inputs: Any, activation: str, **options: Any) -> Any:
         needs = scan_needs(options.pop("need_x", True), options.pop("need_params", True))
         args = scan_args(problem.op, inputs, activation, backend="reference", **options)
-        return tuple(named_gradients(problem, args, op(grad_hs, states, pre, *needs, *args)).values())
+        return tuple(named_gradients(problem, op(grad_hs, states, pre, *needs, *args)).values())
 
     return backward
 

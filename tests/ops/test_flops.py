@@ -35,6 +35,11 @@ def test_a_backward_of_a_factored_scan() -> None:
     assert count(nn.FactorizedRNN(D, N, rank=K), backward=True) == forward + backward
 
 
+def test_a_backward_of_a_low_rank() -> None:
+    projections, size = 4 * T * B * 64 * D, T * B * 64 * 8
+    assert count(nn.FactorizedRNN(D, 64, rank=8), backward=True) == projections + (4 + 4 + 6) * size
+
+
 @pytest.mark.parametrize("need_x", [False, True])
 def test_rotations(need_x: bool) -> None:
     module, counter = nn.RotationRNN(D, N), FlopCounterMode(display=False)
