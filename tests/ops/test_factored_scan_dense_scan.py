@@ -149,6 +149,8 @@ def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
             else:
                 assert without_params[name].numel() == 0, name
         assert_each_result_alone(with_resets(problem), backend)
+    if op == "factored_scan":
+        assert_each_result_alone(with_resets(scan_problem(op, B=3, T=5, N=72, K=9, inputs="features")), backend)
 
 
 @each(*SCANS)
