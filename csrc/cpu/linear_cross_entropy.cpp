@@ -175,7 +175,7 @@ bool run(const LinearCrossEntropyArgs& args) {
   for (int c = 0; call.need_grad && c < call.C; c++) {
     for (int n = 0; n < call.depth; n++) {
       double total = 0;
-      for (int i = 0; i < call.tasks; i++) total += call.sums[i].at(c * ldc + n);
+      for (int i = 0; i < call.tasks; i++) call.sums[i].add_to(&total, c * ldc + n, 1);
       if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = static_cast<T>(total);
       else grad_bias[c] = static_cast<T>(total);
     }

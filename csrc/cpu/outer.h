@@ -114,8 +114,7 @@ struct RowSums {
     }
     rows = 0;
   }
-  double at(ptrdiff_t i) const { return static_cast<double>(part[i]) + (total.get() ? total[i] : 0.0); }
-  // to[i] += at(first + i)
+  // to[i] += the sum of element first + i.
   void add_to(double* to, ptrdiff_t first, int count) const {
     for (int i = 0; i < count; i++) to[i] += static_cast<double>(part[first + i]);
     for (int i = 0; total.get() && i < count; i++) to[i] += total[first + i];

@@ -333,7 +333,7 @@ void collect(const Call<T, X>& call, const TaskSums<Sums<T>>& sums, int tasks) {
     if (n < 0 || repeated) continue;
     for (ptrdiff_t d = 0; d <= D; d++) {
       double sum = 0;
-      for (int task = 0; task < tasks; task++) sum += sums[task].weight.at(c * ldc + d);
+      for (int task = 0; task < tasks; task++) sums[task].weight.add_to(&sum, c * ldc + d, 1);
       (d < D ? weight[n * D + d] : bias[n]) = static_cast<T>(sum);
     }
   }

@@ -28,8 +28,9 @@
 // and the ring holds only these. In a batch sorted by falling length no step computes a row that has ended. In any
 // other order, rows that have ended between running ones are computed and set to zero. Padding in the results is zero.
 //
-// Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way, and 2 N (N
-// + D + 1) for the gradients, or 6 N K + 2 N (D + 1) of a low rank. Memory traffic: forward 4 N bytes (8 N with a dense e), backward 8 N (12 N).
+// Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way; for the
+// gradients 2 N (N + D + 1), or without M 6 N K + 2 N (D + 1). Memory traffic: forward 4 N bytes (8 N with a dense e),
+// backward 8 N (12 N).
 #pragma once
 
 #include "cpu/scan_backward.h"

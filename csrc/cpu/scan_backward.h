@@ -39,7 +39,6 @@ struct BackwardRows {
   const int64_t N, B;
   const int64_t every;         // steps of a segment between checkpoints, or 0
   const int blocks, x_blocks;  // of N columns, and of X
-  const bool params;           // whether gradients of the parameters are wanted
   const bool needs_input;      // the derivative of the activation or of the leak reads a_t
   T* const delta_out;          // grad_x where delta is that, or null
   const bool dx_out;           // grad_x is that of the features
@@ -73,11 +72,10 @@ struct BackwardRows {
         every(args.checkpoint_every),
         blocks(plan_.blocks()),
         x_blocks(round_up(plan_.X, L) / L),
-        params(plan_.params),
         needs_input(reads_of(args.activation) == act::kInput || args.leak),
         delta_out(static_cast<T*>(delta_result(args))),
         dx_out(args.grad_x && plan_.X != 0),
-        slots(params && plan_.ring_rows() > 2 * R_ ? plan_.ring_rows() / R_ : 2),
+        slots(plan_.params && plan_.ring_rows() > 2 * R_ ? plan_.ring_rows() / R_ : 2),
         ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
         ldc(plan_.summed_columns()),
         token_steps(0),
@@ -87,7 +85,7 @@ struct BackwardRows {
       finish = args.leak ? &BackwardRows::finish_blocks<A, true> : &BackwardRows::finish_blocks<A, false>;
     });
     const int64_t ring_rows = static_cast<int64_t>(slots) * R;
-    if (args.tokens && params) token_steps = slots * ((plan.D + ring_rows - 1) / ring_rows);
+    if (args.tokens && plan.params) token_steps = slots * ((plan.D + ring_rows - 1) / ring_rows);
   }
 
   bool allocate() {
@@ -101,7 +99,7 @@ struct BackwardRows {
     const size_t across = static_cast<size_t>(round_up(plan.K, 2 * L) / L);
     if ((plan.factored && !of_u.allocate(across * of_u_block())) || (plan.thin && !of_v.allocate(across * ring_block)))
       return false;
-    if (plan.pairs && params &&
+    if (plan.pairs && plan.params &&
         (!paired_delta.allocate(static_cast<size_t>(blocks) * paired_block()) ||
          !paired_inputs.allocate(static_cast<size_t>(blocks + x_blocks) * paired_block())))
       return false;
@@ -149,11 +147,11 @@ struct BackwardRows {
       compute_delta(step, &square);
       sums->norm[t] += square.total();
       if (projects(t)) project(t);
-      if (params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
+      if (plan.params && step.resets && rows.place[t + 1] != 0)  // h_t of these rows is no longer needed there
         rows.put_reset_state(step.resets, t + 1, inputs + place(t + 1), ring_block);
       if (dx_out) write_feature_gradient(t);
       block_rows<T>(state_rows(t - 1, t), N, rows.active[t], plan.N, inputs + place(t), ring_block);
-      if (params) add_gradients(t);
+      if (plan.params) add_gradients(t);
     }
     Transfers<T> transfers;
     if (delta_out && plan.stream && !projects(0)) stream_delta(&transfers, 0);
@@ -199,7 +197,7 @@ struct BackwardRows {
     step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
     step.delta = delta + place(t);
     step.delta_out = delta_out && !plan.stream ? delta_out + here : nullptr;
-    step.ids = args.tokens && params ? args.tokens + t * B + row0 : nullptr;
+    step.ids = args.tokens && plan.params ? args.tokens + t * B + row0 : nullptr;
     step.resets = t < rows.longest - 1 ? rows.resets_at(t + 1) : nullptr;
     return step;
   }

@@ -2,7 +2,7 @@
 // at once. delta, and the gradients of x and h0, have the bits of the packed way; the sums over rows are one chain in
 // the order of the rows.
 //
-// Memory traffic: W once for each step, the gradients once.
+// Memory traffic: W once for each step, the gradients once, and without M the factors of W once more.
 #pragma once
 
 #include "cpu/scan_direct.h"
@@ -99,7 +99,7 @@ struct DirectBackward {
     if (!of_h.allocate(rows * across) || !of_delta.allocate(rows * across)) return false;
     auto d = [this](int r) { return delta_row(r); };
     auto h = [this](int r) { return before(r); };
-    times(at(args.first), h, of_h), times(at(args.second), d, of_delta);
+    times(at(args.first), h, of_h), times(at(args.second), d, of_delta);  // z has the factor s, which may be 0
     const T* s = at(args.scale);
     for (int k = 0; k < K; k++) {
       double sum = 0;
