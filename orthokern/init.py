@@ -301,7 +301,7 @@ def initialize_(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if name not in INITS:
+    if name not in list(INITS):  # a list compares, and takes names that cannot be hashed
         raise unknown_name("init", name, list(INITS))
     if max_angle is None:
         return INITS[name](t, generator)

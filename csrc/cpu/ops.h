@@ -63,7 +63,7 @@ struct ScanArgs {
   // and the results
   void* grad_x;  // like x, or null
   // M = sum_t delta_t h_{t-1}^T, [N, N], or M^T U diag(s), diag(U^T M V) and M V diag(s), like first, scale and second,
-  // or null (then the gradients of weight and bias are null too)
+  // or null
   void* grad_m;
   void* grad_first;
   void* grad_scale;

@@ -406,7 +406,8 @@ struct BackwardRows {
     }
     if (token_steps && t % token_steps == 0) add_table_part();
   }
-  // sums += sum over the rows of the ring of delta [h, x, 1]^T; thin: of delta [x, 1]^T, and the two of the factors.
+  // sums += sum over the rows of the ring of delta [h, x, 1]^T, or without M of delta [x, 1]^T; thin: and the products
+  // of the factors.
   void add_ring() {
     if (ldc) {
       add_ring_to(sums->gradients.part);
@@ -421,7 +422,7 @@ struct BackwardRows {
     sums->m_v.added(used), sums->mt_u.added(used);
   }
   void add_ring_to(T* to) {
-    const T* from = plan.thin ? inputs + blocks * ring_block : inputs;
+    const T* from = args.grad_m ? inputs : inputs + blocks * ring_block;
     const int columns = static_cast<int>(ldc / L);
     if constexpr (kTiles<T>) {
       if (plan.tiles) {

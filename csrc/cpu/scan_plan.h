@@ -18,7 +18,7 @@ struct ScanPlan {
   bool bias_column;
   bool factored;
   bool thin;    // backward: sums of M V and M^T U diag(s) in place of M
-  bool params;  // backward: the gradients of the map, of W_in and b are wanted
+  bool params;  // backward: a gradient of the map, of W_in or b is wanted
   bool pairs;   // products have bfloat16 factors, see pairs.h
   bool tiles;   // these products are those of tiles.h
   bool stream;  // write results with streaming stores
@@ -42,8 +42,9 @@ struct ScanPlan {
   // caches.
   bool low_rank() const { return factored && 8 * K <= N && !args->grad_m; }
   int ring_rows() const { return low_rank() ? 4 * kMaxRows : 128; }
-  // Columns of the sums over rows of delta [h, x, 1]^T, or (thin) of delta [x, 1]^T.
-  int summed_columns() const { return (thin ? 0 : padded()) + round_up(X, kLanes<T>); }
+  // Columns of the sums over rows of delta [h, x, 1]^T, or without M of delta [x, 1]^T.
+  int state_columns() const { return args->grad_m ? padded() : 0; }
+  int summed_columns() const { return state_columns() + round_up(X, kLanes<T>); }
   // Rows of a packed matrix that `n` rows take, such that others can follow.
   int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
 };
@@ -88,7 +89,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->B = static_cast<int>(args.B), plan->N = static_cast<int>(args.N), plan->K = static_cast<int>(args.K);
   plan->factored = args.scale != nullptr;
   plan->thin = backward && args.grad_first;
-  plan->params = backward && (args.grad_m || plan->thin);
+  plan->params = backward && (args.grad_m || plan->thin || args.grad_weight);
   plan->pairs = kPairs<T> && args.bf16;
   plan->tiles = kTiles<T> && args.bf16 == 2;
   plan->D = static_cast<int>(args.D);

@@ -9,7 +9,7 @@ namespace orthokern::ORTHOKERN_ISA {
 // A partial result of one thread. Those of all threads are added at the end, in the order of the threads.
 template <class T>
 struct ScanSums {
-  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h (unless thin), then of x, then the one
+  RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h (for M), then of x, then the one
   RowSums<T> m_v, mt_u;         // thin: M V and M^T U diag(s), [round_up(N)][round_up(K)]
   Scratch<T> table_part;        // [D][round_up(N)] of the last few steps
   Scratch<double> table_total;  // [D][round_up(N)]
@@ -57,7 +57,7 @@ void totals(const ScanPlan<T>& plan, const ScanSums<T>* sums, RowSums<T> ScanSum
 template <class T>
 void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = *plan.args;
-  const int N = plan.N, before = plan.thin ? 0 : plan.padded();
+  const int N = plan.N, before = plan.state_columns();
   const ptrdiff_t ldc = plan.summed_columns();
   // row n of a result [N, count] <- columns `from` and so on of the sums
   const auto write = [&](void* to, int n, ptrdiff_t from, int count) {

@@ -83,12 +83,12 @@ def scan_bwd(
     def like(tensor: Tensor | None, required: bool) -> Tensor | None:
         return new(*tensor.shape, dtype=dtype) if tensor is not None and required else None
 
-    thin = args.first is not None and without_m(T * B, N, sizes["K"])
+    thin = needs.map and args.first is not None and without_m(T * B, N, sizes["K"])
     grads = ScanGradients(
         x=new(T, B, sizes["D"], dtype=dtype) if needs.x and tensors["tokens"] is None else None,
-        first=like(args.first, needs.sums and thin),
-        scale=like(args.scale, needs.sums and thin),
-        second=like(args.second, needs.sums and thin),
+        first=like(args.first, thin),
+        scale=like(args.scale, thin),
+        second=like(args.second, thin),
         h0=like(args.h0, needs.h0),
         weight=like(args.weight, needs.sums),
         bias=like(args.bias, needs.sums),
@@ -98,10 +98,10 @@ def scan_bwd(
         norm=new(T, dtype=dtype),
     )
     tensors |= {"grad_hs": grad_hs, "states": states, "saved_pre": pre}
-    m = tensors["grad_m"] = new(N, N, dtype=dtype) if needs.sums and not thin else None
+    m = tensors["grad_m"] = new(N, N, dtype=dtype) if needs.map and not thin else None
     tensors |= zip(_GRADIENTS, grads, strict=True)
     call(f"{args.op}_bwd", dtype, sizes, tensors)
-    if m is None or not needs.map:
+    if m is None:
         return grads
     first, scale, second = map_gradients(args, m)
     return grads._replace(first=first, scale=scale, second=second)
