@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -37,35 +38,25 @@ def read_object(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         InputError: it cannot be read, or does not hold a JSON object.
     """
-    content = read_file(path)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    value = _object(read_file(path))
+    if value is None:
         raise InputError(f"{path} is damaged: not a JSON object")
     return value
 
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """The lines of a file with their line ends, each with its JSON object, or None if it is not a JSON object.
+    """The lines of a file with their line ends, each with its JSON object, or None if it is not a JSON object. Raises
+    as `read_file`."""
+    for line in io.BytesIO(read_file(path)):
+        yield line, _object(line)
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it cannot be read.
-    """
+
+def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        with open(path, "rb") as file:
-            for line in file:
-                try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError):
-                    value = None
-                yield line, value if isinstance(value, dict) else None
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {(error.strerror or type(error).__name__).lower()}") from None
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @contextlib.contextmanager

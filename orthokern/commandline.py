@@ -159,6 +159,11 @@ def one_of(argument: str, choices: Iterable[str]) -> Callable[[str], str]:
     return parse
 
 
+def names(text: str) -> list[str]:
+    """An argparse type: names separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def device(text: str) -> str:
     """An argparse type: a torch device that this machine has."""
     try:

@@ -120,8 +120,8 @@ def requested(backend: str | None) -> str:
 
 
 def auxiliary_backend(backend: str | None) -> str:
-    """The backend of an op that only some backends have, beside the recurrence of a module, whose argument this is:
-    "auto", or "reference" where that is asked for."""
+    """The backend of an op that a module calls beside its recurrence and that only some backends have, given the
+    module's `backend`: "reference" for "reference", else "auto"."""
     return "reference" if requested(backend) == "reference" else "auto"
 
 
@@ -186,17 +186,6 @@ def reasons(op: str, backend: str, call: Call) -> list[str]:
     """Why a backend does not support a call; empty if it does."""
     gone = absence(op, backend)
     return [gone] if gone is not None else _tables[op][backend].reasons(call)
-
-
-def device_types() -> tuple[str, ...]:
-    """The torch device types that the SUPPORT tables name."""
-    rows = (row for table in _tables.values() for row in table.values())
-    return tuple(sorted({name for row in rows for name in row.devices or ()}))
-
-
-def feature_names() -> tuple[str, ...]:
-    """The optional arguments that the SUPPORT tables name."""
-    return tuple(sorted({name for table in _tables.values() for row in table.values() for name in row.features}))
 
 
 def resolve(

@@ -7,9 +7,12 @@ and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 from numbers import Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
+
+LARGEST_INT64 = (1 << 63) - 1
 
 
 class InputError(ValueError):
@@ -58,3 +61,23 @@ def require(fits: object, name: str, accepted: object, got: object) -> None:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, also one of numpy, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST_INT64) -> int:
+    """The value as an int; InputError unless it is an integer, also one of numpy, in [minimum, maximum]."""
+    try:
+        result = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        result = None
+    if result is None or not minimum <= result <= maximum:
+        most = f" and at most {maximum}" if maximum < LARGEST_INT64 or (result or 0) > maximum else ""
+        raise InputError(f"{name} must be an integer of at least {minimum}{most}, got {value!r}")
+    return result
+
+
+def cpu_generator(generator: Any) -> Any:
+    """The generator; InputError unless it is a torch.Generator on the CPU, or None for torch's global one."""
+    device = getattr(generator, "device", None)
+    fits = generator is None or getattr(device, "type", None) == "cpu"
+    require(fits, "generator", "a CPU torch.Generator or None", repr(generator))
+    return generator

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 import orthokern
-from orthokern import dispatch, ops
-from orthokern.commandline import Parser, command, integer, say
+from orthokern import dispatch, errors, ops
+from orthokern._scan_contract import FEATURES
+from orthokern.commandline import Parser, command, integer, names, say
 from orthokern.dispatch import Call
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, unknown_name
 from orthokern.ops import _checks as check
 
 # Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
@@ -82,13 +83,14 @@ def explain(
     if op is None:
         head = f"orthokern {orthokern.__version__}, Python {platform.python_version()}, {platform.machine()}"
         return f"{head}\n{dispatch.explain()}"
+    if not isinstance(features, (tuple, list)):
+        raise InputError(f"features must be a tuple of names, got {features!r}")
     kinds = [("op", [op], ops.NAMES), ("size", sizes, LETTERS), ("algorithm", [algorithm], check.ALGORITHMS)]
-    for kind, names, known in [*kinds, ("feature", features, dispatch.feature_names())]:
-        for name in names:
+    for kind, given, known in [*kinds, ("feature", features, FEATURES)]:
+        for name in given:
             if name not in known:
                 raise unknown_name(kind, name, known)
-    for letter, size in sizes.items():
-        require(isinstance(size, int) and size >= 0, letter, "an integer, 0 or more", repr(size))
+    sizes = {letter: errors.integer(letter, size, 0) for letter, size in sizes.items()}
     if "N" in sizes:
         sizes.setdefault("K", sizes["N"])
         if op in ("factored_scan", "cayley") and sizes["K"] > sizes["N"]:
@@ -109,14 +111,9 @@ def _device(name: torch.device | str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = None
-    if device is None or device.type not in dispatch.device_types():
+    if device is None or device.type not in ("cpu", "cuda"):
         raise InputError(f"unknown device {str(name)!r}; accepted: cpu, cuda, cuda:0 and so on")
     return device
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """An argparse type: names separated by commas."""
-    return tuple(name for name in text.split(",") if name)
 
 
 class _CallableModule(types.ModuleType):
@@ -138,7 +135,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", help="device of the tensors (default cuda if there is a device, else cpu)")
     parser.add_argument("--backend", help="backend argument of the call (default ORTHOKERN_BACKEND, else auto)")
     parser.add_argument("--algorithm", help="algorithm argument of the call (default auto)")
-    parser.add_argument("--features", type=_names, help=f"features of the call: {','.join(dispatch.feature_names())}")
+    parser.add_argument("--features", type=names, help=f"features of the call: {','.join(FEATURES)}")
     return parser
 
 

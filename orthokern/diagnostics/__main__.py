@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern.commandline import Parser, Settings, command, one_of, printable, say
+from orthokern.commandline import Parser, Settings, command, names, one_of, printable, say
 from orthokern.diagnostics import comparison, plots
 from orthokern.diagnostics.drawing import FIGURES, draw_comparison, draw_run, usual_figures
 from orthokern.diagnostics.runs import RunRecord, load_run
@@ -51,11 +51,6 @@ Exit code: 0, or 2 for bad input.
 """
 
 
-def _names(text: str) -> list[str]:
-    """An argparse type: names separated by commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _parser() -> Parser:
     parser = Parser(prog="python -m orthokern.diagnostics", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
@@ -67,11 +62,11 @@ def _parser() -> Parser:
         "numbers to draw as curves, by their names in the records, with a dot before a part: loss, accuracy, "
         "held_out_accuracy, grad_norm, spectral_radius, spectrum.max, ... (default: loss, accuracy, held-out numbers)"
     )
-    group.add_argument("--quantity", type=_names, metavar="NAME[,...]", help=text)
+    group.add_argument("--quantity", type=names, metavar="NAME[,...]", help=text)
     text = "curves: one panel for each value of this setting (default: one panel)"
     group.add_argument("--panel", metavar="SETTING", help=text)
     text = "settings that label the runs (default: those in which the runs differ, as many as needed)"
-    group.add_argument("--legend", type=_names, metavar="SETTING[,...]", help=text)
+    group.add_argument("--legend", type=names, metavar="SETTING[,...]", help=text)
     text = "iteration or epoch (default: epoch if the length of an epoch is known for all runs)"
     group.add_argument("--x", type=one_of("x", plots.AXES), metavar="NAME", help=text)
     group = parser.add_argument_group("output")

@@ -1,14 +1,4 @@
-"""‖h_t‖ and ‖dL/dh_t‖ for every t, recorded by the scan itself. This costs one norm per time step, and no second pass.
-
-    with orthokern.diagnostics.tap() as recorded:
-        loss = criterion(model(x))
-        loss.backward()
-    recorded.state_norms[0]         # [T]; the Frobenius norm of h_t over batch and units; one tensor per forward scan
-    recorded.grad_norms[0]          # [T]; the Frobenius norm of dL/dh_t; one tensor per backward scan
-
-L is the tensor on which backward was called. Figure 2 of Vorontsov et al. 2017 uses the loss of the last time step: to
-draw that figure, call backward on the loss of that step.
-"""
+"""The norms of states and gradients that the scans record: `tap`, and curves of them for a plot."""
 
 import torch
 from torch import Tensor

@@ -44,11 +44,10 @@ from typing_extensions import Unpack
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_eigh
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 from orthokern.nn._checks import (
     check_exponential,
     check_loaded_orthogonal,
-    integer,
     largest_deviation,
     new_parameter,
     one_of,
@@ -93,20 +92,35 @@ def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
     return (2 * k.real).tril(-1).to(momentum.dtype)
 
 
+class ExpOptions(RecurrentOptions, total=False):
+    """The options of the two modules with an exponential, see ExpRNN."""
+
+    init: str
+    max_angle: float | None
+    rebase_every: int | None
+    project_every: int
+    optimizer_state: str
+
+
 class _Exponential(Recurrent):
     """A recurrence with an orthogonal P = B exp(A) per direction and layer. A subclass computes its matrix from P."""
 
     _inits: tuple[str, ...] = INITS
     _roles: ClassVar = {"skew": "skew"}
 
-    def _set_up_exponential(
+    def __init__(
         self,
-        init: str,
-        rebase_every: int | None,
-        project_every: int,
-        optimizer_state: str,
+        input_size: int,
+        hidden_size: int,
+        *args: Any,
+        init: str = "henaff",
         max_angle: float | None = None,
+        rebase_every: int | None = None,
+        project_every: int = 100,
+        optimizer_state: str = "transport",
+        **options: Unpack[RecurrentOptions],
     ) -> None:
+        super().__init__(input_size, hidden_size, *args, **options)
         one_of("init", init, self._inits)
         if max_angle is not None:
             init_.check_rotations(init, max_angle, init_.SKEW_ANGLES)
@@ -116,6 +130,7 @@ class _Exponential(Recurrent):
         self.optimizer_state = one_of("optimizer_state", optimizer_state, OPTIMIZER_STATES)
         self._uses = 0  # steps of an optimizer since the last move of the base
         self._rebases = 0
+        self._build()
 
     def _build(self) -> None:
         for name in (f"base_{suffix}" for suffix in self._suffixes()):
@@ -237,8 +252,6 @@ class _Exponential(Recurrent):
         return torch.tensor([self._uses, self._rebases], device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        if isinstance(state, dict):  # of earlier versions
-            state = torch.tensor([int(state.get(name, -1)) for name in ("uses", "rebases")], device="cpu")
         if not isinstance(state, Tensor) or state.shape != (2,) or bool((state < 0).any()):
             raise InputError(f"extra state is {state!r}; accepted: a tensor of the counts of steps and of moves")
         self._uses, self._rebases = (int(count) for count in state)
@@ -270,8 +283,8 @@ class ExpRNN(_Exponential):
         max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
             most pi; None: the published one, pi, 1 and pi.
         rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
-            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B). Of modules that
-            share skew_l0, base_l0 must be shared too, and again after a conversion that copies buffers.
+            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B). Modules that
+            share skew_l0 must also share base_l0; share it again after a conversion that copies buffers.
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
             moments to gradients at the new base (Note [Optimizer state at a move] in the same file) and keeps second
@@ -289,22 +302,6 @@ class ExpRNN(_Exponential):
         >>> states.shape, last.shape
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *args: Any,
-        init: str = "henaff",
-        max_angle: float | None = None,
-        rebase_every: int | None = None,
-        project_every: int = 100,
-        optimizer_state: str = "transport",
-        **options: Unpack[RecurrentOptions],
-    ) -> None:
-        super().__init__(input_size, hidden_size, *args, **options)
-        self._set_up_exponential(init, rebase_every, project_every, optimizer_state, max_angle)
-        self._build()
 
     def _composed(self, suffix: str) -> Tensor:
         return self._orthogonal(suffix)

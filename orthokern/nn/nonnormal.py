@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 from orthokern import _autocast
 from orthokern.nn._checks import check_finite, flag
 from orthokern.nn._draws import draw
-from orthokern.nn._recurrent import RecurrentOptions
 from orthokern.nn.exprnn import INITS as _INITS
-from orthokern.nn.exprnn import _Exponential
+from orthokern.nn.exprnn import ExpOptions, _Exponential
 from orthokern.ops._linear import linear
 
 INITS = (*_INITS, "legacy")
@@ -67,10 +66,10 @@ class NonNormalRNN(_Exponential):
             code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
             Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
         triangular: False omits T, for a normal V.
-        rebase_every, project_every, optimizer_state: of P's base, as in orthokern.nn.ExpRNN.
+        max_angle, rebase_every, project_every, optimizer_state: of A and the base B, as in orthokern.nn.ExpRNN.
 
-    The released code multiplies rows by its matrix, h_t = h_{t-1} R: R = V^T, and its T is upper triangular, and also
-    inside the blocks, so that the moduli differ from gamma there.
+    The released code multiplies rows by its matrix, h_t = h_{t-1} R with R = V^T. Its T is upper triangular and also
+    fills the blocks, so that the moduli differ from gamma there.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
     lower triangle is used), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (only its mask is
@@ -90,21 +89,10 @@ class NonNormalRNN(_Exponential):
     _roles: ClassVar = {"skew": "skew", "gamma": "rotation", "theta": "rotation"}
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        *args: Any,
-        init: str = "henaff",
-        triangular: bool = True,
-        rebase_every: int | None = None,
-        project_every: int = 100,
-        optimizer_state: str = "transport",
-        **options: Unpack[RecurrentOptions],
+        self, input_size: int, hidden_size: int, *args: Any, triangular: bool = True, **options: Unpack[ExpOptions]
     ) -> None:
+        self.triangular = flag("triangular", triangular)  # which parameters there are
         super().__init__(input_size, hidden_size, *args, **options)
-        self._set_up_exponential(init, rebase_every, project_every, optimizer_state)
-        self.triangular = flag("triangular", triangular)
-        self._build()
 
     def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
         N = self.hidden_size

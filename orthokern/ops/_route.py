@@ -10,12 +10,11 @@ from torch.autograd import forward_ad
 
 from orthokern import dispatch
 from orthokern.ops._common import values
-from orthokern.ops._dispatcher import vmapped
 
 
 def by_reference(backend: str | None, *arguments: Any) -> bool:
     """Whether a call runs the reference, which torch can differentiate in every way: for an explicit "reference", in
-    forward mode, and under torch.func for all but one derivative in reverse mode.
+    forward mode, and under torch.func unless the only derivative is a single one in reverse mode.
 
     arguments: those of the op. A tensor that an autograd outside of torch.func tracks needs a second derivative.
     """
@@ -45,8 +44,3 @@ def recording() -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch._C._are_functorch_transforms_active()
-
-
-def last() -> bool:
-    """Whether a backward is neither differentiated again nor vmapped, so that it may work in place."""
-    return not torch.is_grad_enabled() and not vmapped()

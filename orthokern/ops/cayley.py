@@ -101,18 +101,12 @@ def _scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
     return g / k[..., None, None], k.double() * lr
 
 
-def step(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None = None) -> Tensor:
-    """``cayley`` without checks and without the torch.library op (except under torch.compile), for optimizers.
-
-    m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active.
-    """
-    return steps([(m, g, lr)], backend)[0]
-
-
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
-    """`step` of each (m, g, lr), of any shapes, with one call of `cayley_of_many` for each leaf, dtype and device.
+    """``cayley`` of each (m, g, lr), of any shapes, without checks and without the torch.library op (except under
+    torch.compile), with one call of `cayley_of_many` for each leaf, dtype and device.
 
-    The results are bitwise those of separate calls.
+    m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active. The results
+    are bitwise those of separate calls.
     """
     if torch.compiler.is_compiling():
         return [cayley(m, g, lr, backend=backend) for m, g, lr in batches]

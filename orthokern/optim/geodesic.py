@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from orthokern import _autocast
 from orthokern._decompositions import robust_svd
 from orthokern._products import ieee_products
 from orthokern.dispatch import requested
-from orthokern.errors import InputError, is_number, require
+from orthokern.errors import InputError, integer, is_number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
 from orthokern.optim._checks import check_range, check_rate, parameter_label
@@ -26,25 +25,6 @@ _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
 # The error is measured after a step with a larger lr ||G||_F.
 _LARGE_STEP = 0.1
-
-
-class GeodesicOptions(TypedDict, total=False):
-    """Options of all geodesic optimizers, see GeodesicSGD."""
-
-    max_grad_norm: float | None
-    maximize: bool
-    correct_every: int
-    drift_tolerance: float
-    backend: str | None
-
-
-_DEFAULTS: GeodesicOptions = {
-    "max_grad_norm": None,
-    "maximize": False,
-    "correct_every": 100,
-    "drift_tolerance": 2e-6,
-    "backend": None,
-}
 
 
 class GeodesicSGD(Optimizer):
@@ -74,8 +54,8 @@ class GeodesicSGD(Optimizer):
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
         on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
         this step checks that gradients are finite; before it, such a gradient makes a basis NaN, as with torch's
-        optimizers. A captured step does not measure, and a replay is not counted in `steps`: take an ordinary step now
-        and then instead of a replay.
+        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a
+        replay by an ordinary step from time to time.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
@@ -112,6 +92,8 @@ class GeodesicSGD(Optimizer):
         True
     """
 
+    _own_options: dict[str, Any] = {}  # those of a subclass
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -123,13 +105,17 @@ class GeodesicSGD(Optimizer):
         drift_tolerance: float = 2e-6,
         backend: str | None = None,
     ) -> None:
-        options = {"max_grad_norm": max_grad_norm, "maximize": maximize, "correct_every": correct_every}
-        self._begin(params, lr=lr, **options, drift_tolerance=drift_tolerance, backend=backend)
-
-    def _begin(self, params: Iterable[Any], **options: Any) -> None:
-        """Calls torch's constructor with the options and counters of a group."""
+        options = {
+            "lr": lr,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+            "correct_every": correct_every,
+            "drift_tolerance": drift_tolerance,
+            "backend": backend,
+            **self._own_options,
+        }
         counters = {"steps": 0, "last_grad_norm": math.nan, "last_drift": math.nan}
-        Optimizer.__init__(self, params, {**options, **counters})
+        super().__init__(params, options | counters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of bases, with the checks of the constructor. An invalid group is not added."""
@@ -254,11 +240,10 @@ class GeodesicRMSprop(GeodesicSGD):
         *,
         alpha: float = 0.9,
         eps: float = 1e-8,
-        **options: Unpack[GeodesicOptions],
+        **options: Any,
     ) -> None:
-        for name in options.keys() - _DEFAULTS.keys():
-            raise TypeError(f"GeodesicRMSprop() got an unexpected keyword argument {name!r}")
-        self._begin(params, lr=lr, **{**_DEFAULTS, **options}, alpha=alpha, eps=eps)
+        self._own_options = {"alpha": alpha, "eps": eps}
+        super().__init__(params, lr, **options)
 
     def _direction(
         self, group: dict[str, Any], bases: list[Tensor], g: Tensor, shrink: float | Tensor
@@ -385,8 +370,7 @@ def _check_options(group: dict[str, Any]) -> None:
     check_range("drift_tolerance", group["drift_tolerance"])
     if group["max_grad_norm"] is not None:
         check_range("max_grad_norm", group["max_grad_norm"], above=True)
-    every = group["correct_every"]
-    require(type(every) is int and every >= 0, "correct_every", "an integer, 0 (never) or more", repr(every))
+    integer("correct_every", group["correct_every"], 0)
     if "alpha" in group:
         alpha, eps = group["alpha"], group["eps"]
         require(is_number(alpha) and 0.0 <= alpha < 1.0, "alpha", "a number in [0, 1)", repr(alpha))

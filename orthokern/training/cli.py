@@ -37,10 +37,6 @@ from orthokern.training.task import Task
 __all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
 
 LARGEST_SEED = 2**63 - 1
-# settings that only earlier versions had, of all tasks or of some, and the values that runs have now
-REMOVED: Settings = {"spectrum_map": "sigmoid", "project_every": 100, "rebase_state": "transport", "layout": "arjovsky"}
-REMOVED |= {"schur_mask": "block", "released_targets": False, "penalty_norm": "squared", "input_dropout": 0.0}
-REMOVED |= {"forget_bias": 1.0, "triangle": True, "optimizer": "sgd", "momentum": 0.0}
 
 
 @dataclass(kw_only=True)
@@ -252,9 +248,6 @@ class TaskCommand(Generic[Chosen]):
         stored = None
         if run is not None:
             stored = run.config["settings"]
-            for name, value in REMOVED.items():
-                if name not in self.defaults and stored.get(name, value) != value:
-                    raise CheckpointError(f"{run.path} was started by an earlier version with {_dashed(name)}")
             try:
                 check_stored(self.options, stored)
             except InputError as error:
