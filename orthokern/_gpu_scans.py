@@ -6,8 +6,8 @@ ends of a step:
     forward   t = 0, 1, ...      a = map(state) + x_t,  state = h_t = phi(a)              map: W
     backward  t = T - 1, ...     a = map(state) + g_t,  state = delta_t = phi'(.) * a     map: W^T
 
-With a leak l, what a unit had in the step before is added: (1 - l) h_{t-1} to l phi(a), and (1 - l) a_{t+1} to the a of
-the backward, which is ghat_t of Note [Leak] of the reference, and of which phi' takes l a.
+With a leak l, a forward step adds (1 - l) h_{t-1} to l phi(a). A backward step adds (1 - l) a_{t+1} to its a, which is
+ghat_t of Note [Leak] of the reference; phi' then multiplies l a.
 """
 
 from __future__ import annotations

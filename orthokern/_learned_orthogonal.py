@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
-from orthokern.errors import InputError, is_number, require
+from orthokern.errors import InputError, integer, is_number, require
 from orthokern.ops._checks import strided
 
 
@@ -120,8 +120,7 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
     check_matrices(W, name, "W")
     require(W.dtype in (torch.float32, torch.float64), f"{name}: W", "a tensor of float32 or float64", W.dtype)
     require(is_number(lr) and 0.0 < lr < 0.25, f"{name}: lr", "a number above 0 and below 0.25", repr(lr))
-    counts = type(max_steps) is int and max_steps >= 1
-    require(counts, f"{name}: max_steps", "an integer of at least 1", repr(max_steps))
+    integer(f"{name}: max_steps", max_steps)
     # Below an s^2 - 1 of eps / (8 lr) a step is rounded away, and the Gram matrix has a rounding of its own: measured
     # at lr = 0.1, the descent ends between 1 and 4 k eps^2 for k singular values.
     lowest = min(W.shape[-2:]) * (torch.finfo(W.dtype).eps * max(2.0, 0.25 / lr)) ** 2

@@ -22,8 +22,8 @@ class ieee_products(contextlib.ContextDecorator):
 
     float32 is IEEE float32 in this package, regardless of torch.backends and torch.set_float32_matmul_precision; a
     lower precision is selected by ``precision=`` only. The setting is global to the process, so that concurrent
-    products of other threads are IEEE too. The last thread that leaves restores it as it was: a setting that was
-    inherited from another one still is.
+    products of other threads are IEEE too. The last thread that leaves restores it as it was: a backend whose
+    setting followed a more general one follows it again.
     """
 
     def _recreate_cm(self) -> ieee_products:
@@ -157,7 +157,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, D] += left [R, N]^T right [R, D], as `product`."""
+    """total [N, D] += left [R, N]^T right [R, D], by the library of `product`."""
     start, rows = 0, left.shape[0]
     if onednn_serves(left, right.shape[1]):
         for count in _ADDED_ROWS:
@@ -169,14 +169,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., D] weight^T + bias [..., N], as `product`."""
+    """x [..., D] weight^T + bias [..., N], by the library of `product`."""
     return product(x.flatten(0, -2), weight.mT, bias).unflatten(0, x.shape[:-1])
 
 
 def linear_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias that are needed, from that of the result of `linear`, as `product`."""
+    """The gradients of x, weight and bias that are needed, from that of the result of `linear`."""
     rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), needs
     return (
         product(rows, weight).unflatten(0, x.shape[:-1]) if to_x else None,

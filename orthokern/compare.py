@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from orthokern import dispatch
 from orthokern.conversion import Conversion, Report, convert, copied
-from orthokern.errors import InputError, require
+from orthokern.errors import InputError, integer, require
 
 __all__ = ["Comparison", "Errors", "Times", "compare"]
 
@@ -148,12 +148,11 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         >>> compare(torch.nn.GRU(8, 16), torch.randn(20, 4, 8), rounds=3).agree
         True
     """
-    require(type(rounds) is int and rounds >= 1, "rounds", "an integer of at least 1", repr(rounds))
+    rounds, seed = integer("rounds", rounds), integer("seed", seed, 0, 2**63 - 2)
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     kind = type(module).__name__
     if any(t.is_meta for t in (*module.parameters(), *module.buffers(), *_tensors(inputs))):
         raise InputError(f"{kind} or an input is on the device meta; accepted: tensors with values")
-    require(type(seed) is int and 0 <= seed < 2**63 - 1, "seed", "an integer, 0 or more", repr(seed))
     theirs = copied(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
@@ -332,7 +331,7 @@ def _largest(values: list[Tensor], others: list[Tensor]) -> float:
         off = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
         top = float(torch.cat([b[b.isfinite()].abs(), b.new_zeros(1)]).max())
         errors.append(float(torch.cat([off, off.new_zeros(1)]).max()) / (top or 1.0))  # the largest of NaN is NaN
-    return float(torch.tensor(errors, dtype=torch.float64).max())
+    return float(torch.tensor(errors, dtype=torch.float64, device="cpu").max())
 
 
 # ---- time and memory ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from orthokern._decompositions import robust_svd
 from orthokern._learned_orthogonal import LearnedOrthogonality, check_matrices, learned_orthogonal_
-from orthokern.errors import InputError, is_number, require, unknown_name
+from orthokern.errors import InputError, cpu_generator, is_number, require, unknown_name
 
 __all__ = [
     "INITS",
@@ -63,11 +63,11 @@ def _checked_angle(value: Any) -> float:
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") * (high - low) + low
+    return torch.rand(shape, generator=cpu_generator(generator), dtype=torch.float64, device="cpu") * (high - low) + low
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.randn(shape, generator=cpu_generator(generator), dtype=torch.float64, device="cpu")
 
 
 def _haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -124,9 +124,9 @@ def henaff_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
     """Fill t [..., N, N] with W = exp(A), A block-diagonal with blocks (0, s; -s, 0), s ~ U(-max_angle, max_angle)
     (Henaff, Szlam and LeCun 2016, with pi).
 
-    W is a block rotation by independent angles s, computed in closed form. An odd N ends in a 1 (a zero block of
-    side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same distribution.
-    max_angle is in (0, pi]; Note [The largest angle].
+    W is a block rotation by independent angles s, computed in closed form. For an odd N the last diagonal entry is 1 (a
+    zero block of side one). Some released code draws s from U(-pi, 0): the eigenvalue pairs exp(+-is) have the same
+    distribution. max_angle is in (0, pi]; Note [The largest angle].
 
     Example::
 
@@ -145,8 +145,8 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
 
     s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
     rotates by an angle in (0, max_angle), so W has eigenvalues exp(+-iu), and with pi/2 none near -1. With the same s
-    in the exponential, as in expRNN, the angle is tan(u/2). An odd N ends in a 1. max_angle is in (0, pi]; Note [The
-    largest angle].
+    in the exponential, as in expRNN, the angle is tan(u/2). For an odd N the last diagonal entry is 1. max_angle is in
+    (0, pi]; Note [The largest angle].
 
     Example::
 

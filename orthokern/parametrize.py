@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, dispatch, functional
 from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, require
+from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
 from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
@@ -241,9 +241,7 @@ class FactorizedSpectrum(nn.Module):
     ) -> None:
         super().__init__()
         n, m = _check_weight("FactorizedSpectrum", weight).shape
-        self.shape, self.rank = (n, m), min(n, m) if rank is None else rank
-        valid = type(self.rank) is int and 1 <= self.rank <= min(n, m)
-        require(valid, "rank", f"an integer in [1, {min(n, m)}]", repr(rank))
+        self.shape, self.rank = (n, m), min(n, m) if rank is None else integer("rank", rank, 1, min(n, m))
         functional.spectrum(weight.new_zeros(1), margin, spectrum_map)  # its checks
         self.margin, self.spectrum_map = margin, spectrum_map
         self.left = Householder(weight.new_empty(n, self.rank))

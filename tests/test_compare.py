@@ -140,7 +140,7 @@ class Model(nn.Module):
         (nn.Sequential(nn.LSTM(3, 2)), {}, r"to swap; 0 \(torch.nn.LSTM\(3, 2\)\): orthokern.nn.LSTM"),
         (Model(lambda rnn, x: rnn(x)[0] + torch.rand(())), {}, "forward of Model draws random numbers"),
         (Model(lambda rnn, x: rnn(x)[0] + next(count)), {}, "forward of Model keeps a state from call to call"),
-        (nn.GRU(3, 4), {"seed": -1}, "seed must be an integer, 0 or more, got -1"),
+        (nn.GRU(3, 4), {"seed": -1}, "seed must be an integer of at least 0 and at most 9223372036854775806, got -1"),
         (nn.GRU(3, 4, device="meta"), {}, "GRU or an input is on the device meta; accepted: tensors with values"),
         (nn.GRU(3, 4), {"rounds": 0}, "rounds must be"),
         (3, {}, "module must be"),

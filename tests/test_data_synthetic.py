@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from orthokern import init
 from orthokern.data import AddingTask, CopyTask, RandomPermutationTask, TemporalOrderTask
 from orthokern.errors import InputError
 
@@ -151,3 +152,18 @@ def test_scalar_coding() -> None:
 def test_refusals(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         call()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_batches_are_on_the_cpu_with_any_default_device(task: Any) -> None:
+    batches = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            batches.append(task.batch(3, torch.Generator("cpu").manual_seed(1)))
+    assert all(torch.equal(a, b) for a, b in zip(*batches, strict=True))
+
+
+def test_generators_are_checked() -> None:
+    for call in (lambda: CopyTask(5).batch(2, 0), lambda: init.haar_orthogonal_(torch.empty(4, 4), 2.0)):
+        with pytest.raises(InputError, match="generator must be a CPU torch.Generator or None, got "):
+            call()

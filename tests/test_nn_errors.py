@@ -57,7 +57,7 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     (SCANS, {"nonlinearity": "oplu", "hidden_size": 5}, ["hidden_size", "even", "5"]),
     (SCANS, {"negative_slope": INF}, ["negative_slope", "inf"]),
     (SCANS, {"checkpoint_every": -1}, ["checkpoint_every", "-1"]),
-    (SCANS, {"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "below 2^63"]),
+    (SCANS, {"checkpoint_every": 1 << 63}, ["checkpoint_every", "9223372036854775808", "at most 9223372036854775807"]),
     (SCANS, {"precision": "iee"}, ["precision", "'iee'", "did you mean 'ieee'"]),
     (SCANS, {"message_clip": -1.0}, ["message_clip", "-1.0", "0 or more"]),
     (SCANS, {"gain": 0.0}, ["gain", "0.0", "above 0"]),

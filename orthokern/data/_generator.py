@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
-from orthokern.errors import require
+from orthokern.errors import cpu_generator, integer, require
 
 
 class Generator(ABC):
@@ -33,12 +32,16 @@ class Generator(ABC):
     def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
+    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None: ...
+
     def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
         """Writes a new batch into tensors from `buffers`, in place. The generator is one on the CPU, so that a seed
-        gives the same data on every device; torch's default generator if None."""
+        gives the same data on every device; torch's default generator if None. InputError for another one."""
+        with torch.device("cpu"):  # where numbers are drawn, also with another default device
+            self._fill(inputs, targets, cpu_generator(generator))
 
     def batch(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a new batch on the CPU; generator as in `fill`. InputError for a batch below 1."""
-        inputs, targets = self.buffers(batch)
+        inputs, targets = self.buffers(batch, "cpu")
         self.fill(inputs, targets, generator)
         return inputs, targets

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, integer, unknown_name
 
 POSITIONS = ("halves", "pascanu")
 TARGETS = ("sum", "mean")
@@ -59,7 +58,7 @@ class AddingTask(Generator):
     def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         return torch.zeros(self.T, batch, 2, device=device), torch.zeros(batch, device=device)
 
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
         batch = inputs.shape[1]
         values = torch.rand(self.T, batch, generator=generator)
         start, middle, end = self._bounds

@@ -10,9 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of token ids, as modules accept them
 
@@ -67,7 +66,7 @@ class CopyTask(Generator):
         tokens[self.marker_step] = self.marker
         return tokens, torch.zeros_like(tokens)
 
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
         # Only K rows of each tensor differ between batches, so that the cost does not depend on T.
         drawn = torch.randint(1, self.symbols + 1, (self.recall, inputs.shape[1]), generator=generator)
         inputs[: self.recall] = drawn

@@ -13,9 +13,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data._generator import Generator
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 _TENTHS = {2: ((1, 2), (5, 6)), 3: ((1, 2), (3, 4), (6, 7))}
 
@@ -30,7 +29,7 @@ class _OneHotGenerator(Generator):
         inputs = torch.zeros(self.length, batch, self.num_features, device=device)
         return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None = None) -> None:
+    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
         symbols, classes = self._draw(inputs.shape[1], generator)
         inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
         targets.copy_(classes)

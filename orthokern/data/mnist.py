@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data._files import read_first
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 SIDE = 28
 PIXELS = SIDE * SIDE
@@ -89,7 +88,7 @@ def pixel_permutation(seed: int, pixels: int = PIXELS) -> Tensor:
         (torch.Size([784]), True)
     """
     generator = torch.Generator("cpu").manual_seed(integer("seed", seed, 0, 2**63 - 1))
-    return torch.randperm(integer("pixels", pixels), generator=generator)
+    return torch.randperm(integer("pixels", pixels), generator=generator, device="cpu")
 
 
 def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,7 @@ def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
         >>> pixel_statistics(torch.tensor([[0, 7], [10, 7]], dtype=torch.uint8))
         (tensor([5., 7.]), tensor([5., 1.]))
     """
-    mean, deviation = torch.empty(images.shape[1]), torch.empty(images.shape[1])
+    mean, deviation = (images.new_empty(images.shape[1], dtype=torch.float32) for _ in range(2))
     for start in range(0, images.shape[1], 64):  # all images in float64 would be 376 MB
         part = slice(start, start + 64)
         numbers = images[:, part].double()

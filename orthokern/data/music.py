@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data._files import read_first
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, integer, unknown_name
 
 NOTES = 88
 
@@ -86,7 +85,7 @@ class Rolls:
     def window(self, pieces: Tensor, begin: Tensor, steps: int) -> RollWindow:
         """T = `steps` steps of some pieces, [B] int64 indices, from the steps `begin`, [B] int64, below their last
         steps."""
-        step = begin + torch.arange(steps).unsqueeze(1)  # [T, B]
+        step = begin + torch.arange(steps, device="cpu").unsqueeze(1)  # [T, B]
         valid = step + 1 < self.lengths[pieces]
         place = (self.offsets[pieces] + step).clamp(max=len(self.notes) - 2)
         kept = valid.unsqueeze(-1)
@@ -128,9 +127,9 @@ class RollWindows:
         windows = int((-(-self._to_predict // steps)).sum())
         self.per_epoch = -(-windows // batch)
         self._drawn_from = generator.get_state()
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._order = torch.empty(0, dtype=torch.int64, device="cpu")
         self._next = 0  # in the order
-        self._pieces = torch.zeros(batch, dtype=torch.int64)
+        self._pieces = torch.zeros(batch, dtype=torch.int64, device="cpu")
         self._begin = self._to_predict[self._pieces]  # at the end: every row begins a piece
 
     def __iter__(self) -> RollWindows:
@@ -150,7 +149,7 @@ class RollWindows:
 
     def _draw(self) -> None:
         self._drawn_from = self.generator.get_state()
-        self._order = torch.randperm(len(self.rolls), generator=self.generator)
+        self._order = torch.randperm(len(self.rolls), generator=self.generator, device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in types that a checkpoint may contain: tensors and integers."""
@@ -160,7 +159,7 @@ class RollWindows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state returned by `state_dict` of an iterator over the same pieces."""
         self.generator.set_state(state["generator"])
-        self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64)
+        self._drawn_from, self._order = state["generator"].clone(), torch.empty(0, dtype=torch.int64, device="cpu")
         if state["drawn"]:
             self._draw()
         self._next = state["next"]

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from orthokern.data._checks import integer
 from orthokern.data._files import read_first, text_of
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 # Token id -> character, in the order of the code that Vorontsov et al. 2017 released.
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
@@ -44,7 +43,7 @@ _OUTSIDE = re.compile(f"[^{re.escape(''.join(ALPHABET[1:]))}]")
 @dataclass(frozen=True)
 class SentenceBatch:
     """A batch of sentences in the packed format of torch's PackedSequence, without padding: sorted by decreasing
-    length, P tokens in all, those of step t of all sentences with at least t + 1 steps behind those of step t - 1.
+    length; P tokens: the first of all sentences, then the second of those that have one, and so on.
 
     Attributes:
         inputs: [P] int64.
@@ -102,7 +101,7 @@ class Sentences:
         """A batch on the CPU of the sentences `indices`, [B] int64. Sentences of equal length keep their order."""
         starts, ends = self.offsets[indices], self.offsets[indices + 1]
         lengths, order = (ends - starts - 1).sort(descending=True, stable=True)
-        steps = torch.arange(int(lengths[0])).unsqueeze(1)  # [T, 1]
+        steps = torch.arange(int(lengths[0]), device="cpu").unsqueeze(1)  # [T, 1]
         alive = steps < lengths  # [T, B]
         place = (starts[order] + steps)[alive]  # [P], of every input in tokens
         return SentenceBatch(
@@ -182,12 +181,12 @@ class SentenceBatches:
 
     def _draw(self) -> None:
         self._drawn_from = self.generator.get_state()
-        shuffled = torch.randperm(len(self.sentences), generator=self.generator)
+        shuffled = torch.randperm(len(self.sentences), generator=self.generator, device="cpu")
         alike: list[Tensor] = []
         for part in shuffled.split(min(self.bucket * self.batch, len(shuffled))):  # torch's sizes have 64 bits
             by_length = self._lengths[part].argsort(descending=True, stable=True)
             alike.extend(part[by_length].split(self.batch))
-        turn = torch.randperm(self.per_epoch, generator=self.generator)
+        turn = torch.randperm(self.per_epoch, generator=self.generator, device="cpu")
         self._order = [alike[i] for i in turn.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,8 +273,8 @@ def _sentences(path: Path, content: bytes, max_length: int | None) -> Sentences:
     encoded = "".join(kept).replace("<unk>", _UNKNOWN).encode().translate(_IDS)
     tokens = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
-    lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64))
-    return Sentences(tokens, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+    lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
+    return Sentences(tokens, torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)]))
 
 
 def _lines(path: Path, content: bytes) -> list[str]:

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.data.ptb import ALPHABET, Sentences, decode, load_ptb
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 # Token id -> character.
 STREAM_ALPHABET: tuple[str, ...] = (*ALPHABET[1:], "<", ">")

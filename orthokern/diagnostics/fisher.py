@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import exact, square
-from orthokern.errors import InputError, is_number, require
+from orthokern.errors import InputError, integer, is_number, require
 
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from orthokern._decompositions import LinAlgError, robust_svdvals
-from orthokern.data._checks import integer
 from orthokern.diagnostics._checks import square, vector
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 
 ANGLE_BINS = 36  # of ten degrees each
 

@@ -15,12 +15,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast
 from orthokern._autocast import widened
-from orthokern.errors import InputError, require
+from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import (
     check_dtype,
     check_ids,
     flag,
-    integer,
     new_parameter,
     number,
 )

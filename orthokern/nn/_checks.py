@@ -16,7 +16,6 @@ from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
-from orthokern.ops._checks import as_int
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -33,13 +32,6 @@ def readable(tensor: Tensor) -> bool:
             return False
         tensor = functorch.get_unwrapped(tensor)
     return not isinstance(tensor, FakeTensor)
-
-
-def integer(name: str, value: Any, minimum: int = 1) -> int:
-    count = as_int(value)
-    if count is None or not minimum <= count < 1 << 63:
-        raise InputError(f"{name} must be an integer, at least {minimum} and below 2^63, got {value!r}")
-    return count
 
 
 def flag(name: str, value: Any) -> bool:

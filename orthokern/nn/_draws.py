@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern.errors import require
+from orthokern.errors import cpu_generator
 
 
 def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torch.Generator | None) -> None:
@@ -24,8 +24,7 @@ def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torc
     if generator is None:
         fill(tensor, *args, generator=None)
         return
-    device = getattr(generator, "device", None)
-    require(device is not None and device.type == "cpu", "generator", "a CPU torch.Generator or None", generator)
+    cpu_generator(generator)
     if tensor.is_meta:
         return
     drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -25,9 +25,9 @@ from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
 from orthokern._scan_contract import ScanArgs
-from orthokern.errors import InputError
+from orthokern.errors import InputError, integer
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, integer, number, one_of, share
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, number, one_of, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan

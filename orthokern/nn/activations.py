@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, integer, new_parameter
+from orthokern.errors import InputError, integer
+from orthokern.nn._checks import check_backend, new_parameter
 from orthokern.nn._draws import draw
 
 

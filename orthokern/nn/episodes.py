@@ -27,7 +27,7 @@ class EpisodeRNN(nn.Module):
 
     Args:
         rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, as RNN, FactorizedRNN, GRU,
-            ExpRNN and NonNormalRNN; batch_first or not.
+            ExpRNN, NonNormalRNN and RotationRNN; batch_first or not.
         recurrent: True: value holds sequences; False: single steps; None: the mode of
             ``torchrl.modules.set_recurrent_mode``, and without one, sequences if value has at least three dimensions.
 
@@ -71,9 +71,12 @@ class EpisodeRNN(nn.Module):
         Raises:
             InputError: is_init has another shape or dtype; or as forward of the module.
         """
+        for name, given in (("value", value), ("recurrent_state", recurrent_state)):
+            if not isinstance(given, Tensor) and (given is not None or name == "value"):
+                raise InputError(f"{name} must be a Tensor, got {type(given).__name__}")
         sequences = self._has_sequences(value)
-        if value.dim() < (2 if sequences else 1):
-            accepted = "[..., T, D]" if sequences else "[..., D]"
+        if value.dim() < (2 if sequences else 1) or 0 in value.shape:
+            accepted = ("[..., T, D]" if sequences else "[..., D]") + ", nothing empty"
             raise InputError(f"value has shape {tuple(value.shape)}; accepted: {accepted}")
         shape = (*value.shape[:-1], 1)
         if not isinstance(is_init, Tensor) or is_init.dtype != torch.bool or tuple(is_init.shape) != shape:

@@ -85,6 +85,9 @@ class _Frozen(Layers):
             accepted = "[B, D], or [D] for one sequence" if most == 2 else "token ids [B], or [] for one sequence"
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
         batched = x.dim() == most
+        if isinstance(resets, Tensor) and resets.dim() != batched:
+            accepted = "[B]" if batched else "[], for one sequence"
+            raise InputError(f"resets has shape {tuple(resets.shape)}; accepted: {accepted}")
         if resets is not None and reset_state is None:
             reset_state = self._first_state(x.shape[0]) if batched else self._first_state(1).squeeze(1)
         if batched and (result := self._prepared_step(x, h, resets, reset_state)) is not None:

@@ -6,7 +6,6 @@ values (token ids, finiteness) are in the implementations of the ops.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,22 +111,6 @@ def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
     """Every size of tensor must be 1 or more."""
     if 0 in tensor.shape:
         raise InputError(f"{argument} has shape {list(tensor.shape)}: every size of {letters} must be at least 1")
-
-
-def as_int(value: Any) -> int | None:
-    """An integer, also one of numpy, as an int; None for a bool and for everything else."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-
-
-def positive(argument: str, value: object) -> int:
-    """Return value as an int. It must be an integer, 1 or more."""
-    count = as_int(value)
-    if count is None or count < 1:
-        raise InputError(f"{argument} is {describe(value)}: accepted is an integer, 1 or more")
-    return count
 
 
 def activation_name(name: object) -> str:

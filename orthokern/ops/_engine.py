@@ -19,7 +19,7 @@ from orthokern.ops._dispatcher import vmapped
 
 
 def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward``, and the dtypes that `saved_tensors` returns the tensors in."""
+    """``ctx.save_for_backward``, and a note of the dtypes, to which `saved_tensors` converts the tensors back."""
     ctx.save_for_backward(*tensors)
     ctx.dtypes = _dtypes(tensors)
 

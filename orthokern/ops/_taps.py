@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from orthokern._products import norms_of_steps
-from orthokern.errors import InputError
+from orthokern.errors import integer
 
 SINKS: list[tap] = []
 
 
 class tap:
-    """Collect the norms of every scan whose forward or backward runs inside the ``with`` block.
+    """Collect the norms of the scans and GRUs whose forward or backward runs inside the ``with`` block.
 
     Example::
 
@@ -49,7 +49,7 @@ class tap:
 
     Not recorded: grad_norms of scans with an explicit ``backend="reference"``, which are plain differentiable torch
     code, and their state_norms under torch.compile; both norms of a loss with an explicit algorithm="modal" and
-    lengths.
+    lengths; LSTM, PeepholeLSTM and RotationRNN.
 
     Range: norms have the range of their dtype. Exceptions are the grad_norms of float32 scans and GRUs on the backends
     "cuda" and "triton", which add float32 squares: there elements of dL/dh_t below 1e-19 count as 0, and norms above
@@ -116,9 +116,7 @@ def profile_steps(length: int, points: int = 64) -> list[int]:
     Raises:
         InputError: length below 1 or points below 2.
     """
-    for name, value, low in (("length", length, 1), ("points", points, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise InputError(f"{name} is {value!r}; accepted: an integer of at least {low}")
+    length, points = integer("length", length), integer("points", points, 2)
     return torch.linspace(0, length - 1, min(points, length), dtype=torch.float64, device="cpu").round().long().tolist()
 
 

@@ -31,7 +31,7 @@ def dense_scan(x: Tensor, w: Tensor, h0: Tensor | None = None, **options: Unpack
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids or values of options.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Saved:
         As ``factored_scan``.

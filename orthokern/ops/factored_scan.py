@@ -69,7 +69,7 @@ def factored_scan(
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, token ids or values of options.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Saved:
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and

@@ -77,7 +77,7 @@ def gru_scan(
 
     Raises:
         InputError: wrong shapes, dtypes, devices, variant, lengths or resets.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Saved:
         hs [T, B, N], gates [T, B, 3N] (r, z, n), pre [T, B, N] (W_n h_{t-1} + b_n; variant "torch" only), all zero on

@@ -64,7 +64,7 @@ def rotation_scan(
 
     Raises:
         InputError: wrong shapes, dtypes or devices.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Saved:
         hs; with a weight, x.

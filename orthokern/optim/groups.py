@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern._state import shown
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, is_number, require, unknown_name
 from orthokern.optim._checks import check_range, check_rate
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
@@ -90,7 +90,7 @@ class CombinedOptimizer(Optimizer):
     A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
     part, which has none. These schedulers and SWALR replace the rates of all groups: pass one rate per group,
     `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups that began with
-    different rates, `step` raises InputError. Not after CyclicLR with `cycle_momentum=False`, which leaves no trace.
+    different rates, `step` raises InputError. It cannot detect CyclicLR with `cycle_momentum=False`.
     `eta_min` of the cosine schedules is one rate for all groups too: keep it below the smallest one.
 
     Args:
@@ -306,7 +306,7 @@ def optimizer_for(
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
     split = _named_split(model)
-    require(type(steps) in (int, float) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
+    require(is_number(steps) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
     if geodesic_lr is None:
         geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})

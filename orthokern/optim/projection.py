@@ -16,7 +16,7 @@ from orthokern._decompositions import robust_eigh, robust_svd
 from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
 from orthokern._state import misfit
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, is_number, unknown_name
 from orthokern.ops._checks import own_parameter
 from orthokern.optim._checks import check_constrained
 
@@ -70,8 +70,8 @@ class SpectralNormProjection:
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
-        inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They have the bound of
-            W_hn, where eq. 10 has 2 for those of all layers.
+        inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They get the
+            bound of W_hn; eq. 10 bounds those of all layers by 2.
 
     Attributes:
         counts: the number of "steps", "checks" (matrices for which step 1 of Note [Work] had no proof), "projections"
@@ -102,7 +102,7 @@ class SpectralNormProjection:
         threshold: str = "2-delta",
         inputs: str = "upper",
     ) -> None:
-        if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 2:
+        if not is_number(delta) or not 0 < delta < 2:
             raise InputError(f"delta must be a number in (0, 2), got {delta!r}")
         if threshold not in THRESHOLDS:
             raise unknown_name("threshold", threshold, THRESHOLDS)

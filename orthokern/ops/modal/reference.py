@@ -82,7 +82,7 @@ def entering(x: Tensor, table: Tensor | None, alive: Tensor | None) -> Tensor:
 
 def sum_by_id(ids: Tensor, values: Tensor, size: int) -> Tensor:
     """The sums of float64 values [T, B, 2M] over the steps with each id, [size, 2M], in a fixed order. Wrong ids, and
-    those of padding, where values are 0, count nowhere."""
+    those of padding, where values are 0, are left out."""
     if size <= ONE_HOT:
         return sum_over_rows((ids[..., None] == torch.arange(size, device=ids.device)).double(), values)
     rows = torch.where((ids >= 0) & (ids < size), ids.long(), size)
