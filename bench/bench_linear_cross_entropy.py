@@ -32,7 +32,7 @@ def test_readout(benchmark: Any, bench: Bench, size: Size) -> None:
         return F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), target.flatten())
 
     def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(hidden, weight, bias, target)
+        return functional.linear_cross_entropy(hidden, weight, target, linear_bias=bias)
 
     def step(function: Any, inputs: list[Tensor] = inputs) -> tuple[Tensor, ...]:
         loss = function(*inputs)

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from orthokern import dispatch, ops
 from orthokern._scan_contract import FEATURES, Readout, ScanOptions
 from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, integer, is_number, require, unknown_name
 from orthokern.ops import _checks as check
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
@@ -75,7 +75,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Example::
 
@@ -127,7 +127,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Raises:
         InputError: a wrong shape or dtype.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Example::
 
@@ -160,7 +160,7 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
 
     Raises:
         InputError: wrong shapes, dtypes, devices or name.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Example::
 
@@ -198,70 +198,82 @@ def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
     return activation(x, "oplu", backend=backend)
 
 
-def prelu(x: Tensor, slope: Tensor, *, backend: str | None = None) -> Tensor:
-    """max(x, 0) + slope min(x, 0) (He et al. 2015). x [..., N]; slope [1] or [N].
+def prelu(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
+    """max(x, 0) + weight min(x, 0) (He et al. 2015), as torch.nn.functional.prelu: several weights are those of dim 1.
+
+    x [..., N] with weight [1], [N], or [B, N, ...] with weight [N]. For weights of the last dim of a larger x:
+    ``activation(x, "prelu", weight)``.
 
     Example::
 
         >>> prelu(torch.tensor([-1.0, 2.0]), torch.tensor([0.25]))
         tensor([-0.2500,  2.0000])
     """
-    return activation(x, "prelu", slope, backend=backend)
+    if check.is_tensor("weight", weight).numel() > 1 and check.is_tensor("x", x).ndim > 2:
+        return activation(x.movedim(1, -1), "prelu", weight, backend=backend).movedim(-1, 1)
+    return activation(x, "prelu", weight, backend=backend)
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
     *,
+    linear_bias: Tensor | None = None,
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of the linear readout ``hidden @ weight.T + bias``, in nats, without storing all logits.
+    """Cross-entropy of ``input @ linear_weight.T + linear_bias``, in nats, without storing all logits.
 
     Mathematics, cost and numerics: ``orthokern.ops.linear_cross_entropy.linear_cross_entropy``.
 
     Args:
-        hidden: [..., N], floating.
-        weight: [C, N]; bias: [C] or None; dtype and device of hidden.
-        target: int64 or int32 [...], hidden's shape without N, class ids in [0, C). On a GPU they are not checked: a
+        input: [..., N], floating.
+        linear_weight: [C, N]; linear_bias: [C] or None; dtype and device of input.
+        target: int64 or int32 [...], input's shape without N, class ids in [0, C). On a GPU they are not checked: a
             wrong one makes the loss NaN.
         reduction: "mean" or "sum" over all rows.
         backend: see the module's docstring.
 
     Returns:
-        The loss, 0-dim. Differentiable in hidden, weight and bias.
+        The loss, 0-dim. Differentiable in input, linear_weight and linear_bias.
 
     Raises:
         InputError: wrong shapes, dtypes, devices, reduction or class ids.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Example::
 
-        >>> linear_cross_entropy(torch.randn(100, 8), torch.zeros(5, 8), None, torch.zeros(100, dtype=torch.int64))
+        >>> linear_cross_entropy(torch.randn(100, 8), torch.zeros(5, 8), torch.zeros(100, dtype=torch.int64))
         tensor(1.6094)
     """
-    check.is_float("hidden", check.is_tensor("hidden", hidden))
-    if hidden.ndim < 1:
-        raise InputError("hidden has shape []: accepted is [..., N]")
-    check.at_least_one("hidden", hidden, "[..., N]")
-    N = hidden.shape[-1]
-    check.is_tensor("weight", weight)
-    if weight.ndim != 2 or weight.shape[1] != N or weight.shape[0] < 1:
-        raise InputError(f"weight has shape {list(weight.shape)}: accepted is [C, N] with N = {N}, C at least 1")
-    check.same_kind("weight", weight, "hidden", hidden)
-    if bias is not None:
-        check.fits("bias", bias, (weight.shape[0],), "[C]", "hidden", hidden)
+    check.is_float("input", check.is_tensor("input", input))
+    if input.ndim < 1:
+        raise InputError("input has shape []: accepted is [..., N]")
+    check.at_least_one("input", input, "[..., N]")
+    N = input.shape[-1]
+    check.is_tensor("linear_weight", linear_weight)
+    if linear_weight.ndim != 2 or linear_weight.shape[1] != N or linear_weight.shape[0] < 1:
+        raise InputError(
+            f"linear_weight has shape {list(linear_weight.shape)}: accepted is [C, N] with N = {N}, C at least 1"
+        )
+    check.same_kind("linear_weight", linear_weight, "input", input)
+    if linear_bias is not None:
+        check.fits("linear_bias", linear_bias, (linear_weight.shape[0],), "[C]", "input", input)
     check.is_tensor("target", target)
     if target.dtype not in check.TOKEN_DTYPES:
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is int64 or int32")
-    check.has_shape("target", target, tuple(hidden.shape[:-1]), "the shape of hidden without N,")
-    check.same_device("target", target, "hidden", hidden)
+    check.has_shape("target", target, tuple(input.shape[:-1]), "the shape of input without N,")
+    check.same_device("target", target, "input", input)
     if reduction not in ops.linear_cross_entropy.REDUCTIONS:
         raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
     return ops.linear_cross_entropy.linear_cross_entropy(
-        hidden.reshape(-1, N), weight, bias, target.reshape(-1).to(torch.int64), reduction=reduction, backend=backend
+        input.reshape(-1, N),
+        linear_weight,
+        linear_bias,
+        target.reshape(-1).to(torch.int64),
+        reduction=reduction,
+        backend=backend,
     )
 
 
@@ -308,7 +320,7 @@ def scan_cross_entropy(
 
     Raises:
         InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it is not possible.
-        BackendUnavailable: the backend asked for cannot serve.
+        BackendUnavailable: the requested backend does not support the call.
 
     Example::
 
@@ -400,7 +412,7 @@ def explain_scan_cross_entropy(
     """
     _, like, factors = _checked_matrix(matrix)
     _check_basis(basis, like)
-    T, B, classes = (check.positive(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
+    T, B, classes = (integer(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     for name in others:
         if name not in FEATURES:
             raise unknown_name("argument", name, FEATURES)
@@ -444,8 +456,9 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
         raise unknown_name("kind", kind, SPECTRUM_MAPS)
     if margin is None:
         return p
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < float("inf"):
+    if not is_number(margin) or not 0 <= margin < float("inf"):
         raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
+    margin = float(margin)
     # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
     if torch.is_grad_enabled():
         return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1

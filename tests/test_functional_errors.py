@@ -169,7 +169,7 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
             "act_param is shape [1]: activation 'relu' takes none",
         ),
         (f.modrelu, (torch.zeros(4), torch.zeros(3)), "act_param has shape [3]: accepted is the bias of 'modrelu'"),
-        (f.prelu, (torch.zeros(4), 0.25), "act_param must be a torch.Tensor, got 0.25"),
+        (f.prelu, (torch.zeros(4), 0.25), "weight must be a torch.Tensor, got 0.25"),
         (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
         (
             f.spectrum,
@@ -186,13 +186,16 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": torch.zeros(())}, "hidden has shape []: accepted is [..., N]"),
-        ({"weight": torch.zeros(N, C)}, "weight has shape [6, 8]: accepted is [C, N] with N = 6, C at least 1"),
-        ({"bias": torch.zeros(N)}, "bias has shape [6]: accepted is [C] = [8]"),
+        ({"input": torch.zeros(())}, "input has shape []: accepted is [..., N]"),
+        (
+            {"linear_weight": torch.zeros(N, C)},
+            "linear_weight has shape [6, 8]: accepted is [C, N] with N = 6, C at le",
+        ),
+        ({"linear_bias": torch.zeros(N)}, "linear_bias has shape [6]: accepted is [C] = [8]"),
         ({"target": torch.zeros(T, B)}, "target has dtype float32: accepted is int64 or int32"),
         (
             {"target": torch.zeros(B, T).long()},
-            "target has shape [3, 4]: accepted is the shape of hidden without N, = [4, 3]",
+            "target has shape [3, 4]: accepted is the shape of input without N, = [4, 3]",
         ),
         ({"target": torch.full((T, B), C)}, "target holds 8: class ids must be in [0, 8)"),
         ({"reduction": "means"}, "unknown reduction 'means': did you mean 'mean'? accepted: mean, sum"),
@@ -200,9 +203,9 @@ def test_activations_and_spectrum(function: Callable[..., Any], arguments: tuple
 )
 def test_linear_cross_entropy(changes: dict[str, Any], message: str, backend: str | None) -> None:
     arguments: dict[str, Any] = {
-        "hidden": torch.zeros(T, B, N),
-        "weight": torch.zeros(C, N),
-        "bias": torch.zeros(C),
+        "input": torch.zeros(T, B, N),
+        "linear_weight": torch.zeros(C, N),
+        "linear_bias": torch.zeros(C),
         "target": torch.zeros(T, B).long(),
     }
     assert refusal(f.linear_cross_entropy, **{**arguments, **changes}, backend=backend).startswith(message)

@@ -181,7 +181,7 @@ def test_every_op_survives_tensors_of_other_shapes() -> None:
         call_scans()
         call_other_ops()
         functional.skew_exp(torch.randn(2, 4, 4, requires_grad=True)).sum().backward()
-        functional.linear_cross_entropy(torch.randn(3, 4), torch.randn(6, 4), None, torch.tensor([0, 1, 5]))
+        functional.linear_cross_entropy(torch.randn(3, 4), torch.randn(6, 4), torch.tensor([0, 1, 5]))
         functional.cayley(torch.randn(3, 6, 2), torch.randn(3, 6, 2), torch.rand(3))
     names = {func.name().removeprefix("orthokern::") for func, _ in recorder.calls}
     defined = {

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError
-from orthokern.nn._checks import check_backend, flag, integer, new_parameter, one_of
+from orthokern.errors import InputError, integer
+from orthokern.nn._checks import check_backend, flag, new_parameter, one_of
 from orthokern.nn._draws import draw
 
 REDUCTIONS = ("mean", "sum")
@@ -83,8 +83,8 @@ class LinearCrossEntropy(nn.Module):
         return functional.linear_cross_entropy(
             widened_inside(hidden, self.weight),
             self.weight,
-            self.bias,
             target,
+            linear_bias=self.bias,
             reduction=self.reduction,
             backend=self.backend,
         )

@@ -149,7 +149,8 @@ def test_linear_cross_entropy_parity(C: int, reduction: str) -> None:
     def run(dtype: torch.dtype, device: str, backend: str) -> list[torch.Tensor]:
         leaves = [t.to(device, dtype).requires_grad_() for t in (hidden, weight, bias)]
         there = target.to(device)
-        loss = functional.linear_cross_entropy(*leaves, there, reduction=reduction, backend=backend)
+        h, w, b = leaves
+        loss = functional.linear_cross_entropy(h, w, there, linear_bias=b, reduction=reduction, backend=backend)
         return [loss.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss, leaves))]
 
     results = [run(torch.float32, "cuda", "triton"), run(torch.float64, "cpu", "reference")]
@@ -167,7 +168,7 @@ def test_a_wrong_class_is_nan_in_its_own_row(C: int, name: str) -> None:
     hidden, weight = torch.randn(6, 32, device="cuda", requires_grad=True), torch.randn(C, 32, device="cuda")
     target = torch.randint(0, C, (6,), device="cuda")
     target[1], target[4] = C, -1
-    loss = functional.linear_cross_entropy(hidden, weight, None, target, backend=name)
+    loss = functional.linear_cross_entropy(hidden, weight, target, backend=name)
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     torch.cuda.synchronize()
     rows = grad.isnan().all(1).tolist()

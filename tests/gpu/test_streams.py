@@ -93,7 +93,7 @@ def test_a_readout_waits_for_nothing_with_any_backend() -> None:
 
     def losses() -> None:
         for name in (None, "reference"):
-            functional.linear_cross_entropy(hidden, weight, None, classes, backend=name).backward()
+            functional.linear_cross_entropy(hidden, weight, classes, backend=name).backward()
 
     losses()
     with no_waits():

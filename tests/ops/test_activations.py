@@ -8,6 +8,7 @@ import torch
 from helpers import DTYPES, SHORT, assert_matches_reference, each, served, strided
 from torch import Tensor
 
+from orthokern import functional
 from orthokern._activations import ACTIVATIONS
 from orthokern.cpu import _call
 from orthokern.nn import RNN
@@ -129,6 +130,16 @@ def test_tanh_is_accurate_everywhere(op: str, backend: str) -> None:
         exact = torch.tanh(x.to(dtype).double())
         error = ((y - exact) / exact.abs().clamp(min=1e-300)).abs()[exact != 0]
         assert error.max() <= 8 * torch.finfo(dtype).eps, f"{dtype}: relative error {error.max():.3e}"
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 5, 3), (2, 5, 3, 4)])
+def test_prelu_has_the_weights_of_torch(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    for size in {1, 5} if len(shape) > 1 else {1}:
+        weight = torch.rand(size, dtype=torch.float64, requires_grad=True)
+        results = functional.prelu(x, weight), torch.nn.functional.prelu(x, weight)
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in results))
 
 
 # --------------------------------------------------------------------------------------------------------- registration

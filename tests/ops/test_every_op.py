@@ -75,7 +75,7 @@ def test_compiled_training_step() -> None:
 
     def loss_of(u: Tensor, s: Tensor, w: Tensor, b: Tensor, x: Tensor, target: Tensor) -> Tensor:
         hs = functional.factored_scan(x, u, functional.spectrum(s, 0.1), u, activation="tanh")
-        return 3.0 * functional.linear_cross_entropy(functional.modrelu(hs, b), w, None, target)
+        return 3.0 * functional.linear_cross_entropy(functional.modrelu(hs, b), w, target)
 
     torch.manual_seed(0)
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((6, 6), (6,), (5, 6), (6,))]
@@ -111,7 +111,7 @@ def test_half_precision_runs_on_the_reference(dtype: torch.dtype) -> None:
     for a, e in zip((hs, *grads), exact, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=0.1, atol=0.1)
     hidden, weight = torch.randn(9, 4).to(dtype).requires_grad_(), torch.randn(3, 4).to(dtype).requires_grad_()
-    functional.linear_cross_entropy(hidden, weight, None, torch.randint(0, 3, (9,))).backward()
+    functional.linear_cross_entropy(hidden, weight, torch.randint(0, 3, (9,))).backward()
     assert hidden.grad is not None and hidden.grad.dtype == dtype
 
 

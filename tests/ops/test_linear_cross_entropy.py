@@ -135,7 +135,7 @@ def test_every_backward_of_a_retained_graph_is_its_own() -> None:
     *inputs, target = readout()
     hidden, weight, bias = inputs
     expected = torch.autograd.grad(torch.nn.functional.cross_entropy(hidden @ weight.mT + bias, target), inputs)
-    loss = functional.linear_cross_entropy(hidden, weight, bias, target)
+    loss = functional.linear_cross_entropy(hidden, weight, target, linear_bias=bias)
     for factor in (1.0, -2.5, 0.0, 1.0):
         results = torch.autograd.grad(factor * loss, inputs, retain_graph=True)
         torch.testing.assert_close(results, tuple(factor * e for e in expected))
@@ -143,14 +143,22 @@ def test_every_backward_of_a_retained_graph_is_its_own() -> None:
             gradient.fill_(7.0)
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch has no such function")
+def test_interface_of_torch() -> None:
+    hidden, weight, bias, target = readout()
+    for function in (functional, torch.nn.functional):
+        loss = function.linear_cross_entropy(input=hidden, linear_weight=weight, target=target, linear_bias=bias)
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT + bias, target))
+
+
 def test_loss_alone_keeps_nothing() -> None:
     hidden, weight, bias, target = readout()
     with torch.no_grad():
-        loss = functional.linear_cross_entropy(hidden, weight, bias, target)
+        loss = functional.linear_cross_entropy(hidden, weight, target, linear_bias=bias)
     assert not loss.requires_grad
     states = 2 * hidden
     reference = weakref.ref(states)
-    loss = functional.linear_cross_entropy(states, weight, bias, target)
+    loss = functional.linear_cross_entropy(states, weight, target, linear_bias=bias)
     loss.backward()
     del states
     gc.collect()
@@ -166,7 +174,7 @@ def test_wrong_classes_where_nobody_reads_them(plain: bool, monkeypatch: pytest.
     monkeypatch.setattr(op_module, "_is_read", lambda _: False)
     monkeypatch.setattr(op_module, "check_range", lambda *_: pytest.fail("the classes were read"))
     target[1], target[4] = len(weight), -(2**40)
-    loss = functional.linear_cross_entropy(hidden, weight, bias, target, backend="reference")
+    loss = functional.linear_cross_entropy(hidden, weight, target, linear_bias=bias, backend="reference")
     grad_hidden, *others = torch.autograd.grad(loss, (hidden, weight, bias), create_graph=True)
     assert loss.isnan() and all(bool(t.isnan().all()) for t in others)
     for gradient in (grad_hidden, *torch.autograd.grad(grad_hidden.square().sum(), hidden)):

@@ -146,7 +146,7 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
         arguments["x"], u, s, v, arguments["h0"], weight=arguments["weight"], bias=arguments["bias"], **options
     )
     loss = functional.linear_cross_entropy(
-        hs, arguments["readout"], arguments["readout_bias"], arguments["target"].long()
+        hs, arguments["readout"], arguments["target"].long(), linear_bias=arguments["readout_bias"]
     )
     factor = -2.5  # with a message clip, gradients are not proportional to that of the loss
     expected = torch.autograd.grad(factor * loss, required)
@@ -209,8 +209,8 @@ def test_why_not(change: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"T": 0}, "T is 0: accepted is an integer, 1 or more"),
-        ({"classes": 2.5}, "classes is 2.5: accepted"),
+        ({"T": 0}, "T must be an integer of at least 1, got 0"),
+        ({"classes": 2.5}, "classes must be an integer of at least 1, got 2.5"),
         ({"algorithm": "model"}, "unknown algorithm 'model'.*did you mean 'modal'"),
         ({"algorithm": "chunked", "resets": True}, "algorithm is 'chunked' with resets"),
         ({"lengths": torch.ones(3)}, "lengths must be True or False, got a Tensor"),

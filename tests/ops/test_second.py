@@ -169,7 +169,7 @@ def test_other_ops() -> None:
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         reduction = "sum" if bias is None else "mean"
-        return functional.linear_cross_entropy(hidden, weight, bias, target, reduction=reduction)
+        return functional.linear_cross_entropy(hidden, weight, target, linear_bias=bias, reduction=reduction)
 
     cases: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
         (loss, [normal(4, 3), normal(5, 3), normal(5)]),
