@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, run_scan, scan_problem, with_resets
+from helpers import SCANS, GruProblem, run_scan, scan_problem, with_resets
 from module_kinds import made
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,3 +221,33 @@ def test_a_tensor_whose_storage_was_freed_is_an_error() -> None:
     bias.untyped_storage().resize_(0)
     with pytest.raises(InputError, match="dense_scan_fwd: bias has no memory: its storage was freed"):
         functional.dense_scan(torch.ones(2, 1, 3), torch.eye(4), weight=torch.ones(4, 3), bias=bias)
+
+
+@pytest.mark.parametrize("op", SCANS)
+def test_features_without_columns_are_an_error(op: str) -> None:
+    """Their tensors have the address 0, which would stand for None."""
+    problem = scan_problem(op, B=2, T=5, N=4, D=3, inputs="features").to(torch.float32)
+    x, weight = problem.x, problem.weight
+    assert weight is not None
+    message = rf"^{op}: weight has shape \[4, 0\]: accepted is \[N, D\] with D >= 1$"
+    with pytest.raises(InputError, match=message):
+        run_scan(dataclasses.replace(problem, x=x[..., :0], weight=weight[:, :0]), "cpu")
+    weight.requires_grad_()
+    scan = getattr(functional, op)
+    output = scan(x, *problem.matrices, problem.h0, weight=weight, checkpoint_every=2, backend="cpu")
+    x.data, weight.data = x[..., :0], weight.detach()[:, :0]
+    with pytest.raises(InputError, match=message):
+        output.sum().backward()
+
+
+def test_sizes_that_only_an_op_can_be_given_are_errors() -> None:
+    ops, of_double = torch.ops.orthokern, {"dtype": torch.float64}
+    eigenvalues = torch.ones(2, **of_double), torch.zeros(2, **of_double)
+    inputs = torch.ones(3, 2, 0), *eigenvalues, torch.ones(2, 4), torch.ones(4, 0)
+    with pytest.raises(InputError, match=r"^rotation_scan: the input has shape \[3, 2, 0\]: accepted is .* D >= 1$"):
+        ops.rotation_scan_fwd(*inputs, None, None, "cpu")
+    for m, g in ((torch.ones(4, 3), torch.ones(3, 4)), (torch.ones(0, 0), torch.ones(0, 0))):
+        with pytest.raises(InputError, match="^cayley: m and g have shapes .*: accepted is one shape"):
+            ops.cayley(m, g, torch.tensor(0.1), "cpu")
+    with pytest.raises(InputError, match="^N is 3: activation 'oplu' works on pairs and needs an even N$"):
+        ops.activation_fwd(torch.ones(2, 3), None, "oplu", "cpu")

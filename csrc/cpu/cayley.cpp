@@ -53,9 +53,9 @@ bool batch(const CayleyArgs& args, int threads, bool cooperate) {
   // are large enough.
   const int64_t alone = cooperate ? args.batch / threads * threads : args.batch;
   TaskSums<Work> works;
-  int allocated = 0;
-  if (!works.allocate(threads, [&](Work& work) { return route.allocate(work, allocated++ == 0 || alone); }))
-    return false;
+  if (!works.allocate(threads)) return false;
+  for (int t = 0; t < threads; t++)
+    if (!route.allocate(works[t], t == 0 || alone)) return false;
   const ptrdiff_t size = static_cast<ptrdiff_t>(args.N) * args.K;
   const auto step = [&](int64_t i, int t, int team) {
     const T* m = static_cast<const T*>(args.m) + i * size;

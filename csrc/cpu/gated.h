@@ -85,14 +85,10 @@ struct GatedPlan {
   // run(row0, R, sums of the task) for every group of rows; false if one of them ran out of memory.
   template <class F>
   bool each(const F& run) const {
-    bool failed = false;
-    share(threads, threads, [&](int task) {
-      const FlushDenormals flush;
-      each_group(begin, task, kGatedGroupRows, [&](int row0, int R) {
-        if (!run(row0, R, sums + task * sum_size)) failed = true;
-      });
+    return run_tasks(threads, [&](int task) {
+      return each_group(begin, task, kGatedGroupRows,
+                        [&](int row0, int R) { return run(row0, R, sums + task * sum_size); });
     });
-    return !failed;
   }
 };
 

@@ -46,14 +46,12 @@ struct ReadoutCall {
   TaskSums<RowSums<T>> sums;  // with need_grad: [round_up(C)][ldc]
   int rows;                   // of a group: fewer where they are long, so that states and their gradients stay in L2
   bool stream;
-  bool failed;
 };
 
 template <class T>
-void readout_task(ReadoutCall<T>& call, int task) {
+bool readout_task(ReadoutCall<T>& call, int task) {
   constexpr int L = kLanes<T>;
   const LinearCrossEntropyArgs& args = *call.args;
-  const FlushDenormals flush;
   const int N = call.N, C = call.C, rows = call.rows;
   const int h_blocks = round_up(call.depth, L) / L, c_blocks = round_up(C, L) / L;
   const T* hidden = static_cast<const T*>(args.hidden);
@@ -66,10 +64,10 @@ void readout_task(ReadoutCall<T>& call, int task) {
   Scratch<T> h, d, out;
   if (!h.allocate(static_cast<size_t>(h_blocks) * rows * L) ||
       !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * rows) ||
-      !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * rows)) {
-    call.failed = true;
-    return;
-  }
+      !out.allocate(static_cast<size_t>(round_up(N, 2 * L)) * rows))
+    return false;
+  if (call.need_grad && !call.sums[task].allocate(static_cast<size_t>(c_blocks) * L * h_blocks * L, args.rows))
+    return false;
   typename Vec<T>::I missing;  // lanes of the last block that are no class
   for (int i = 0; i < L; i++) missing[i] = (c_blocks - 1) * L + i < C ? 0 : -1;
   double loss = 0;
@@ -136,6 +134,7 @@ void readout_task(ReadoutCall<T>& call, int task) {
   }
   if (call.stream) stream_fence();
   call.loss[task] = loss;
+  return true;
 }
 
 template <class T>
@@ -149,28 +148,23 @@ bool run(const LinearCrossEntropyArgs& args) {
   const int64_t useful = args.rows / call.rows + 1;
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   call.need_grad = args.grad_hidden != nullptr;
-  call.failed = false;
   call.stream = args.grad_hidden && call.N % L == 0 &&
                 reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
                 args.rows * args.N * static_cast<int64_t>(sizeof(T)) > kStreamAbove;
   const T* weight = static_cast<const T*>(args.weight);
   if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) ||
-      !call.loss.allocate(call.tasks))
+      !call.loss.allocate(call.tasks) || !call.sums.allocate(call.tasks))
     return false;
   call.weight.fill(0, call.weight.panel_count(), 0, call.N, weight, 1, call.N, nullptr);
   if (args.bias)
     call.weight.fill(0, call.weight.panel_count(), call.N, 1, static_cast<const T*>(args.bias), 0, 1, nullptr);
   call.weight_t.fill(0, call.weight_t.panel_count(), 0, call.C, weight, call.N, 1, nullptr);
 
-  const ptrdiff_t ldc = round_up(call.depth, L);
-  const size_t size = static_cast<size_t>(round_up(call.C, L)) * ldc;
-  if (call.need_grad && !call.sums.allocate(call.tasks, [&](RowSums<T>& one) { return one.allocate(size, args.rows); }))
-    return false;
-  share(call.tasks, call.tasks, [&](int task) { readout_task(call, task); });
-  if (call.failed) return false;
+  if (!run_tasks(call.tasks, [&](int task) { return readout_task(call, task); })) return false;
   double loss = 0;
   for (int i = 0; i < call.tasks; i++) loss += call.loss[i];
   *static_cast<T*>(args.loss) = static_cast<T>(args.mean ? loss / static_cast<double>(args.rows) : loss);
+  const ptrdiff_t ldc = round_up(call.depth, L);
   T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
   for (int c = 0; call.need_grad && c < call.C; c++) {
     for (int n = 0; n < call.depth; n++) {

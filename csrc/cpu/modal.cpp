@@ -139,7 +139,6 @@ struct Sums {
   Scratch<double> readout, bias;  // [C][Np], [C]
   Scratch<Id<T>> hits;            // [T], and room for whole vectors
   double loss;
-  bool failed;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
     if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
@@ -373,18 +372,16 @@ bool run_loss(const ModalArgs& args) {
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];
   }
   if (!share_rows(call.tasks, static_cast<int>(args.B), args.lengths, args.T, &call.begin) ||
-      !call.sums.allocate(call.tasks, [&](Sums<T>& one) { return one.allocate(args, modes); }))
+      !call.sums.allocate(call.tasks))
     return false;
-  share(call.tasks, call.tasks, [&](int task) {
-    const FlushDenormals flush;
-    Sums<T>& sums = call.sums[task];
-    Worker<T> worker(call, sums);
-    sums.failed = !worker.allocate();
-    for (int b = call.begin[task]; b < call.begin[task + 1] && !sums.failed; b++) worker.sequence(b);
-    if (args.need_grad && !sums.failed) worker.flush();
+  const bool ok = run_tasks(call.tasks, [&](int task) {
+    Worker<T> worker(call, call.sums[task]);
+    if (!call.sums[task].allocate(args, modes) || !worker.allocate()) return false;
+    for (int b = call.begin[task]; b < call.begin[task + 1]; b++) worker.sequence(b);
+    if (args.need_grad) worker.flush();
+    return true;
   });
-  for (int i = 0; i < call.tasks; i++)
-    if (call.sums[i].failed) return false;
+  if (!ok) return false;
   collect(call);
   return true;
 }

@@ -99,13 +99,19 @@ struct RowSums {
 
   // all_rows: of all threads.
   bool allocate(size_t elements, int64_t all_rows) {
+    return allocate_parts(elements, sizeof(T) == 4 && all_rows > kPartRows);
+  }
+  bool allocate_parts(size_t elements, bool several) {
     size = elements;
-    return part.allocate(size) && (sizeof(T) == 8 || all_rows <= kPartRows || total.allocate(size));
+    return part.allocate(size) && (!several || total.allocate(size));
   }
   // Called after so many rows have been added to the part.
   void added(int count) {
     rows += count;
-    if (!total.get() || rows < kPartRows) return;
+    if (rows >= kPartRows) end_part();
+  }
+  void end_part() {
+    if (!total.get()) return;
     T* from = part;
     double* to = total;
     for (size_t i = 0; i < size; i++) {
@@ -116,8 +122,10 @@ struct RowSums {
   }
   // to[i] += the sum of element first + i.
   void add_to(double* to, ptrdiff_t first, int count) const {
-    for (int i = 0; i < count; i++) to[i] += static_cast<double>(part[first + i]);
-    for (int i = 0; total.get() && i < count; i++) to[i] += total[first + i];
+    const T* of_part = part + first;
+    const double* of_total = total.get() ? total + first : nullptr;
+    for (int i = 0; i < count; i++) to[i] += static_cast<double>(of_part[i]);
+    for (int i = 0; of_total && i < count; i++) to[i] += of_total[i];
   }
 };
 

@@ -344,16 +344,12 @@ bool run_scan(const RotationArgs& args) {
   Call<T, X> call(args);
   if (args.features && !call.pack()) return false;
   const int tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
-  Scratch<bool> failed;
   TaskSums<Sums<T>> sums;
-  if (!failed.allocate(tasks) || !sums.allocate(tasks, [](Sums<T>&) { return true; })) return false;
-  share(tasks, tasks, [&](int task) {
-    const FlushDenormals flush;
-    Task<T, X> work(call, args.B * task / tasks, args.B * (task + 1) / tasks, &sums[task]);
-    failed[task] = !work.run();
+  if (!sums.allocate(tasks)) return false;
+  const bool ok = run_tasks(tasks, [&](int task) {
+    return Task<T, X>(call, args.B * task / tasks, args.B * (task + 1) / tasks, &sums[task]).run();
   });
-  for (int i = 0; i < tasks; i++)
-    if (failed[i]) return false;
+  if (!ok) return false;
   if (args.h) collect(call, sums, tasks);
   return true;
 }

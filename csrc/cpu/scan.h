@@ -44,6 +44,7 @@ template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   const ScanArgs& args = *plan.args;
   const int64_t N = plan.N, every = args.checkpoint_every;
+  const TileRelease release(plan.tiles);
   ScanRows<T> rows(plan, row0, R);
   if (!rows.allocate()) return false;
   block_rows<T>(static_cast<const T*>(args.h0) + row0 * N, N, R, N, rows.state, rows.block);
@@ -68,26 +69,14 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
   return true;
 }
 
-// run(row0, R, task) for every group of at most `rows` rows; false if one of them ran out of memory.
-template <class T, class F>
-bool each_group_of(const ScanPlan<T>& plan, int rows, const F& run) {
-  bool failed = false;
-  share(plan.threads, plan.threads, [&](int task) {
-    const FlushDenormals flush;
-    const TileRelease release(plan.tiles);
-    each_group(plan.begin, task, rows, [&](int row0, int R) {
-      if (!run(row0, R, task)) failed = true;
-    });
-  });
-  return !failed;
-}
-
 template <class T>
 bool scan_forward(const ScanArgs& args) {
   if (direct_serves(args)) return scan_direct<T>(args);
   ScanPlan<T> plan;
   if (!prepare_scan(&plan, args, false)) return false;
-  return each_group_of(plan, kGroupRows, [&](int row0, int R, int) { return forward_rows<T>(plan, row0, R); });
+  return run_tasks(plan.threads, [&](int task) {
+    return each_group(plan.begin, task, kGroupRows, [&](int row0, int R) { return forward_rows(plan, row0, R); });
+  });
 }
 
 template <class T>
@@ -95,11 +84,16 @@ bool scan_backward(const ScanArgs& args) {
   if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
   ScanPlan<T> plan;
   if (!prepare_scan(&plan, args, true)) return false;
+  const int rows = plan.low_rank() ? kMaxRows : kGroupRows;
+  const bool parts = plan.B > rows || args.T * args.B > args.D;  // of the sums of tokens
   TaskSums<ScanSums<T>> sums;
-  if (!sums.allocate(plan.threads, [&](ScanSums<T>& one) { return one.allocate(plan); })) return false;
-  if (!each_group_of(plan, plan.low_rank() ? kMaxRows : kGroupRows,
-                     [&](int row0, int R, int task) { return backward_rows<T>(plan, &sums[task], row0, R); }))
-    return false;
+  if (!sums.allocate(plan.threads)) return false;
+  const bool ok = run_tasks(plan.threads, [&](int task) {
+    return sums[task].allocate(plan, parts) && each_group(plan.begin, task, rows, [&](int row0, int R) {
+             return BackwardRows<T>(plan, &sums[task], row0, R).run();
+           });
+  });
+  if (!ok) return false;
   collect_scan(plan, sums.get());
   return true;
 }

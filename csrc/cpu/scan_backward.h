@@ -45,7 +45,7 @@ struct BackwardRows {
   const int slots;             // steps of R rows that fit into a ring: two where nothing is summed over its rows
   const ptrdiff_t ring_block;  // elements from one block of a ring to the next
   const ptrdiff_t ldc;
-  int64_t token_steps;  // see add_table_part, 0 without tokens
+  int64_t token_steps;  // of a part of the sums of tokens, see RowSums; 0 without tokens
   int used;             // rows of the ring in use
   // finish_blocks of the activation
   void (BackwardRows::*finish)(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square);
@@ -94,7 +94,7 @@ struct BackwardRows {
         (args.leak && !ghat.allocate(static_cast<size_t>(blocks) * L * R)) ||
         !delta.allocate(static_cast<size_t>(blocks) * ring_block) ||
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
-        !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R))
+        (dx_out && !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R)))
       return false;
     const size_t across = static_cast<size_t>(round_up(plan.K, 2 * L) / L);
     if ((plan.factored && !of_u.allocate(across * of_u_block())) || (plan.thin && !of_v.allocate(across * ring_block)))
@@ -135,7 +135,9 @@ struct BackwardRows {
     return static_cast<const T*>(args.saved_pre) + (t * B + row0) * N;
   }
 
-  void run() {
+  bool run() {
+    const TileRelease release(plan.tiles);
+    if (!allocate()) return false;
     const int64_t last = rows.longest - 1;
     if (args.grad_reset_state) memset(grad_reset_state(), 0, static_cast<size_t>(R) * N * sizeof(T));
     for (int64_t t = last; t >= 0; t--) {
@@ -165,6 +167,7 @@ struct BackwardRows {
       if (dx_out) rows.clear_rest(t, rows.active[t], grad_x(), plan.D);
     }
     if (plan.stream && delta_out) stream_fence();
+    return true;
   }
 
   // The states of the segment that ends with step t, from its checkpoint.
@@ -377,7 +380,7 @@ struct BackwardRows {
     const int padded = blocks * L;
     for (int r = 0; r < step.rows; r++) {
       if (rows.ended(r, step.t)) continue;
-      T* to = sums->table_part + step.ids[r] * padded + b * L;
+      T* to = sums->table.part + step.ids[r] * padded + b * L;
       store(to, load(to) + load(from + r * L));
     }
   }
@@ -404,7 +407,7 @@ struct BackwardRows {
           if (rows.resets(flags, r, t))
             block_rows<T>(state_rows(t - 1, t) + r * N, N, 1, plan.N, here + r * L, ring_block);
     }
-    if (token_steps && t % token_steps == 0) add_table_part();
+    if (token_steps && t % token_steps == 0) sums->table.end_part();
   }
   // sums += sum over the rows of the ring of delta [h, x, 1]^T, or without M of delta [x, 1]^T; thin: and the products
   // of the factors.
@@ -443,25 +446,6 @@ struct BackwardRows {
     }
     outer_add<T>(delta, blocks, from, columns, ring_block, used, to, ldc);
   }
-  // Token gradients are summed over token_steps steps before they are added to the total, which is in double: a sum of
-  // sums has a smaller rounding error, see outer.h.
-  void add_table_part() {
-    const ptrdiff_t n = static_cast<ptrdiff_t>(plan.D) * blocks * L;
-    T* from = sums->table_part;
-    double* to = sums->table_total;
-    for (ptrdiff_t i = 0; i < n; i++) {
-      to[i] += static_cast<double>(from[i]);
-      from[i] = 0;
-    }
-  }
 };
-
-template <class T>
-bool backward_rows(const ScanPlan<T>& plan, ScanSums<T>* sums, int row0, int R) {
-  BackwardRows<T> rows(plan, sums, row0, R);
-  if (!rows.allocate()) return false;
-  rows.run();
-  return true;
-}
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/activate.h"
+#include "cpu/direct.h"
 #include "cpu/gemm.h"
 #include "cpu/ops.h"
 #include "cpu/tasks.h"
@@ -110,12 +111,21 @@ template <class T>
 bool make_token_table(ScanPlan<T>* plan) {
   const ScanArgs& args = *plan->args;
   const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
-  const int D = plan->D, padded = plan->padded();
-  if (!plan->table.allocate(static_cast<size_t>(D) * padded)) return false;
-  for (int n = 0; n < plan->N; n++)
-    for (int d = 0; d < D; d++)
-      plan->table[static_cast<ptrdiff_t>(d) * padded + n] =
-          weight[static_cast<ptrdiff_t>(n) * D + d] + (bias ? bias[n] : T(0));
+  constexpr int L = kLanes<T>;
+  const ptrdiff_t D = plan->D, padded = plan->padded();
+  if (!plan->table.allocate(D * padded, false)) return false;
+  direct_share(args.threads, D * padded * sizeof(T), plan->N, L, [=](int first, int last) {
+    for (int n = first; n < last; n += L) {
+      const int count = last - n < L ? last - n : L;
+      const V<T> offset = bias ? load_part(bias + n, count) : V<T>{};
+      for (int d = 0; d < D; d += L) {
+        const int ids = D - d < L ? D - d : L;
+        V<T> square[L];
+        load_transposed<T>(weight + n * D + d, D, count, ids, square);
+        for (int i = 0; i < ids; i++) store(plan->table + (d + i) * padded + n, square[i] + offset);
+      }
+    }
+  });
   return true;
 }
 

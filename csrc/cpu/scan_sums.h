@@ -11,20 +11,19 @@ template <class T>
 struct ScanSums {
   RowSums<T> gradients;         // [round_up(N)][ldc]: columns of h (for M), then of x, then the one
   RowSums<T> m_v, mt_u;         // thin: M V and M^T U diag(s), [round_up(N)][round_up(K)]
-  Scratch<T> table_part;        // [D][round_up(N)] of the last few steps
-  Scratch<double> table_total;  // [D][round_up(N)]
-  Scratch<double> param;        // [round_up(N)]
-  Scratch<double> leak;         // [round_up(N)]
+  RowSums<T> table;             // [D][round_up(N)]
+  Scratch<double> param, leak;  // [round_up(N)]
   Scratch<double> norm;         // [T]
 
-  bool allocate(const ScanPlan<T>& plan) {
+  // parts: whether the sums of tokens have several.
+  bool allocate(const ScanPlan<T>& plan, bool parts) {
     const ScanArgs& args = *plan.args;
     const size_t padded = plan.padded(), thin = padded * round_up(plan.K, kLanes<T>);
     const int64_t rows = args.T * args.B;
     return param.allocate(padded) && leak.allocate(padded) && norm.allocate(args.T) &&
            (!plan.params || gradients.allocate(padded * plan.summed_columns(), rows)) &&
            (!plan.thin || (m_v.allocate(thin, rows) && mt_u.allocate(thin, rows))) &&
-           (!args.tokens || (table_part.allocate(plan.D * padded) && table_total.allocate(plan.D * padded)));
+           (!plan.params || !args.tokens || table.allocate_parts(plan.D * padded, parts));
   }
 };
 
@@ -106,18 +105,30 @@ void collect_factors(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 // The gradients of W_in and b for tokens.
 template <class T>
 void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
+  constexpr int L = kLanes<T>, kUnits = 64;  // units that are written together
   T *weight = static_cast<T*>(plan.args->grad_weight), *bias = static_cast<T*>(plan.args->grad_bias);
-  const int D = plan.D, padded = plan.padded();
-  for (int n = 0; n < plan.N; n++) {
-    double all = 0;
-    for (int d = 0; d < D; d++) {
-      double sum = 0;
-      for (int i = 0; i < plan.threads; i++) sum += sums[i].table_total[static_cast<ptrdiff_t>(d) * padded + n];
-      weight[static_cast<ptrdiff_t>(n) * D + d] = static_cast<T>(sum);
-      all += sum;
+  const ptrdiff_t D = plan.D, padded = plan.padded();
+  direct_share(plan.args->threads, D * padded * sizeof(T), plan.N, kUnits, [&](int first, int last) {
+    for (int begin = first; begin < last; begin += kUnits) {
+      const int units = last - begin < kUnits ? last - begin : kUnits;
+      double all[kUnits] = {};
+      T rows[L][kUnits] = {};
+      for (int d = 0; d < D; d += L) {
+        const int ids = D - d < L ? D - d : L;
+        for (int i = 0; i < ids; i++) {
+          double sum[kUnits] = {};
+          for (int task = 0; task < plan.threads; task++) sums[task].table.add_to(sum, (d + i) * padded + begin, units);
+          for (int n = 0; n < units; n++) all[n] += sum[n], rows[i][n] = static_cast<T>(sum[n]);
+        }
+        for (int n = 0; n < units; n += L) {
+          V<T> square[L];
+          load_transposed<T>(rows[0] + n, kUnits, square);
+          for (int i = 0; i < L && n + i < units; i++) store_part(weight + (begin + n + i) * D + d, square[i], ids);
+        }
+      }
+      for (int n = 0; bias && n < units; n++) bias[begin + n] = static_cast<T>(all[n]);
     }
-    if (bias) bias[n] = static_cast<T>(all);
-  }
+  });
 }
 
 template <class T>

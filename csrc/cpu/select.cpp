@@ -68,7 +68,7 @@ static bool machine_has(const char* isa) {
   return false;
 }
 
-static const CpuKernels* current = nullptr;
+static std::atomic<const CpuKernels*> current{nullptr};
 
 const CpuKernels& cpu_kernels() {
   if (!current) {

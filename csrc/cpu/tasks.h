@@ -28,6 +28,17 @@ void share(int threads, int items, const Fn& fn) {
       &context);
 }
 
+// fn(0) ... fn(tasks - 1), each on a thread of its own; false if one of them returns false: its memory ran out.
+template <class Fn>
+bool run_tasks(int tasks, const Fn& fn) {
+  bool failed = false;
+  share(tasks, tasks, [&](int task) {
+    const FlushDenormals flush;
+    if (!fn(task)) __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+  });
+  return !failed;
+}
+
 // Gives each task about the same number of steps, summed over its rows of the batch: task i gets the rows
 // [begin[i], begin[i + 1]). A task may get no rows, where neighbouring sequences have very different lengths.
 inline bool share_rows(int tasks, int B, const int64_t* lengths, int64_t T, Scratch<int>* begin) {
@@ -45,14 +56,15 @@ inline bool share_rows(int tasks, int B, const int64_t* lengths, int64_t T, Scra
   return true;
 }
 
-// fn(row0, R) for each group, of at most `most` rows, of the rows of a task.
+// fn(row0, R) for each group, of at most `most` rows, of the rows of a task; false if one returns false.
 template <class F>
-void each_group(const int* begin, int task, int most, const F& fn) {
+bool each_group(const int* begin, int task, int most, const F& fn) {
   const int64_t first = begin[task], rows = begin[task + 1] - first, groups = (rows + most - 1) / most;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t row0 = first + rows * g / groups;
-    fn(static_cast<int>(row0), static_cast<int>(first + rows * (g + 1) / groups - row0));
+    if (!fn(static_cast<int>(row0), static_cast<int>(first + rows * (g + 1) / groups - row0))) return false;
   }
+  return true;
 }
 
 // A partial result S of each task. All zero bytes are an empty S.
@@ -62,13 +74,9 @@ class TaskSums {
   ~TaskSums() {
     for (int i = 0; i < count_; i++) get()[i].~S();
   }
-  // allocate_one(S&) for each of them.
-  template <class F>
-  bool allocate(int count, const F& allocate_one) {
+  bool allocate(int count) {
     if (!memory_.allocate(sizeof(S) * count)) return false;
     count_ = count;
-    for (int i = 0; i < count; i++)
-      if (!allocate_one(get()[i])) return false;
     return true;
   }
   S* get() const { return reinterpret_cast<S*>(memory_.get()); }

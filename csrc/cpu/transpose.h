@@ -83,5 +83,14 @@ ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[k
     v1 = second;
   }
 }
+// The same of a block of `rows` rows and `columns` columns; the rest is zero.
+template <class T>
+inline void load_transposed(const T* from, ptrdiff_t step, int rows, int columns, V<T> (&v)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+  T whole[L * L] = {};
+  const bool copied = rows < L || columns < L;
+  for (int i = 0; copied && i < rows; i++) memcpy(whole + i * L, from + i * step, columns * sizeof(T));
+  load_transposed<T>(copied ? whole : from, copied ? L : step, v);
+}
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -11,6 +11,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._map_gradients import map_gradients, without_m
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, types_of
 from orthokern.cpu._call import Prepared, call, has_amx, has_bf16, new
+from orthokern.errors import InputError
 
 # T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
@@ -33,7 +34,9 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
     if x is not None and not x.is_floating_point() and args.weight is not None:
         tensors["x"], tensors["tokens"] = None, x
     K, size, leak_size = (0 if t is None else t.shape[-1] for t in (args.first, args.act_param, args.leak))
-    D = N if args.weight is None else args.weight.shape[1]
+    D = N
+    if args.weight is not None and not (D := args.weight.shape[1]):
+        raise InputError(f"{args.op}: weight has shape {list(args.weight.shape)}: accepted is [N, D] with D >= 1")
     sizes = {
         "B": B,
         "T": steps,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 from orthokern.cpu._call import call, new
+from orthokern.errors import InputError
 
 
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
@@ -28,6 +29,8 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
 
 def _sizes(x: Tensor, act_param: Tensor | None, activation: str) -> dict[str, int]:
     N = x.shape[-1]
+    if ACTIVATIONS[activation].pairs and N % 2:
+        raise InputError(f"N is {N}: activation {activation!r} works on pairs and needs an even N")
     return {
         "rows": x.numel() // N if N else 0,
         "N": N,

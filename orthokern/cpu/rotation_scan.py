@@ -14,6 +14,7 @@ from torch import Tensor
 from orthokern._products import ieee_products, linear, linear_gradients
 from orthokern._scan_contract import RotationArgs, RotationGradients
 from orthokern.cpu._call import call, new
+from orthokern.errors import InputError
 
 
 def scan(
@@ -76,5 +77,7 @@ _OPTIONAL = (
 
 def _call(shape: torch.Size, tensors: dict[str, Any], reverse: bool = False) -> None:
     T, B, D = shape
+    if not D:
+        raise InputError(f"rotation_scan: the input has shape {list(shape)}: accepted is [T, B, D] with D >= 1")
     sizes = {"T": T, "B": B, "M": len(tensors["re"]), "D": D, "reverse": int(reverse)}
     call("rotation_scan", tensors["z0"].dtype, sizes, dict.fromkeys(_OPTIONAL) | tensors)

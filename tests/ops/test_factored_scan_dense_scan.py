@@ -89,6 +89,14 @@ def test_scan_parity(op: str, case: dict[str, Any], dtype: torch.dtype, backend:
 
 @each(*SCANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_a_large_table_of_tokens(op: str, backend: str, dtype: torch.dtype) -> None:
+    """With more ids than tokens and one group of rows, the sums have one part; otherwise several."""
+    for B, T in ((3, 5), (2, 1), (220, 2), (40, 35)):
+        check_scan(scan_problem(op, B=B, T=T, N=97, D=1301, inputs="tokens"), dtype, backend)
+
+
+@each(*SCANS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_checkpoints_give_the_same_bits(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
     for inputs in ("dense", "features", "tokens"):
