@@ -16,7 +16,6 @@ struct VectorMath {
 // phi(a); `param` holds the units' parameters.
 template <class T, class A>
 ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
-  (void)param;
   if constexpr (A::pairs) return A::forward(a, swap_pairs<T>(a), ~even_lanes<T>());
   else return A::template forward<VectorMath<T>>(a, param);
 }
@@ -25,7 +24,6 @@ ORTHOKERN_INLINE V<T> activate(V<T> a, V<T> param) {
 // *param_grad.
 template <class T, class A>
 ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_grad) {
-  (void)param, (void)param_grad;
   if constexpr (A::has_parameter) *param_grad += A::template parameter_grad<VectorMath<T>>(saved, g, param);
   if constexpr (A::pairs) return A::backward(saved, swap_pairs<T>(saved), g, swap_pairs<T>(g), ~even_lanes<T>());
   else return A::template backward<VectorMath<T>>(saved, g, param);
@@ -41,7 +39,7 @@ ORTHOKERN_INLINE V<T> leaky(V<T> h, V<T> phi, V<T> leak) {
 // parameter).
 template <class T>
 inline bool expand_param(Scratch<T>* to, const T* param, int64_t size, int64_t N) {
-  const int64_t padded = (N + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  const int64_t padded = round_up(N, kLanes<T>);
   if (!to->allocate(padded)) return false;
   if (param)
     for (int64_t n = 0; n < N; n++) to->get()[n] = param[size == 1 ? 0 : n];

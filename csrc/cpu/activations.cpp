@@ -2,7 +2,7 @@
 // backward.
 #include "cpu/activate.h"
 #include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -26,16 +26,13 @@ void activation_rows(ActivationCall<T>& call, int task, int64_t begin, int64_t e
   constexpr int L = kLanes<T>;
   const T *x = static_cast<const T*>(call.args->x), *grad_y = static_cast<const T*>(call.args->grad_y);
   T* out = static_cast<T*>(BACKWARD ? call.args->grad_x : call.args->y);
-  const int64_t N = call.N, padded = call.flat ? L : (N + L - 1) / L * L;
+  const int64_t N = call.N, padded = call.flat ? L : round_up(N, L);
   double* sums = BACKWARD ? call.sums + task * padded : nullptr;
   auto one = [&](int64_t at, int count, V<T> param, V<T>* param_grad) {
-    const V<T> a = count == L ? load(x + at) : load_part(x + at, count);
+    const V<T> a = read(x + at, count);
     V<T> y = activate<T, A>(a, param);
-    if (BACKWARD)
-      y = activate_grad<T, A>(A::needs_input ? a : y, count == L ? load(grad_y + at) : load_part(grad_y + at, count),
-                              param, param_grad);
-    if (count == L) store(out + at, y);
-    else store_part(out + at, y, count);
+    if (BACKWARD) y = activate_grad<T, A>(A::needs_input ? a : y, read(grad_y + at, count), param, param_grad);
+    write(out + at, y, count);
   };
   auto add = [&](int64_t column, V<T> part) {
     if (BACKWARD && A::has_parameter)
@@ -87,7 +84,7 @@ bool run(const ActivationArgs& args) {
   call.N = call.flat ? args.rows * args.N : args.N;
   const int64_t useful = args.rows * args.N / 16384 + 1;  // fewer elements are not worth another thread
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
-  const int64_t padded = call.flat ? L : (call.N + L - 1) / L * L;
+  const int64_t padded = call.flat ? L : round_up(call.N, L);
   if (!expand_param(&call.param, static_cast<const T*>(args.act_param), args.act_param_size, call.flat ? L : call.N))
     return false;
   if (BACKWARD && !call.sums.allocate(static_cast<size_t>(call.tasks) * padded)) return false;
@@ -95,9 +92,7 @@ bool run(const ActivationArgs& args) {
   const int64_t size = args.act_param_size;
   if (BACKWARD && args.grad_act_param)
     write_param_grad(static_cast<T*>(args.grad_act_param), size, size == 1 ? padded : args.N, [&](int64_t n) {
-      double total = 0;
-      for (int i = 0; i < call.tasks; i++) total += call.sums[i * padded + n];
-      return total;
+      return task_total(call.tasks, [&](int i) { return call.sums + i * padded; }, n);
     });
   return true;
 }

@@ -38,8 +38,6 @@
 //
 // Threads: with at least one matrix for each thread, every matrix is computed by one thread. Otherwise rows and panels
 // of a matrix are divided among threads. The bits are the same in both cases and for any number of threads.
-#include "cpu/cayley.h"
-
 #include "cpu/cayley_thin.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -83,11 +81,10 @@ bool cayley(const CayleyArgs& args) {
   double useful = cooperate ? flops / 4e6 * args.batch : flops / 2e5 * args.batch;
   if (!cooperate && useful > args.batch) useful = args.batch;
   const int threads = useful < args.threads ? max_of(1, static_cast<int>(useful)) : max_of(1, args.threads);
-  if (args.dtype == 0)
-    return thin ? batch<float, ThinRoute>(args, threads, cooperate)
-                : batch<float, SquareRoute>(args, threads, cooperate);
-  return thin ? batch<double, ThinRoute>(args, threads, cooperate)
-              : batch<double, SquareRoute>(args, threads, cooperate);
+  if (args.dtype == kFloat64)
+    return thin ? batch<double, ThinRoute>(args, threads, cooperate)
+                : batch<double, SquareRoute>(args, threads, cooperate);
+  return thin ? batch<float, ThinRoute>(args, threads, cooperate) : batch<float, SquareRoute>(args, threads, cooperate);
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -1,8 +1,8 @@
 // The square route of the Cayley step, 2 K >= N; cayley.cpp has the mathematics.
 #pragma once
 
-#include "cpu/cayley.h"
 #include "cpu/lu.h"
+#include "cpu/ops.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
@@ -15,8 +15,6 @@ constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, where it adds u
 // From this root mean square of X's singular values on, M_new = 2 (I + X)^-1 M - M has the smaller error and drift
 // (measured, N = 128).
 constexpr double kLargeTurn = 0.75;
-
-inline double square_root(double x) { return __builtin_sqrt(x); }
 
 enum Form { kSeries, kFourth, kLu, kLarge };
 
@@ -130,7 +128,7 @@ Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
     total += sums[r];
     if (sums[r] > largest) largest = sums[r];
   }
-  return {square_root(total), square_root(largest)};
+  return {__builtin_sqrt(total), __builtin_sqrt(largest)};
 }
 
 // s = x^2 for x [N, N]: the tiles with elements above the diagonal are computed and copied to the transposed tiles.
@@ -163,11 +161,11 @@ Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, d
   if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * kEpsilon<T>) return kSeries;
   // Lower bounds of the norms of S, from those of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
   // remainder is too large even with these, S is not computed.
-  const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / square_root(square_root(N));
+  const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / __builtin_sqrt(__builtin_sqrt(N));
   if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {
     square_skew<T>(X, N, shape.lu_group, S, threads);
     const Norms s = norms<T>(S, N, sums, threads);
-    const double bound = square_root(s.frobenius);  // |X| <= |S|^(1/2)
+    const double bound = __builtin_sqrt(s.frobenius);  // |X| <= |S|^(1/2)
     const bool second = 2 * s.largest_row * bound <= skew_limit;
     if (second || 2 * s.largest_row * bound * bound * bound <= skew_limit) {
       share(threads, shape.blocks, [&](int p) {
@@ -183,7 +181,7 @@ Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, d
     for (int c = 0; c < W && p * W + c < N; c++) S.at(p * W + c, p)[c] = T(1);
   });
   factor<T>(lu, shape.lu_group, threads);
-  return x.frobenius > kLargeTurn * square_root(N) ? kLarge : kLu;
+  return x.frobenius > kLargeTurn * __builtin_sqrt(N) ? kLarge : kLu;
 }
 
 // out [rows, cols], rows K apart: s m + t d, for panels m and d.

@@ -164,9 +164,9 @@ void thin_step(const ThinShape& s, const ThinWork<T>* team, const T* m, const T*
       y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
       y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
     }
-  y_norm = square_root(y_norm);
+  y_norm = __builtin_sqrt(y_norm);
   // Bounds the second term of the series, relative to M.
-  const double first = 2 * __builtin_fabs(c) * square_root((t * t * gg + mm) * w_norm) * y_norm;
+  const double first = 2 * __builtin_fabs(c) * __builtin_sqrt((t * t * gg + mm) * w_norm) * y_norm;
   const int last = last_width<T>(K);
   if (first > kSymmetricRemainder * kEpsilon<T> && first * y_norm <= kSkewRemainder * kEpsilon<T>) {
     const Panels<T> w2 = {team[0].w2, s.stride2};

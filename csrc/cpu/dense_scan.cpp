@@ -1,13 +1,12 @@
-// dense_scan on the CPU: see scan.h.
-#include "cpu/scan.h"
+// dense_scan on the CPU: that of factored_scan.cpp, with K == 0.
+#include "cpu/ops.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
-bool dense_scan_fwd(const ScanArgs& args) {
-  return args.dtype == kFloat64 ? scan_forward<double>(args) : scan_forward<float>(args);
-}
-bool dense_scan_bwd(const ScanArgs& args) {
-  return args.dtype == kFloat64 ? scan_backward<double>(args) : scan_backward<float>(args);
-}
+bool factored_scan_fwd(const ScanArgs& args);
+bool factored_scan_bwd(const ScanArgs& args);
+
+bool dense_scan_fwd(const ScanArgs& args) { return factored_scan_fwd(args); }
+bool dense_scan_bwd(const ScanArgs& args) { return factored_scan_bwd(args); }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -87,7 +87,7 @@ inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, in
 // The gradient of the features [rows, D]: `rows` rows of `a` times weight [depth, D].
 template <class T>
 inline bool direct_features(const T* weight, int D, int depth, const T* a, ptrdiff_t a_row, int rows, T* to) {
-  const ptrdiff_t padded = (D + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  const ptrdiff_t padded = round_up(D, kLanes<T>);
   Scratch<T> dx;  // [rows][padded]
   if (!dx.allocate(rows * padded, false)) return false;
   direct_columns<T, false>(weight, D, 0, D, depth, a, a_row, rows, nullptr, dx, padded);

@@ -1,7 +1,7 @@
 // What the scans with gates, gru_scan and peephole_scan, share: the plan of a call with its packed weights, a group of
 // rows, and vectors of row-major matrices whose rows need not fill whole vectors.
 //
-// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGatedGroupRows rows whose
+// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGroupRows rows whose
 // state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases are sums over
 // sequences: products over all steps that the caller computes afterwards. The epilogue of a gate runs per panel of 2 L
 // columns, while the product's result is in the nearest cache, and skips rows that have ended between others that run.
@@ -18,27 +18,11 @@ namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
 constexpr int kMostGates = 4;
-constexpr int kGatedGroupRows = 104;            // of a group: its state stays in L2 whatever the batch
-constexpr int64_t kGatedStreamBytes = 8 << 20;  // gates larger than this are written with streaming stores
-
-template <class T>
-ORTHOKERN_INLINE V<T> read(const T* from, int count) {
-  return count == kLanes<T> ? load(from) : load_part(from, count);
-}
-template <class T>
-ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream) {
-  if (stream) store_stream(to, v);
-  else if (count == kLanes<T>) store(to, v);
-  else store_part(to, v, count);
-}
 
 template <class T>
 struct GatedPlan {
-  int64_t steps;
-  int B, N, gates, threads;
-  bool backward;
+  int N, gates, threads;
   bool stream;                 // write gates, or their gradients, with streaming stores
-  bool apart;                  // backward: the weights of the last gate are a matrix of their own
   bool to_h0;                  // backward: the adjoint of step 0 goes on, to h0 or to reset_state
   Packed<T> gate[kMostGates];  // forward [N, N]: the transposes of the gates' weights
   Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is apart
@@ -48,46 +32,33 @@ struct GatedPlan {
 
   int padded() const { return round_up(N, kLanes<T>); }
   int blocks() const { return padded() / kLanes<T>; }
-  int lanes(int b) const { return N - b * kLanes<T> < kLanes<T> ? N - b * kLanes<T> : kLanes<T>; }
 
   template <class Args>
-  bool start(const Args& args, int gates_, bool backward_, bool apart_, size_t sum_size_) {
-    steps = args.T, B = static_cast<int>(args.B), N = static_cast<int>(args.N), gates = gates_;
-    threads = args.threads < B ? args.threads : B;
-    backward = backward_, apart = apart_, sum_size = sum_size_;
-    const int64_t bytes = args.T * args.B * args.N * gates * static_cast<int64_t>(sizeof(T));
-    stream = N % kLanes<T> == 0 && bytes > kGatedStreamBytes &&
-             reinterpret_cast<uintptr_t>(backward ? args.grad_x : args.gates) % kVectorBytes == 0;
+  bool start(const Args& args, int gates_, bool backward, bool apart, size_t sum_size_) {
+    const int B = static_cast<int>(args.B);
+    N = static_cast<int>(args.N), gates = gates_, threads = args.threads < B ? args.threads : B;
+    sum_size = sum_size_;
+    stream = streams<T>(backward ? args.grad_x : args.gates, args.T * B * gates, N);
     if (!share_rows(threads, B, args.lengths, args.T, &begin) || !sums.allocate(threads * sum_size)) return false;
     to_h0 = backward && (args.grad_h0 || args.resets);
     if (backward && args.T == 1 && !to_h0 && !apart) return true;  // no product
-    if (backward) {
-      if (!back.allocate((gates - apart) * N, N) || (apart && !back_last.allocate(N, N))) return false;
-    } else {
-      for (int g = 0; g < gates; g++)
-        if (!gate[g].allocate(N, N)) return false;
+    if (backward && (!back.allocate((gates - apart) * N, N) || (apart && !back_last.allocate(N, N)))) return false;
+    PackJobs<T> jobs;
+    const T* w = static_cast<const T*>(args.w);
+    for (int g = 0; g < gates; g++, w += static_cast<ptrdiff_t>(N) * N) {
+      if (!backward && !gate[g].allocate(N, N)) return false;
+      if (!backward) jobs.add(&gate[g], 0, N, w, 1, N);
+      else if (apart && g == gates - 1) jobs.add(&back_last, 0, N, w, N, 1);
+      else jobs.add(&back, g * N, N, w, N, 1);
     }
-    pack(static_cast<const T*>(args.w), args.threads);
+    jobs.run(args.threads);
     return true;
-  }
-  // Each of `parts` tasks packs its share of every matrix's panels.
-  void pack(const T* w, int parts) {
-    share(parts, parts, [&](int task) {
-      for (int g = 0; g < gates; g++) {
-        const bool last = apart && g == gates - 1;
-        Packed<T>& to = !backward ? gate[g] : last ? back_last : back;
-        const int count = to.panel_count(), row0 = backward && !last ? g * N : 0;
-        to.fill(count * task / parts, count * (task + 1) / parts, row0, N, w + static_cast<ptrdiff_t>(g) * N * N,
-                backward ? N : 1, backward ? 1 : N, nullptr);
-      }
-    });
   }
   // run(row0, R, sums of the task) for every group of rows; false if one of them ran out of memory.
   template <class F>
   bool each(const F& run) const {
     return run_tasks(threads, [&](int task) {
-      return each_group(begin, task, kGatedGroupRows,
-                        [&](int row0, int R) { return run(row0, R, sums + task * sum_size); });
+      return each_group(begin, task, kGroupRows, [&](int row0, int R) { return run(row0, R, sums + task * sum_size); });
     });
   }
 };
@@ -123,12 +94,6 @@ struct GatedRows : RowSteps {
     return static_cast<const T*>(matrix) + (t * batch + row0) * width * N;
   }
   T* at(void* matrix, int64_t t, int width) const { return static_cast<T*>(matrix) + (t * batch + row0) * width * N; }
-  // Blocked <- row-major [B, N].
-  void read_state(const void* from, T* to) const {
-    const T* rows = at(from, 0, 1);
-    for (int b = 0; b < plan.blocks(); b++)
-      for (int r = 0; r < R; r++) store(to + b * block + r * L, read(rows + r * N + b * L, plan.lanes(b)));
-  }
   const T* start(int r) const { return reset_state ? reset_state + (row0 + r) * N : zeros.get(); }
   // fn(block, count of lanes, row, element of blocked matrices) for all rows that run at step t, of some blocks.
   template <class F>
@@ -136,7 +101,7 @@ struct GatedRows : RowSteps {
     const int R_t = active[t];
     const bool gaps = !gapless(t);
     for (int b = first; b < last && b < plan.blocks(); b++) {
-      const int count = plan.lanes(b);
+      const int count = lanes_of<T>(N, b);
       ptrdiff_t to = b * block;
       if (gaps) {
         for (int r = 0; r < R_t; r++, to += L)

@@ -1,4 +1,4 @@
-// A few steps of the GRU, with weights that are read in place (direct.h): the forward.
+// The forward of a few steps of the GRU, with weights that are read in place (direct.h). Same bits.
 #pragma once
 
 #include "cpu/direct.h"
@@ -8,7 +8,6 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// The forward of a few steps, with weights that are read in place (direct.h). Same bits.
 template <class T, bool KANAI>
 struct DirectGru {
   static constexpr int L = kLanes<T>;
@@ -17,7 +16,7 @@ struct DirectGru {
   const T* h = nullptr;  // [N], h_{t-1}
   Scratch<T> m = {};     // kanai: r * h
 
-  int lanes(int b) const { return args.N - b * L < L ? static_cast<int>(args.N) - b * L : L; }
+  int lanes(int b) const { return lanes_of<T>(args.N, b); }
   T* gate(int g, int b) const { return static_cast<T*>(args.gates) + (row * 3 + g) * args.N + b * L; }
   V<T> x(int g, int b) const {
     return load_part(static_cast<const T*>(args.x) + (row * 3 + g) * args.N + b * L, lanes(b));

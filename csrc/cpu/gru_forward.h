@@ -20,7 +20,7 @@ struct GruForward {
 
   bool run() {
     if (!rows.allocate(state[0], state[1], acc, m, z)) return false;
-    rows.read_state(args.h0, state[0]);
+    block_rows<T>(rows.at(args.h0, 0, 1), plan.N, rows.R, plan.N, state[0], rows.block);
     rows.clear_padding(args.hs, 1);
     rows.clear_padding(args.gates, 3);
     rows.clear_padding(args.pre, 1);

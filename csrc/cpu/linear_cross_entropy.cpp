@@ -17,21 +17,13 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-constexpr int kRows = 13 * 8;              // most rows of a group: whole tiles
-constexpr int64_t kStreamAbove = 8 << 20;  // bytes
-
-ORTHOKERN_INLINE float max_lanes(V<float> v) {
+template <class T>
+ORTHOKERN_INLINE T max_lanes(V<T> v) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  float m = v[0];
-  for (int i = 1; i < kLanes<float>; i++) m = v[i] > m ? v[i] : m;
-  return m;
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps((__m512)v);
 #endif
-}
-ORTHOKERN_INLINE double max_lanes(V<double> v) {
-  double m = v[0];
-  for (int i = 1; i < kLanes<double>; i++) m = v[i] > m ? v[i] : m;
+  T m = v[0];
+  for (int i = 1; i < kLanes<T>; i++) m = v[i] > m ? v[i] : m;
   return m;
 }
 template <class T>
@@ -78,8 +70,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
     for (int r = 0; r < R; r++) {
       const T* from = hidden + (row + r) * N;
       for (int n = 0; n < N; n += L) {
-        const V<T> v = N - n >= L ? load(from + n) : load_part(from + n, N - n);
-        store(h + (n / L) * block + r * L, v);
+        store(h + (n / L) * block + r * L, read(from + n, lanes_of<T>(N, n / L)));
         __builtin_prefetch(from + n + static_cast<ptrdiff_t>(rows) * N, 0, 2);
       }
       if (call.depth > N) {
@@ -99,7 +90,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
         store(at + b * block, x);
         top = x > top ? x : top;
       }
-      const T greatest = max_lanes(top);
+      const T greatest = max_lanes<T>(top);
       V<T> total = zero;
       const T hit = at[(target / L) * block + target % L];
       for (int b = 0; b < c_blocks; b++) {
@@ -119,16 +110,9 @@ bool readout_task(ReadoutCall<T>& call, int task) {
     const Segment<T> errors = {d, block, C};
     multiply<T>(&errors, 1, call.weight_t, R, out, block);
     // Row by row: by column blocks, every store would access another page.
-    for (int r = 0; r < R; r++) {
-      T* to = grad_hidden + (row + r) * N;
-      const T* from = out + r * L;
-      const int whole = N / L;
-      if (call.stream)
-        for (int b = 0; b < whole; b++) store_stream(to + b * L, load(from + b * block));
-      else
-        for (int b = 0; b < whole; b++) store(to + b * L, load(from + b * block));
-      if (whole * L < N) store_part(to + whole * L, load(from + whole * block), N - whole * L);
-    }
+    if (!call.stream) unblock_rows<T>(out, block, R, N, grad_hidden + row * N, N);
+    for (int r = 0; call.stream && r < R; r++)
+      for (int n = 0; n < N; n += L) store_stream(grad_hidden + (row + r) * N + n, load(out + n / L * block + r * L));
     outer_add<T>(d, c_blocks, h, h_blocks, block, R, call.sums[task].part, static_cast<ptrdiff_t>(h_blocks) * L);
     call.sums[task].added(R);
   }
@@ -144,13 +128,11 @@ bool run(const LinearCrossEntropyArgs& args) {
   call.args = &args;
   call.N = static_cast<int>(args.N), call.C = static_cast<int>(args.C);
   call.depth = call.N + (args.bias ? 1 : 0);
-  call.rows = call.N <= 256 ? kRows : call.N <= 512 ? kRows / 2 : kRows / 4;
+  call.rows = call.N <= 256 ? kGroupRows : call.N <= 512 ? kGroupRows / 2 : kGroupRows / 4;
   const int64_t useful = args.rows / call.rows + 1;
   call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
   call.need_grad = args.grad_hidden != nullptr;
-  call.stream = args.grad_hidden && call.N % L == 0 &&
-                reinterpret_cast<uintptr_t>(args.grad_hidden) % kVectorBytes == 0 &&
-                args.rows * args.N * static_cast<int64_t>(sizeof(T)) > kStreamAbove;
+  call.stream = streams<T>(args.grad_hidden, args.rows, args.N);
   const T* weight = static_cast<const T*>(args.weight);
   if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) ||
       !call.loss.allocate(call.tasks) || !call.sums.allocate(call.tasks))

@@ -11,13 +11,13 @@
 //
 // The limit, for float32, N = 2 M = 128, C = 9 and vectors of 64 bytes, in multiply-adds per step and sequence:
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
-// 7: 303, and 32 for the recurrence alone. Loads, stores, conversions and shuffles go to other units. T = 10 020, B = 50: 152 million cycles of a core that does one such multiply-add a cycle
-// (Zen 4), half with two. Measured on Zen 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
+// 7: 303, and 32 for the recurrence alone. Loads, stores, conversions and shuffles go to other units. T = 10 020,
+// B = 50: 152 million cycles of a core that does one such multiply-add a cycle (Zen 4), half with two. Measured on Zen
+// 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
 #include "cpu/modal.h"
 
 #include <math.h>
 
-#include "cpu/transpose.h"
 #include "cpu/vmath.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -30,21 +30,12 @@ constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
-constexpr int kTileRows = kVectorBytes == 64   ? 8
-                          : kVectorBytes == 32 ? 4
-                                               : kLanes<T>;
+constexpr int kLogitRows = kVectorBytes == 64   ? 8
+                           : kVectorBytes == 32 ? 4
+                                                : kLanes<T>;
 
-// The integers that a comparison of vectors of T yields.
 template <class T>
-struct IdOf {
-  typedef int32_t I;
-};
-template <>
-struct IdOf<double> {
-  typedef int64_t I;
-};
-template <class T>
-using Id = typename IdOf<T>::I;
+using Id = typename Vec<T>::Id;
 
 // Segments of S lanes in a and b -> segments whose lower half is a's, upper half b's, each the sum of its two halves.
 template <class T, int S>
@@ -58,7 +49,7 @@ ORTHOKERN_INLINE V<T> fold(V<T> a, V<T> b) {
   }
   return pick<T>(a, b, low) + pick<T>(a, b, high);
 }
-// Sums of the lanes of kTileRows accumulators, in order: L / kTileRows lanes each, still to be added.
+// Sums of the lanes of kLogitRows accumulators, in order: L / kLogitRows lanes each, still to be added.
 template <class T, int R, int S>
 struct FoldTree {
   static ORTHOKERN_INLINE V<T> run(V<T>* a) {
@@ -71,10 +62,10 @@ struct FoldTree<T, 1, S> {
   static ORTHOKERN_INLINE V<T> run(V<T>* a) { return a[0]; }
 };
 
-// parts[c] for kTileRows rows of z and CT classes of the readout [C][Np]: see FoldTree.
+// parts[c] for kLogitRows rows of z and CT classes of the readout [C][Np]: see FoldTree.
 template <class T, int CT>
 ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* parts) {
-  constexpr int L = kLanes<T>, R = kTileRows<T>;
+  constexpr int L = kLanes<T>, R = kLogitRows<T>;
   V<T> acc[CT][R];
   ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) ORTHOKERN_UNROLL for (int r = 0; r < R; r++) acc[c][r] = V<T>{};
   for (int n = 0; n < Np; n += L) {
@@ -91,7 +82,7 @@ ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* pa
 // logits[c][0 .. L) of L rows, CT classes; rows of logits are kSteps apart.
 template <class T, int CT>
 void logits_of(const T* z, const T* readout, const T* bias, int Np, T* logits) {
-  constexpr int L = kLanes<T>, R = kTileRows<T>;
+  constexpr int L = kLanes<T>, R = kLogitRows<T>;
   V<T> parts[L / R][CT];
   for (int i = 0; i < L / R; i++) logits_tile<T, CT>(z + static_cast<ptrdiff_t>(i) * R * Np, readout, Np, parts[i]);
   typename Vec<T>::I even, odd;
@@ -315,7 +306,7 @@ struct Worker {
   }
 
   void sequence(int64_t b) {
-    const int64_t length = length_of(args, b);
+    const int64_t length = args.lengths ? args.lengths[b] : args.T;
     spread(modes, static_cast<const T*>(args.z0) + b * 2 * modes.M, state.get());
     if (!args.need_grad) {
       for (int64_t t = 0; t < length; t += kSteps) chunk(b, t, steps_of(length, t), state);
@@ -361,7 +352,7 @@ template <class T>
 bool run_loss(const ModalArgs& args) {
   Call<T> call;
   call.args = &args;
-  call.tasks = task_count(args);
+  call.tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
   if (!call.tables.allocate(args)) return false;
   const Modes& modes = call.tables.modes;
   if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||

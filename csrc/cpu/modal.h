@@ -8,7 +8,6 @@
 // for products and sums have type T.
 #pragma once
 
-#include "cpu/gemm.h"
 #include "cpu/ops.h"
 #include "cpu/tasks.h"
 
@@ -371,7 +370,7 @@ struct ModalSums {
   template <class T>
   void add_chunk(const ModalArgs& args, const Modes& modes, int steps, const T* delta, const T* z) {
     diagonal_sums<T>(modes, steps, delta, z, re, im);
-    if (args.P) pair_sums<T>(modes, steps, delta, z, args.pairs, args.P, pairs);
+    pair_sums<T>(modes, steps, delta, z, args.pairs, args.P, pairs);
   }
   void merge(const ModalArgs& args, const Modes& modes, const ModalSums& other) {
     if (args.table) add(table, other.table, args.D * modes.Np);
@@ -391,9 +390,5 @@ struct ModalSums {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
   }
 };
-
-inline int64_t length_of(const ModalArgs& args, int64_t b) { return args.lengths ? args.lengths[b] : args.T; }
-
-inline int task_count(const ModalArgs& args) { return static_cast<int>(args.B < args.threads ? args.B : args.threads); }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -263,4 +263,16 @@ struct ModalArgs {
                       grad_bias, grad_re, grad_im, grad_pairs, steps, step_states, step_adjoints);
 };
 
+// cayley: N rows, K <= N columns of a matrix.
+struct CayleyArgs {
+  int64_t batch, N, K;
+  int dtype, threads;
+  const void* m;     // [batch, N, K]
+  const void* g;     // [batch, N, K]: the gradient with respect to m
+  const double* lr;  // [batch]
+  void* out;         // [batch, N, K]; overlaps neither m nor g
+
+  ORTHOKERN_FIELDS_OF(fields, batch, N, K, dtype, threads, m, g, lr, out);
+};
+
 }  // namespace orthokern

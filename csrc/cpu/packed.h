@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cpu/pairs.h"
+#include "cpu/tasks.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
@@ -105,8 +106,6 @@ class Epilogue {
   void (*call_)(const void* context, int first, int last);
 };
 
-inline int round_up(int n, int m) { return (n + m - 1) / m * m; }
-
 // Blocked <- row-major [rows][columns], rows `stride` elements apart; and back.
 template <class T>
 inline void block_rows(const T* from, ptrdiff_t stride, int rows, int columns, T* to, ptrdiff_t to_block) {
@@ -187,6 +186,37 @@ struct Packed {
       for (int c = 0; c < count; c++)
         to[2 * c] = to_bfloat16(static_cast<float>(from[c * col_stride] * (scale ? scale[c] : T(1))));
     }
+  }
+};
+
+// Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are shared out among `parts`
+// tasks, which pays at N = 1000.
+template <class T>
+struct PackJob {
+  Packed<T>* to;
+  int row0, rows;
+  const T* source;
+  ptrdiff_t row_stride, col_stride;
+  const T* scale;
+};
+template <class T>
+struct PackJobs {
+  PackJob<T> job[8];
+  int count = 0;
+
+  void add(Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
+           const T* scale = nullptr) {
+    job[count++] = {to, row0, rows, source, row_stride, col_stride, scale};
+  }
+  void run(int parts) const {
+    share(parts, parts, [&](int task) {
+      for (int i = 0; i < count; i++) {
+        const PackJob<T>& j = job[i];
+        const int panels = j.to->panel_count();
+        j.to->fill(panels * task / parts, panels * (task + 1) / parts, j.row0, j.rows, j.source, j.row_stride,
+                   j.col_stride, j.scale);
+      }
+    });
   }
 };
 

@@ -41,12 +41,8 @@ struct PeepholeBackward {
         if (t > 0) begin(t - 1, first, last);
       });
     }
-    T *grad_h0 = rows.at(args.grad_h0, 0, 1), *grad_c0 = rows.at(args.grad_c0, 0, 1);
-    const ptrdiff_t N = plan.N;
-    rows.each(0, 0, plan.blocks(), [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
-      write(grad_h0 + r * N + b * L, load(acc + at), count, false);
-      write(grad_c0 + r * N + b * L, load(cell + at), count, false);
-    });
+    unblock_rows<T>(acc, rows.block, rows.R, plan.N, rows.at(args.grad_h0, 0, 1), plan.N);
+    unblock_rows<T>(cell, rows.block, rows.R, plan.N, rows.at(args.grad_c0, 0, 1), plan.N);
     if (plan.stream) stream_fence();
     return true;
   }

@@ -20,8 +20,8 @@ struct PeepholeForward {
 
   bool run() {
     if (!rows.allocate(state[0], state[1], acc, cell, in)) return false;
-    rows.read_state(args.h0, state[0]);
-    rows.read_state(args.c0, cell);
+    block_rows<T>(rows.at(args.h0, 0, 1), plan.N, rows.R, plan.N, state[0], rows.block);
+    block_rows<T>(rows.at(args.c0, 0, 1), plan.N, rows.R, plan.N, cell, rows.block);
     for (int64_t t = 0; t < rows.steps; t++) step(t);
     if (plan.stream) stream_fence();
     return true;

@@ -16,7 +16,7 @@ template <class T>
 bool run(const PeepholeArgs& args, bool backward) {
   GatedPlan<T> plan;
   Scratch<T> peephole;  // [3][round_up(N)]
-  const size_t size = kPeepholes * static_cast<size_t>(round_up(static_cast<int>(args.N), kLanes<T>));
+  const size_t size = kPeepholes * static_cast<size_t>(round_up(args.N, kLanes<T>));
   if (!plan.start(args, 4, backward, false, backward ? size : 0) || !peephole.allocate(size)) return false;
   for (int k = 0; k < kPeepholes; k++)
     memcpy(peephole + k * plan.padded(), static_cast<const T*>(args.peephole) + k * plan.N, plan.N * sizeof(T));
@@ -27,11 +27,9 @@ bool run(const PeepholeArgs& args, bool backward) {
   if (!ok || !backward) return ok;
   T* to = static_cast<T*>(args.grad_peephole);
   for (int k = 0; k < kPeepholes; k++)
-    for (int n = 0; n < plan.N; n++) {
-      double total = 0;
-      for (int i = 0; i < plan.threads; i++) total += plan.sums[i * size + k * plan.padded() + n];
-      to[k * plan.N + n] = static_cast<T>(total);
-    }
+    for (int n = 0; n < plan.N; n++)
+      to[k * plan.N + n] =
+          static_cast<T>(task_total(plan.threads, [&](int i) { return plan.sums + i * size; }, k * plan.padded() + n));
   return true;
 }
 

@@ -10,6 +10,7 @@
 //
 // Limit: memory traffic. A call reads x, and h for the sums, and writes z; with features, it reads or writes those in
 // place of x or of z in the backward.
+#include "cpu/gemm.h"
 #include "cpu/modal.h"
 #include "cpu/outer.h"
 
@@ -314,9 +315,7 @@ void collect(const Call<T, X>& call, const TaskSums<Sums<T>>& sums, int tasks) {
   const RotationArgs& args = call.args;
   constexpr int kWide = Rotations<T, X>::kWide;
   const auto total = [&](ptrdiff_t i) {
-    double sum = 0;
-    for (int task = 0; task < tasks; task++) sum += sums[task].modes[i];
-    return sum;
+    return task_total(tasks, [&](int task) { return sums[task].modes.get(); }, i);
   };
   for (int v = 0; v < call.modes.vectors; v++) {
     for (int i = 0; i < kWide; i++) {

@@ -24,9 +24,8 @@
 // The input projection W_in x_t + b is part of the product: x_t and a one are further columns of the state, W_in and b
 // further rows of the map's panels. Token ids instead select a row of a table W_in^T + b.
 //
-// Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs,
-// and the ring holds only these. In a batch sorted by falling length no step computes a row that has ended. In any
-// other order, rows that have ended between running ones are computed and set to zero. Padding in the results is zero.
+// Sequences of different lengths (rows.h): the ring holds only the R_t rows of a step. Rows that have ended between
+// running ones are computed and set to zero. Padding in the results is zero.
 //
 // Cost per step and sequence: 4 N K (factored) or 2 N^2 (dense) flops and 2 N D for the projection each way; for the
 // gradients 2 N (N + D + 1), or without M 6 N K + 2 N (D + 1). Memory traffic: forward 4 N bytes (8 N with a dense e),
@@ -37,8 +36,6 @@
 #include "cpu/scan_direct_backward.h"
 
 namespace orthokern::ORTHOKERN_ISA {
-
-constexpr int kGroupRows = 104;  // rows of a group: its state fits into L2, whatever the batch size
 
 template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
@@ -97,13 +94,5 @@ bool scan_backward(const ScanArgs& args) {
   collect_scan(plan, sums.get());
   return true;
 }
-
-// Compiled once, in factored_scan.cpp, for both ops.
-#ifndef ORTHOKERN_DEFINE_SCAN
-extern template bool scan_forward<float>(const ScanArgs&);
-extern template bool scan_forward<double>(const ScanArgs&);
-extern template bool scan_backward<float>(const ScanArgs&);
-extern template bool scan_backward<double>(const ScanArgs&);
-#endif
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -249,7 +249,7 @@ struct BackwardRows {
       if (!rows.resets(flags, r, t)) continue;
       for (int b = first; b < last && b < blocks; b++) {
         T* from = message() + b * rows.block + r * L;
-        const int count = rows.lanes(b);
+        const int count = lanes_of<T>(N, b);
         V<T> of_state = load(from);
         if (args.leak) {
           const T* state = static_cast<const T*>(args.reset_state) + (row0 + r) * N + b * L;
@@ -284,7 +284,7 @@ struct BackwardRows {
       V<T> leak_grad = V<T>{};
       for (int r = 0; r < R; r++) {
         T* to = message() + b * rows.block + r * L;
-        store(to, load(to) + take_leak(b, r, load_part(h0 + r * N + b * L, rows.lanes(b)), &leak_grad));
+        store(to, load(to) + take_leak(b, r, load_part(h0 + r * N + b * L, lanes_of<T>(N, b)), &leak_grad));
       }
       add_units(sums->leak + b * L, leak_grad);
     }
@@ -301,7 +301,7 @@ struct BackwardRows {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
       V<T> param_grad = V<T>{}, leak_grad = V<T>{};
-      const int r = rows.lanes(b) == L ? finish_unmasked_rows<A>(step, b, square, &param_grad) : 0;
+      const int r = lanes_of<T>(N, b) == L ? finish_unmasked_rows<A>(step, b, square, &param_grad) : 0;
       finish_masked_rows<A, LEAK>(step, r, b, square, &param_grad, &leak_grad);
       if (step.delta_out) write_block(step, b);
       if (step.ids) add_to_table(step, b);
@@ -336,7 +336,7 @@ struct BackwardRows {
   ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, SquareSum<T>* square,
                                            V<T>* param_grad, V<T>* leak_grad) {
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
-    const int count = rows.lanes(b);
+    const int count = lanes_of<T>(N, b);
     T* d_to = step.delta + b * ring_block;
     const T* h_at = step.h + b * ring_block;
     const T* q_at = message() + b * rows.block;
@@ -366,13 +366,10 @@ struct BackwardRows {
   }
   // delta_t of one block to its result.
   ORTHOKERN_INLINE void write_block(const BackwardStep<T>& step, int b) const {
-    const int count = rows.lanes(b);
+    const int count = lanes_of<T>(N, b);
     const T* from = step.delta + b * ring_block;
     T* to = step.delta_out + b * L;
-    for (int r = 0; r < step.rows; r++) {
-      if (count == L) store(to + r * N, load(from + r * L));
-      else store_part(to + r * N, load(from + r * L), count);
-    }
+    for (int r = 0; r < step.rows; r++) write(to + r * N, load(from + r * L), count);
   }
   // delta_t of one block to the rows of the table that the tokens chose.
   ORTHOKERN_INLINE void add_to_table(const BackwardStep<T>& step, int b) const {

@@ -11,13 +11,12 @@ template <class T, class A>
 struct DirectScan {
   static constexpr int L = kLanes<T>;
   const ScanArgs& args;
-  int N, K, D;
-  Scratch<T> z;  // [round_up(K)], V^T h
+  int N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
+  Scratch<T> z = {};  // [round_up(K)], V^T h
   // of the row that is computed
-  const T* h;   // [N], h_{t-1}
-  int64_t row;  // t B + b
+  const T* h = nullptr;  // [N], h_{t-1}
+  int64_t row = 0;       // t B + b
 
-  static int lanes(int b, int size) { return size - b * L < L ? size - b * L : L; }
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
 
   // `count` values from unit n on of a parameter [1] or [N].
@@ -26,7 +25,7 @@ struct DirectScan {
   }
   // Block b of h_t.
   void state(int b) const {
-    const int count = lanes(b, N), depth = K ? K : N, n = b * L;
+    const int count = lanes_of<T>(N, b), depth = K ? K : N, n = b * L;
     V<T> a = direct_rows<T>(at(args.second) + static_cast<ptrdiff_t>(n) * depth, depth, count, depth, K ? z.get() : h,
                             V<T>{});
     const V<T> bias = args.bias ? load_part(at(args.bias) + n, count) : V<T>{};
@@ -52,7 +51,7 @@ struct DirectScan {
   bool run() {
     if (!z.allocate(K + L)) return false;
     const size_t depth = K ? K : N, bytes = depth * N * sizeof(T);
-    for (row = 0; row < args.T * args.B; row++) {
+    for (; row < args.T * args.B; row++) {
       h = row < args.B ? at(args.h0) + row * N : at(args.hs) + (row - args.B) * N;
       if (K)  // z = diag(s) V^T h
         direct_share(args.threads, bytes, K, L, [this](int first, int last) {
@@ -73,11 +72,7 @@ inline bool direct_serves(const ScanArgs& args) {
 template <class T>
 bool scan_direct(const ScanArgs& args) {
   bool ok = true;
-  visit_activation(args.activation, [&](auto a) {
-    DirectScan<T, decltype(a)> scan = {
-        args, static_cast<int>(args.N), static_cast<int>(args.K), static_cast<int>(args.D), {}, nullptr, 0};
-    ok = scan.run();
-  });
+  visit_activation(args.activation, [&](auto a) { ok = DirectScan<T, decltype(a)>{args}.run(); });
   return ok;
 }
 

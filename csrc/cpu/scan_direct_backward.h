@@ -13,12 +13,14 @@ template <class T, class A>
 struct DirectBackward {
   static constexpr int L = kLanes<T>;
   const ScanArgs& args;
-  int N, K, D, B, rows;    // rows: T B, numbered t B + b
-  ptrdiff_t wide, across;  // elements from one row to the next of what has N columns, and K
-  Scratch<T> delta;        // [rows][wide]
-  Scratch<T> message;      // [B][wide], map^T(delta_{t+1})
-  Scratch<T> z;            // [rows][across], s U^T delta_t
-  int64_t step;            // that is computed
+  int N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
+  int B = static_cast<int>(args.B), rows = static_cast<int>(args.T) * B;  // numbered t B + b
+  // elements from one row to the next of what has N columns, and K
+  ptrdiff_t wide = round_up(N, L), across = round_up(K, L);
+  Scratch<T> delta = {};    // [rows][wide]
+  Scratch<T> message = {};  // [B][wide], map^T(delta_{t+1})
+  Scratch<T> z = {};        // [rows][across], s U^T delta_t
+  int64_t step = 0;         // that is computed
 
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
   static T* at(void* pointer) { return static_cast<T*>(pointer); }
@@ -26,18 +28,10 @@ struct DirectBackward {
   // h_{t-1} of a row.
   const T* before(int64_t row) const { return row < B ? at(args.h0) + row * N : at(args.states) + (row - B) * N; }
 
-  bool allocate() {
-    N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
-    B = static_cast<int>(args.B), rows = static_cast<int>(args.T * args.B);
-    wide = round_up(N, L), across = round_up(K, L);
-    return delta.allocate(rows * wide) && message.allocate(B * wide) && (!K || z.allocate(rows * across));
-  }
-
   template <class F>
   void share(int size, int unit, const F& fn) const {
-    direct_share(args.threads, map_bytes(), size, unit, fn);
+    direct_share(args.threads, static_cast<size_t>(N) * (K ? K : N) * sizeof(T), size, unit, fn);
   }
-  size_t map_bytes() const { return static_cast<size_t>(N) * (K ? K : N) * sizeof(T); }
 
   // delta_t, |dL/dh_t| and the part of the activation's parameter; the order of the sums is that of scan_backward.h.
   void finish(bool last, const T* param, double* param_grad) {
@@ -137,7 +131,8 @@ struct DirectBackward {
     const FlushDenormals flush;
     Scratch<T> param;
     Scratch<double> param_grad;
-    if (!allocate() || !param_grad.allocate(wide) || !expand_param(&param, at(args.act_param), args.act_param_size, N))
+    if (!delta.allocate(rows * wide) || !message.allocate(B * wide) || (K && !z.allocate(rows * across)) ||
+        !param_grad.allocate(wide) || !expand_param(&param, at(args.act_param), args.act_param_size, N))
       return false;
     for (step = args.T - 1; step >= 0; step--) {
       finish(step == args.T - 1, param, param_grad);
@@ -159,10 +154,7 @@ inline bool direct_backward_serves(const ScanArgs& args) {
 template <class T>
 bool scan_direct_backward(const ScanArgs& args) {
   bool ok = true;
-  visit_activation(args.activation, [&](auto a) {
-    DirectBackward<T, decltype(a)> scan = {args, 0, 0, 0, 0, 0, 0, 0, {}, {}, {}, 0};
-    ok = scan.run();
-  });
+  visit_activation(args.activation, [&](auto a) { ok = DirectBackward<T, decltype(a)>{args}.run(); });
   return ok;
 }
 

@@ -9,8 +9,6 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this are written with streaming stores
-
 template <class T>
 struct ScanPlan {
   const ScanArgs* args;
@@ -50,36 +48,6 @@ struct ScanPlan {
   int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
 };
 
-// Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are shared out among `parts`
-// tasks, which pays at N = 1000.
-template <class T>
-struct PackJob {
-  Packed<T>* to;
-  int row0, rows;
-  const T* source;
-  ptrdiff_t row_stride, col_stride;
-  const T* scale;
-};
-template <class T>
-struct PackJobs {
-  PackJob<T> job[8];
-  int count = 0;
-
-  void add(Packed<T>* to, int row0, int rows, const T* source, ptrdiff_t row_stride, ptrdiff_t col_stride,
-           const T* scale = nullptr) {
-    job[count++] = {to, row0, rows, source, row_stride, col_stride, scale};
-  }
-  void run(int parts) const {
-    share(parts, parts, [&](int task) {
-      for (int i = 0; i < count; i++) {
-        const PackJob<T>& j = job[i];
-        const int panels = j.to->panel_count();
-        j.to->fill(panels * task / parts, panels * (task + 1) / parts, j.row0, j.rows, j.source, j.row_stride,
-                   j.col_stride, j.scale);
-      }
-    });
-  }
-};
 // Where delta_t of all steps goes: grad_x, if that is not the gradient of features or tokens; or null.
 inline void* delta_result(const ScanArgs& args) { return args.weight ? nullptr : args.grad_x; }
 
@@ -100,10 +68,7 @@ void set_sizes(ScanPlan<T>* plan, const ScanArgs& args, bool backward) {
   plan->threads = static_cast<int>(args.threads < args.B ? args.threads : args.B);
   plan->clip = static_cast<T>(args.clip);
   plan->to_h0 = args.grad_h0 || args.resets || args.leak;
-  const bool aligned = args.N % kLanes<T> == 0;
-  const void* result = backward ? delta_result(args) : args.hs;
-  plan->stream = aligned && args.T * args.B * args.N * static_cast<int64_t>(sizeof(T)) > kStreamBytes &&
-                 reinterpret_cast<uintptr_t>(result) % kVectorBytes == 0;
+  plan->stream = streams<T>(backward ? delta_result(args) : args.hs, args.T * args.B, args.N);
 }
 
 // W_in^T + b, a row for every token id.

@@ -88,8 +88,6 @@ struct ScanRows : RowSteps {
     memset(rows + (step * args.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
   }
 
-  int lanes(int b) const { return plan.N - b * L < L ? plan.N - b * L : L; }
-
   // x_t and the one for the bias, blocked.
   void read_features(int64_t t, T* to, ptrdiff_t to_block) const {
     const T* from = static_cast<const T*>(args.x) + (t * args.B + row0) * plan.D;
@@ -157,7 +155,7 @@ struct ScanRows : RowSteps {
       if (!stream) clear_ended(t, h_out);
       if (pre_out) clear_ended(t, pre_out);
     }
-    if (!in_place) swap_states();
+    if (!in_place) state.swap(next);
   }
   // The input of step t: sets e_rows and returns true, or reads the features into x. Prefetches the next step's.
   bool read_input(int64_t t, Transfers<T>* transfers) {
@@ -182,7 +180,7 @@ struct ScanRows : RowSteps {
   void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const {
     const T* const* e = has_e ? e_rows.get() : nullptr;
     for (int b = first; b < last && b < plan.blocks(); b++) {
-      const int count = lanes(b);
+      const int count = lanes_of<T>(plan.N, b);
       const V<T> param = load(plan.param + b * L);
       T* at = out + b * block;
       T* h_to = stream ? nullptr : h_out + b * L;
@@ -225,7 +223,6 @@ struct ScanRows : RowSteps {
       for (int r = 0; r < active[longest - 1]; r++)
         store_stream(h_out + static_cast<ptrdiff_t>(r) * plan.N + b * L, load(state + b * block + r * L));
   }
-  void swap_states() { state.swap(next); }
 };
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -33,9 +33,7 @@ void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums, Scratch<dou
                    int64_t size) {
   if (!to) return;
   write_param_grad(static_cast<T*>(to), size, plan.args->N, [&](int64_t n) {
-    double total = 0;
-    for (int i = 0; i < plan.threads; i++) total += (sums[i].*part)[n];
-    return total;
+    return task_total(plan.threads, [&](int i) { return (sums[i].*part).get(); }, n);
   });
 }
 
@@ -123,7 +121,7 @@ void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
         for (int n = 0; n < units; n += L) {
           V<T> square[L];
           load_transposed<T>(rows[0] + n, kUnits, square);
-          for (int i = 0; i < L && n + i < units; i++) store_part(weight + (begin + n + i) * D + d, square[i], ids);
+          for (int i = 0; i < L && n + i < units; i++) write(weight + (begin + n + i) * D + d, square[i], ids);
         }
       }
       for (int n = 0; bias && n < units; n++) bias[begin + n] = static_cast<T>(all[n]);

@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "cpu/cayley.h"
 #include "cpu/ops.h"
 
 namespace orthokern {

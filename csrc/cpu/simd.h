@@ -65,13 +65,15 @@ struct Vec;
 template <>
 struct Vec<float> {
   typedef float V __attribute__((vector_size(kVectorBytes)));
-  typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Id;  // the integers that a comparison of vectors yields
+  typedef Id I __attribute__((vector_size(kVectorBytes)));
   static constexpr int L = kVectorBytes / 4;
 };
 template <>
 struct Vec<double> {
   typedef double V __attribute__((vector_size(kVectorBytes)));
-  typedef int64_t I __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Id;
+  typedef Id I __attribute__((vector_size(kVectorBytes)));
   static constexpr int L = kVectorBytes / 8;
 };
 
@@ -79,6 +81,16 @@ template <class T>
 using V = typename Vec<T>::V;
 template <class T>
 constexpr int kLanes = Vec<T>::L;
+
+template <class Int>
+constexpr Int round_up(Int n, int m) {
+  return (n + m - 1) / m * m;
+}
+// The elements of block b of n elements, at most L.
+template <class T>
+constexpr int lanes_of(int64_t n, int64_t b) {
+  return n - b * kLanes<T> < kLanes<T> ? static_cast<int>(n - b * kLanes<T>) : kLanes<T>;
+}
 
 template <class T>
 ORTHOKERN_INLINE V<T> load(const T* p) {
@@ -125,6 +137,16 @@ ORTHOKERN_INLINE void store_stream(T* p, V<T> v) {
   store(p, v);
 #endif
 }
+template <class T>
+ORTHOKERN_INLINE V<T> read(const T* from, int count) {
+  return count == kLanes<T> ? load(from) : load_part(from, count);
+}
+template <class T>
+ORTHOKERN_INLINE void write(T* to, V<T> v, int count, bool stream = false) {
+  if (stream) store_stream(to, v);
+  else if (count == kLanes<T>) store(to, v);
+  else store_part(to, v, count);
+}
 ORTHOKERN_INLINE void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -165,18 +187,24 @@ ORTHOKERN_INLINE void add_lane_products(V<T> (&acc)[MR][NV], const T* a, ptrdiff
         add_product<T>(acc[r][n], w[n], x[r], j);
   }
 }
+// The lanes of a and b, in this order, that `index` names.
+template <class T>
+ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
+#if defined(__clang__)
+  V<T> r;
+#pragma clang loop unroll(full)
+  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
+  return r;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
 // Lanes (a0, a1, a2, a3, ...) -> (a1, a0, a3, a2, ...).
 template <class T>
 ORTHOKERN_INLINE V<T> swap_pairs(V<T> v) {
   typename Vec<T>::I index;
   for (int i = 0; i < kLanes<T>; i++) index[i] = i ^ 1;
-#if defined(__clang__)
-  V<T> r;
-  for (int i = 0; i < kLanes<T>; i++) r[i] = v[i ^ 1];
-  return r;
-#else
-  return __builtin_shuffle(v, index);
-#endif
+  return pick<T>(v, v, index);
 }
 // All bits set in the even lanes: picks the first of each pair.
 template <class T>
@@ -269,7 +297,6 @@ template <class T>
 class Scratch {
  public:
   Scratch() : p_(nullptr), bytes_(0) {}
-  explicit Scratch(size_t n) : p_(nullptr), bytes_(0) { allocate(n); }
   ~Scratch() { release(); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

@@ -6,6 +6,16 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
+constexpr int kGroupRows = 13 * 8;         // most rows of a group: whole tiles, and its state stays in L2
+constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this are written with streaming stores
+
+// Whether a result [rows, N] is written with streaming stores; false for null.
+template <class T>
+bool streams(const void* result, int64_t rows, int64_t N) {
+  return result && N % kLanes<T> == 0 && reinterpret_cast<uintptr_t>(result) % kVectorBytes == 0 &&
+         rows * N * static_cast<int64_t>(sizeof(T)) > kStreamBytes;
+}
+
 // fn(0) ... fn(items - 1), divided among threads: items t, t + threads, ... go to thread t.
 template <class Fn>
 void share(int threads, int items, const Fn& fn) {
@@ -87,14 +97,17 @@ class TaskSums {
   int count_ = 0;
 };
 
-// norm[t]: the square root of the sum over all tasks of of_task(i)[t].
+// The sum over all tasks of of_task(task)[i].
+template <class F>
+double task_total(int tasks, const F& of_task, ptrdiff_t i) {
+  double total = 0;
+  for (int task = 0; task < tasks; task++) total += of_task(task)[i];
+  return total;
+}
+// norm[t]: the square root of the task_total of t.
 template <class T, class F>
 void write_norms(int tasks, int64_t steps, const F& of_task, T* norm) {
-  for (int64_t t = 0; t < steps; t++) {
-    double total = 0;
-    for (int i = 0; i < tasks; i++) total += of_task(i)[t];
-    norm[t] = static_cast<T>(__builtin_sqrt(total));
-  }
+  for (int64_t t = 0; t < steps; t++) norm[t] = static_cast<T>(__builtin_sqrt(task_total(tasks, of_task, t)));
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

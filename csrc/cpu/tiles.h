@@ -12,7 +12,6 @@
 // in the last bits, and do not depend on how rows and columns are divided.
 #pragma once
 
-#include "cpu/direct.h"
 #include "cpu/packed.h"
 #include "cpu/transpose.h"
 

@@ -1,4 +1,4 @@
-// Shuffles of two vectors, and transposes of square blocks.
+// Transposes of square blocks.
 #pragma once
 
 #include "cpu/simd.h"
@@ -8,19 +8,6 @@
 #endif
 
 namespace orthokern::ORTHOKERN_ISA {
-
-// The lanes of a and b, in this order, that `index` names.
-template <class T>
-ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
-#if defined(__clang__)
-  V<T> r;
-#pragma clang loop unroll(full)
-  for (int i = 0; i < kLanes<T>; i++) r[i] = index[i] < kLanes<T> ? a[index[i]] : b[index[i] - kLanes<T>];
-  return r;
-#else
-  return __builtin_shuffle(a, b, index);
-#endif
-}
 
 // Pieces of 16 bytes, `step` elements apart, side by side in one vector.
 template <class T>

@@ -21,11 +21,6 @@ _tensors_of = itemgetter(*map(ScanArgs._fields.index, _TENSORS))
 _GRADIENTS = [f"grad_{name}" for name in ScanGradients._fields]  # there
 
 
-def _bf16() -> int:
-    """The form of products with bfloat16 factors, as in ScanArgs of ``csrc/cpu/ops.h``."""
-    return has_bf16() + has_amx()
-
-
 def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
@@ -48,7 +43,7 @@ def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Te
         "leak_size": leak_size,
         "checkpoint_every": args.checkpoint_every,
         "clip": args.clip,
-        "bf16": _bf16() if args.precision == "bf16" and steps * B > MOST_ROWS else 0,
+        "bf16": has_bf16() + has_amx() if args.precision == "bf16" and steps * B > MOST_ROWS else 0,
     }
     return sizes, tensors
 
