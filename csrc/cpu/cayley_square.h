@@ -149,8 +149,8 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
   mirror<T>(s, N, threads);
 }
 
-// Chooses the form for x = X and prepares it. kSeries: x = X or Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s = the
-// factors of I + X.
+// Chooses the form for x = X and prepares it. kSeries: x = X or Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s =
+// the factors of I + X.
 template <class T>
 Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, double* sums, const Lu<T>& lu,
              int threads) {

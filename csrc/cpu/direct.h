@@ -67,8 +67,8 @@ inline void direct_tiles(const T* w, ptrdiff_t stride, int count, int depth, con
   if (r < rows)
     direct_tile<T, 1, PV, SCALED>(w, stride, count, depth, a + r * a_row, a_row, scale, to + r * to_row, to_row);
 }
-// `rows` rows of `a` times columns [first, last) of w [depth, .] * diag(scale), or of w: each element is the chain of
-// the packed product. Writes whole vectors.
+// `rows` rows of `a` times columns [first, last) of w [depth, .] * diag(scale), or of w: each element is summed in the
+// order of the packed product. Writes whole vectors.
 template <class T, bool SCALED>
 inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, int depth, const T* a, ptrdiff_t a_row,
                            int rows, const T* scale, T* to, ptrdiff_t to_row) {
@@ -128,7 +128,7 @@ struct DirectOuter {
   }
 };
 
-// fn(first, last) for elements [0, size), in blocks of `unit`, on the threads that a product of these bytes pays for.
+// fn(first, last) for elements [0, size), in blocks of `unit`, on as many threads as a product of this size can use.
 template <class F>
 inline void direct_share(int threads, size_t bytes, int size, int unit, const F& fn) {
   const int blocks = (size + unit - 1) / unit;

@@ -5,7 +5,7 @@
 // state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases are sums over
 // sequences: products over all steps that the caller computes afterwards. The epilogue of a gate runs per panel of 2 L
 // columns, while the product's result is in the nearest cache, and skips rows that have ended between others that run.
-// Padding in the results is zero. Rows that a step starts anew are overwritten in the blocked state before it.
+// Padding in the results is zero. The state of rows that reset is overwritten before the step.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -23,7 +23,7 @@ template <class T>
 struct GatedPlan {
   int N, gates, threads;
   bool stream;                 // write gates, or their gradients, with streaming stores
-  bool to_h0;                  // backward: the adjoint of step 0 goes on, to h0 or to reset_state
+  bool to_h0;                  // backward: the adjoint of step 0 is passed to h0 or to reset_state
   Packed<T> gate[kMostGates];  // forward [N, N]: the transposes of the gates' weights
   Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is apart
   size_t sum_size;

@@ -1,4 +1,5 @@
-// The forward of a few steps of the GRU, with weights that are read in place (direct.h). Same bits.
+// The forward of a few steps of the GRU, with weights that are read in place (direct.h). Results are bitwise those of
+// gru_forward.h.
 #pragma once
 
 #include "cpu/direct.h"

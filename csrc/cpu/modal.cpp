@@ -123,7 +123,7 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// The sums of a task. All zero bytes: empty.
+// The sums of a task. One whose bytes are all zero is empty.
 template <class T>
 struct Sums {
   ModalSums modal;

@@ -358,7 +358,7 @@ struct ModalTables {
   }
 };
 
-// A task's sums over its chunks. All zero bytes: empty.
+// A task's sums over its chunks. One whose bytes are all zero is empty.
 struct ModalSums {
   Scratch<double> table, re, im, pairs;  // [D][Np], [Mp], [Mp], [P][4]
 

@@ -89,7 +89,7 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
 constexpr int kPartRows = 4096;
 
 // The sums over the rows of one thread: float sums over kPartRows rows at a time, which are added up in double. A sum
-// of at most kPartRows rows has one part, and so have sums of double. All zero bytes are an empty object.
+// of at most kPartRows rows has one part, and so have sums of double. An object whose bytes are all zero is empty.
 template <class T>
 struct RowSums {
   Scratch<T> part;  // to which outer_add adds

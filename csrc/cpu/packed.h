@@ -25,8 +25,8 @@ struct Segment {
 };
 
 // Memory transfers during a product: a few vectors after every L steps of its depth. All at once they would fill the
-// few buffers that a core has for outstanding cache lines, and the multiply-adds would wait for them. Spread out, they
-// cost next to nothing.
+// few buffers that a core has for outstanding cache lines, and the multiply-adds would wait for them. Spread over the
+// product, they take almost no time.
 //
 // A transfer is a grid of vectors, rows within blocks of columns. It is a prefetch, or a copy with streaming stores.
 template <class T>
@@ -189,8 +189,8 @@ struct Packed {
   }
 };
 
-// Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are shared out among `parts`
-// tasks, which pays at N = 1000.
+// Rows [row0, row0 + rows) of a packed matrix, see Packed::fill. The panels of all jobs are divided among `parts`
+// tasks, which saves time at N = 1000.
 template <class T>
 struct PackJob {
   Packed<T>* to;

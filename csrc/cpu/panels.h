@@ -101,7 +101,7 @@ inline ProductTile<T> product_tile_for_rows(int rows) {
   return tiles[rows - 1];
 }
 
-// Splits `rows` into the fewest register tiles, as even as they come.
+// Splits `rows` into the fewest register tiles, of nearly equal height.
 struct RowTiles {
   int rows, tiles;
   explicit RowTiles(int rows_) : rows(rows_), tiles(ceil_div(rows_, kMaxRows)) {}

@@ -266,8 +266,9 @@ struct BackwardRows {
     }
   }
 
-  // The part of dL/dh of the state h before the leak, in block b and row r: (1 - l) ghat of the step after it. Takes
-  // ghat from there, and adds -ghat h to the gradient of the leak. Before a reset ghat is zero, and h may be anything.
+  // The part of dL/dh of the state h before the leak, in block b and row r: (1 - l) ghat of the step after it. Reads
+  // ghat there, sets it to zero, and adds -ghat h to the gradient of the leak. Before a reset ghat is zero, and h may
+  // be anything.
   ORTHOKERN_INLINE V<T> take_leak(int b, int r, V<T> h, V<T>* leak_grad) const {
     T* from = ghat + b * rows.block + r * L;
     const V<T> g = load(from);

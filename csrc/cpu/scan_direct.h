@@ -1,4 +1,5 @@
-// The forward of scan.h for a few steps, with weights that are read in place (direct.h). Same bits.
+// The forward of scan.h for a few steps, with weights that are read in place (direct.h). Results are bitwise those of
+// scan.h.
 #pragma once
 
 #include "cpu/activate.h"

@@ -1,6 +1,6 @@
 // The backward of scan.h for a few steps, with weights that are read in place (direct.h) and gradients that are written
-// at once. delta, and the gradients of x and h0, have the bits of the packed way; the sums over rows are one chain in
-// the order of the rows.
+// at once. delta, and the gradients of x and h0, are bitwise equal to those of the packed kernels; the sums over rows
+// are one chain in the order of the rows.
 //
 // Memory traffic: W once for each step, the gradients once, and without M the factors of W once more.
 #pragma once

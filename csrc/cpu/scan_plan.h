@@ -21,7 +21,7 @@ struct ScanPlan {
   bool pairs;   // products have bfloat16 factors, see pairs.h
   bool tiles;   // these products are those of tiles.h
   bool stream;  // write results with streaming stores
-  bool to_h0;   // backward: the adjoint of step 0 goes on, to h0, to reset_state or through the leak
+  bool to_h0;   // backward: the adjoint of step 0 is passed to h0, to reset_state or through the leak
   int threads;
   T clip;                // of delta, infinite without one
   Scratch<int> begin;    // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch

@@ -175,7 +175,8 @@ struct ScanRows : RowSteps {
     if (t + 1 < args.T) transfers->prefetch(x_next, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
     return false;
   }
-  // The epilogue of a step's last product, for blocks [first, last): a_t, or what it has without e_t, becomes h_t.
+  // The epilogue of a step's last product, for blocks [first, last): adds e_t where it is not yet included, and
+  // turns a_t into h_t.
   template <class A, bool LEAK>
   void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const {
     const T* const* e = has_e ? e_rows.get() : nullptr;

@@ -77,7 +77,7 @@ bool each_group(const int* begin, int task, int most, const F& fn) {
   return true;
 }
 
-// A partial result S of each task. All zero bytes are an empty S.
+// A partial result S of each task. An S whose bytes are all zero is empty.
 template <class S>
 class TaskSums {
  public:

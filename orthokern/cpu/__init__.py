@@ -1,4 +1,4 @@
-"""The CPU leaf: native kernels with the signatures of ``orthokern.reference``, one file for each op.
+"""The CPU backend: native kernels with the signatures of ``orthokern.reference``, one file for each op.
 
 Only ``_call.py`` passes addresses to the kernels. A file has the name of its op; ``orthokern/ops/<op>.py`` documents
 shapes and arguments: B batch, T time, N hidden, K rank, D input features or token ids, C classes.

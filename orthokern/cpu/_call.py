@@ -108,7 +108,7 @@ class Prepared:
         self, name: str, dtype: torch.dtype, sizes: Mapping[str, Any], fixed: Mapping[str, Tensor | None]
     ) -> None:
         self._name, self._dtype, self._elements = name, dtype, elements_of(name, sizes)
-        # aliases: a tensor whose ``data`` is exchanged gives up its memory
+        # aliases: assigning to a tensor's ``data`` releases its memory
         self._held: list[Tensor] = [tensor.detach() for tensor in fixed.values() if tensor is not None]
         self._fixed = {**sizes, "dtype": _DTYPES[dtype]}
         _add_addresses(self._fixed, name, dtype, self._elements, fixed, self._held)
