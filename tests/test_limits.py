@@ -17,7 +17,6 @@ FILE_LIMIT, FUNCTION_LIMIT, ARGUMENT_LIMIT = 500, 80, 8
 
 # "file" or "file: function" -> why it is longer
 REASONS = {
-    "csrc/cpu/linear_cross_entropy.cpp: readout_task": "one pass over rows, whose logits stay in the cache",
     "csrc/cuda/gru_resident.h: gru_resident_fwd_kernel": "one loop over time, whose weights stay in registers",
     "csrc/cuda/gru_resident.h: gru_resident_bwd_kernel": "one loop over time, whose weights stay in registers",
     "csrc/cuda/scan_resident.h: resident_scan_kernel": "one loop over time, whose weights stay in registers",
