@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded: tests with two threads share cores
+
 import random
 import signal
 import struct

@@ -26,7 +26,7 @@ def toy(margin: str) -> Run:
     return Run(
         name=f"toy-{margin}",
         task="copy",
-        options=("--T", "4", "--hidden", "8", "--margin", margin, "--iterations", "6", "--goal", "100"),
+        options=("--T", "4", "--hidden", "8", "--margin", margin, "--iterations", "6", "--goal", "100", "--no-plots"),
         quick=("--iterations", "3"),
         labels={"margin": margin},
         published={ACCURACY.title: 50.0},

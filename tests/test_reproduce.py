@@ -132,7 +132,7 @@ def test_a_margin_by_the_length_is_that_of_the_command() -> None:
     ],
 )
 def test_figures(figure: str, options: tuple[str, ...], reproduce: Command) -> None:
-    run = replace(TOY.runs[0], options=(*"--T 4 --hidden 8 --iterations 6".split(), *options))
+    run = replace(TOY.runs[0], options=(*"--T 4 --hidden 8 --iterations 6 --no-plots".split(), *options))
     reproduce.add(replace(TOY, figure=figure, runs=(run,)))
     reproduce("toy")
     assert imread(reproduce.full / "toy.png").std() > 0

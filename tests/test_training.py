@@ -67,10 +67,14 @@ class Probe(Toy):
         return evaluation["loss"] < self.goal
 
 
-def go(folder: Path, task: Probe, *, resume: bool = False, iterations: int = 20, every: int = 6) -> Outcome:
+def go(
+    folder: Path, task: Probe, *, resume: bool = False, iterations: int = 20, every: int = 6, plots: bool = False
+) -> Outcome:
     run = RunFolder.open(folder, "toy") if resume else RunFolder.create(folder, "toy", SETTINGS)
     progress = Progress(iterations, io.StringIO(), every=1e9)
-    outcome = train(task, run, LoopSettings(iterations, every, diagnose_every=3), resume=resume, progress=progress)
+    outcome = train(
+        task, run, LoopSettings(iterations, every, diagnose_every=3, plots=plots), resume=resume, progress=progress
+    )
     outcome_output.append(progress.stream.getvalue())  # type: ignore[attr-defined]
     return outcome
 
@@ -88,7 +92,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 def whole(tmp_path: Path) -> Path:
     """A run of 20 iterations that was never stopped."""
     folder = tmp_path / "whole"
-    assert go(folder, Probe()).exit_code == 0
+    assert go(folder, Probe(), plots=True).exit_code == 0
     return folder
 
 
@@ -199,7 +203,7 @@ def test_a_plot_that_fails_costs_a_warning(tmp_path: Path, monkeypatch: pytest.M
         raise ValueError("Key backend: 'foo' is\nnot a valid value")
 
     monkeypatch.setattr(loop, "draw_run", fail)
-    assert go(tmp_path / "run", Probe()).exit_code == 0
+    assert go(tmp_path / "run", Probe(), plots=True).exit_code == 0
     assert json.loads((tmp_path / "run" / "result.json").read_bytes())["iteration"] == 20
     assert "warning: plots not drawn: ValueError: Key backend: 'foo' is not a valid value\n" in outcome_output[-1]
 
@@ -317,3 +321,21 @@ def test_the_default_folder_is_new_each_time(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     paths = {str(RunFolder.create(None, "toy", SETTINGS).path) for _ in range(3)}
     assert paths == {f"runs/toy-now{number}" for number in ("", "-2", "-3")}
+
+
+def test_a_run_continues_without_its_best_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    go(folder, Probe(), iterations=10)
+    (folder / "best.pt").unlink()
+    assert go(folder, Probe(), resume=True).exit_code == 0
+    assert "the best evaluation before is not known" in capsys.readouterr().err
+    assert load_checkpoint(folder / "best.pt")["iteration"] > 10
+
+
+def test_best_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    go(folder, Probe(), iterations=10)
+    best = load_checkpoint(folder / "best.pt")
+    torch.save({**best, "model": {"other": torch.ones(2)}}, folder / "best.pt")
+    with pytest.raises(CheckpointError, match="best.pt is not of this run; delete it to continue without it"):
+        go(folder, Probe(), resume=True)

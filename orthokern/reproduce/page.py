@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import textwrap
 import time
@@ -20,6 +19,7 @@ from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
 from orthokern.errors import InputError
 from orthokern.reproduce.spec import Measure
+from orthokern.training.rundir import processor
 
 
 def paragraph(text: str) -> str:
@@ -59,7 +59,7 @@ def dated() -> dict[str, str]:
 def conditions() -> str:
     """One line with versions, machine and date."""
     threads = torch.get_num_threads()
-    machine = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
+    machine = f"{processor()}, {threads} thread{'' if threads == 1 else 's'}"
     return f"{dated()['versions']}; {machine}; {dated()['date']}."
 
 

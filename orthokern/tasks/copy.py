@@ -94,7 +94,7 @@ class CopyOptions(DrawnOptions):
     nonlinearity: str = "identity"
     margin: float | None = 0.001
     lr: float = 2e-2
-    input_lr: float | None = 1e-3
+    input_lr: float | None = changed(DrawnOptions, "input_lr", default=1e-3, shown=None)
     spectrum_lr: float | None = changed(DrawnOptions, "spectrum_lr", shown="by T")
     geodesic_lr: float = changed(DrawnOptions, "geodesic_lr", default=None, shown="by T")
     schedule: str = "inverse"

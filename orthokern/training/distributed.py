@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orthokern.errors import BackendUnavailable, InputError
+from orthokern.errors import BackendUnavailable, InputError, require
 from orthokern.training.signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -59,8 +59,15 @@ def current_shard() -> Shard:
     torchrun, else 0 and 1. RANK is ignored unless WORLD_SIZE is above 1: other programs set it too."""
     if _several():
         return Shard(dist.get_rank(), dist.get_world_size())
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    return Shard() if world <= 1 else Shard(int(os.environ.get("RANK") or 0), world)
+    world = _variable("WORLD_SIZE", 1)
+    return Shard() if world <= 1 else Shard(_variable("RANK", 0), world)
+
+
+def _variable(name: str, default: int) -> int:
+    """An environment variable of torchrun."""
+    text = os.environ.get(name) or str(default)
+    require(text.isdecimal(), f"the environment variable {name}", "a number, as torchrun sets it", repr(text))
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -90,7 +97,7 @@ def use_device(device: str) -> None:
         return
     if device != "cuda":
         raise InputError(f"--device must be cpu or cuda under torchrun (one GPU for each process), got {device}")
-    local = int(os.environ.get("LOCAL_RANK") or 0)
+    local = _variable("LOCAL_RANK", 0)
     if local >= torch.cuda.device_count():
         raise InputError(f"--device cuda: process {local} of this machine has no GPU of its own")
     torch.cuda.set_device(local)

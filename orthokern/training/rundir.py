@@ -63,7 +63,7 @@ class RunFolder:
                 "numpy": np.__version__,
                 "python": platform.python_version(),
             },
-            "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+            "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
@@ -135,7 +135,8 @@ def _new_folder(parent: Path, task: str) -> Path:
             copy += 1
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

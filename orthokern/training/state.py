@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import sys
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern.errors import CheckpointError
+from orthokern.commandline import say
+from orthokern.errors import CheckpointError, integer
 from orthokern.training import distributed
 from orthokern.training.checkpoint import load_checkpoint, rng_state, save_checkpoint, seed_all, set_rng_state
 from orthokern.training.distributed import Shard
@@ -23,7 +25,7 @@ from orthokern.training.task import Task
 # threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
 # the length of the run, a cosine, continues along the longer curve.)
 FREE_SETTINGS = frozenset(
-    "iterations epochs minutes data checkpoint_every diagnose_every threads plots processes profile".split()
+    "iterations epochs minutes data checkpoint_every diagnose_every threads plots processes".split()
 )
 
 
@@ -68,8 +70,14 @@ class RunState:
         if not self.run.checkpoint.exists():
             return None
         payload = load_checkpoint(self.run.checkpoint)
-        if payload.get("best") is not None:
-            load_checkpoint(self.run.best)
+        if payload.get("best") is not None and not self.run.best.exists():
+            say(f"warning: there is no {self.run.best}: the best evaluation before is not known", sys.stderr)
+            payload["best"] = None
+        elif payload.get("best") is not None:
+            best = load_checkpoint(self.run.best)
+            shapes = [{name: t.shape for name, t in p.get("model", {}).items()} for p in (best, payload)]
+            if shapes[0] != shapes[1] or "iteration" not in best:
+                raise CheckpointError(f"{self.run.best} is not of this run; delete it to continue without it")
         return payload
 
     def _load(self, payload: dict[str, Any]) -> None:
@@ -92,10 +100,11 @@ class RunState:
                 if (part := getattr(task, name)) is not None:
                     part.load_state_dict(payload[name])
             task.load_state_dict(payload["task_state"])
-            self.iteration, self.earlier_seconds = payload["iteration"], payload["seconds"]
+            self.iteration = integer("iteration", payload["iteration"], 0)
+            self.earlier_seconds = float(payload["seconds"])
             self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
             self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
-            self.evaluated = payload.get("evaluated", 0)
+            self.evaluated = payload["evaluated"]
             self.reached_before = self.reached
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
