@@ -19,6 +19,7 @@ Environment variables:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -245,6 +246,7 @@ class NinjaBuild(build_ext):
         """The description of the build in the module: a JSON object, as a C string literal."""
         info = {
             "version": self.distribution.get_version(),
+            "contract": hashlib.sha256((CSRC / "cpu" / "ops.h").read_bytes()).hexdigest(),
             "compiler": toolchain.name,
             "isas": toolchain.isas,
             "cuda": cuda.nvcc is not None,

@@ -240,6 +240,17 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch._silent_device.cache_clear()
 
 
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="no native module")
+def test_a_native_module_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "orthokern").symlink_to(Path(orthokern.__file__).parent)
+    (tmp_path / "csrc" / "cpu").mkdir(parents=True)
+    (tmp_path / "csrc" / "cpu" / "ops.h").write_text("// other arguments\n")
+    code = "from orthokern import cpu; print(cpu.AVAILABLE, cpu.REASON)"
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("False the native module was built from other sources")
+
+
 def test_lazy_attributes() -> None:
     assert orthokern.functional.spectrum is functional.spectrum
     assert {"functional", "nn", "optim", "explain", "InputError"} <= set(dir(orthokern))

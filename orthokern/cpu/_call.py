@@ -5,10 +5,12 @@ It checks what the kernels rely on: device, dtype, contiguity and number of elem
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,12 @@ except ImportError as error:
     _C = None
     AVAILABLE = False
     REASON = f"the native module is not built ({error}): install a C++17 compiler and run `pip install -e .`"
+
+_CONTRACT = Path(__file__).parents[2] / "csrc" / "cpu" / "ops.h"  # of an editable installation
+if AVAILABLE and _CONTRACT.is_file():
+    if hashlib.sha256(_CONTRACT.read_bytes()).hexdigest() != json.loads(_C.build_info()).get("contract"):
+        AVAILABLE = False
+        REASON = "the native module was built from other sources than these: run `pip install -e .` again"
 
 _ISA = os.environ.get("ORTHOKERN_ISA")
 if AVAILABLE and _ISA and _ISA not in _C.isas():
