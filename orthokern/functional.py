@@ -5,9 +5,9 @@ A wrong argument raises ``InputError`` (one line: argument, value, what is accep
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that does not support the call raises ``BackendUnavailable``.
 All functions have derivatives of any order, in reverse and forward mode and under torch.func, with two exceptions:
-``cayley`` is differentiable with backend="reference" only; and the modal form, and ``scan_cross_entropy`` where it
-recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a RuntimeError that
-names the argument to change.
+``cayley`` is differentiable with backend="reference" only, in m and g; and the modal form, and ``scan_cross_entropy``
+where it recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a
+RuntimeError that names the argument to change.
 """
 
 from __future__ import annotations
@@ -167,13 +167,17 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
         >>> activation(torch.tensor([-1.0, 2.0]), "relu")
         tensor([0., 2.])
     """
+    return _activation(x, name, act_param, "act_param", backend)
+
+
+def _activation(x: Tensor, name: str, param: Tensor | None, param_name: str, backend: str | None) -> Tensor:
     check.activation_name(name)
     check.is_float("x", check.is_tensor("x", x))
-    if x.ndim < 1:
-        raise InputError("x has shape []: accepted is [..., N]")
-    check.at_least_one("x", x, "[..., N]")
-    check.activation_parameter(name, act_param, x.shape[-1], "x", x)
-    return ops.activations.activation(x, act_param, activation=name, backend=backend)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N] with N at least 1")
+    check.activation_parameter(name, param, x.shape[-1], "x", x, param_name)
+    # kernels need elements
+    return ops.activations.activation(x, param, activation=name, backend=backend if x.numel() else "reference")
 
 
 def modrelu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
@@ -184,7 +188,7 @@ def modrelu(x: Tensor, bias: Tensor, *, backend: str | None = None) -> Tensor:
         >>> modrelu(torch.tensor([-1.0, 0.25]), torch.tensor([-0.5, -0.5]))
         tensor([-0.5000,  0.0000])
     """
-    return activation(x, "modrelu", bias, backend=backend)
+    return _activation(x, "modrelu", bias, "bias", backend)
 
 
 def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
@@ -210,8 +214,8 @@ def prelu(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
         tensor([-0.2500,  2.0000])
     """
     if check.is_tensor("weight", weight).numel() > 1 and check.is_tensor("x", x).ndim > 2:
-        return activation(x.movedim(1, -1), "prelu", weight, backend=backend).movedim(-1, 1)
-    return activation(x, "prelu", weight, backend=backend)
+        return _activation(x.movedim(1, -1), "prelu", weight, "weight", backend).movedim(-1, 1)
+    return _activation(x, "prelu", weight, "weight", backend)
 
 
 def linear_cross_entropy(
@@ -250,8 +254,12 @@ def linear_cross_entropy(
     check.is_float("input", check.is_tensor("input", input))
     if input.ndim < 1:
         raise InputError("input has shape []: accepted is [..., N]")
-    check.at_least_one("input", input, "[..., N]")
     N = input.shape[-1]
+    if N < 1:
+        raise InputError(f"input has shape {list(input.shape)}: accepted is [..., N] with N at least 1")
+    if not input.numel():
+        require(reduction != "mean", "input", "of 1 row or more for reduction='mean'", f"shape {list(input.shape)}")
+        backend = "reference"  # kernels need rows
     check.is_tensor("linear_weight", linear_weight)
     if linear_weight.ndim != 2 or linear_weight.shape[1] != N or linear_weight.shape[0] < 1:
         raise InputError(
@@ -403,6 +411,7 @@ def explain_scan_cross_entropy(
 
     Raises:
         InputError: a size below 1, an unknown name, or an algorithm that is not possible for the call.
+        BackendUnavailable: no backend has this algorithm, as in the call.
 
     Example::
 
@@ -422,6 +431,8 @@ def explain_scan_cross_entropy(
     check.scan_choices("ieee", algorithm)
     if algorithm == "chunked":
         check.in_chunks(activation, features)
+        call = dispatch.Call(like.device, like.dtype, dict(zip("NK", like.shape, strict=True)), algorithm, features)
+        dispatch.choose("factored_scan" if len(factors) == 3 else "dense_scan", backend, call)
     options = (activation, backend, algorithm, features)
     modes, why = choice.choose(choice.Call(factors, T, B, classes, ids, True, basis, *options))
     if modes is not None:

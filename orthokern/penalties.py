@@ -158,6 +158,7 @@ class OrthogonalPenalty:
         valid = is_number(strength) and 0.0 <= strength < math.inf
         require(valid, "strength", "a finite number of at least 0", repr(strength))
         self.strength = strength
+        require(isinstance(squared, bool), "squared", "True or False", repr(squared))
         self.squared = squared
         accepted = f"one or both of {', '.join(LAYERS)}"
         require(isinstance(on, Iterable) and on, "on", accepted, repr(on))

@@ -56,6 +56,15 @@ def test_vmap(kind: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["low rank", "exponential", "non-normal", "gru"])
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_linearize(kind: str) -> None:
+    module, (x, direction) = made(kind), torch.randn(2, 2, 2, D)
+    output, tangent = torch.func.linearize(lambda given: module(given)[0], x)
+    expected = torch.func.jvp(lambda given: module(given)[0], (x,), (direction,))
+    torch.testing.assert_close((output, tangent(direction)), expected)
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -24,7 +24,8 @@ FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
 def readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be read without a synchronisation: on a CPU, and neither traced nor under
     vmap."""
-    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+    modes = torch._C._TorchDispatchModeKey
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_dispatch_mode(modes.PROXY):
         return False
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, integer
+from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import check_backend, new_parameter
 from orthokern.nn._draws import draw
 
@@ -66,6 +66,7 @@ class ModReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, 16-bit x are converted to that dtype."""
+        require(isinstance(x, Tensor), "x", "a Tensor", type(x).__name__)
         if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
         return functional.modrelu(widened_inside(x, self.bias), self.bias, backend=self.backend)

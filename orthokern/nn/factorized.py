@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, integer
+from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import at_least_zero, largest_deviation, one_of, warn_unless_orthonormal
 from orthokern.nn._margin import ModelMargin
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
@@ -137,6 +137,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
             >>> rnn.latent(rnn(torch.randn(100, 4, 3))[0]).shape
             torch.Size([100, 4, 2])
         """
+        fits = isinstance(states, Tensor) and states.dim() > 0 and states.shape[-1] == self.hidden_size
+        require(fits, "states", f"a Tensor [..., {self.hidden_size}]", list(getattr(states, "shape", [])))
         return linear(states, self._tensor(f"v_{self._suffix(layer, reverse)}").mT)
 
     @_autocast.keeps_dtype

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, integer
+from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import check_backend, flag, new_parameter, one_of
 from orthokern.nn._draws import draw
 
@@ -73,6 +73,7 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., N] -> logits [..., C], in plain torch (for predictions; for training use `loss`)."""
+        require(isinstance(hidden, Tensor), "hidden", "a Tensor", type(hidden).__name__)
         if hidden.dim() < 1 or hidden.shape[-1] != self.hidden:
             raise InputError(f"hidden has shape {tuple(hidden.shape)}; accepted: [..., {self.hidden}]")
         return nn.functional.linear(hidden, self.weight, self.bias)

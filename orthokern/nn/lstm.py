@@ -91,7 +91,8 @@ class LSTM(Layers):
         if hx is None:
             return None
         if not isinstance(hx, (tuple, list)) or [isinstance(part, Tensor) for part in hx] != [True, True]:
-            raise InputError(f"hx must be a pair of tensors (h, c) or None, got {type(hx).__name__}")
+            got = f"{len(hx)} parts" if isinstance(hx, (tuple, list)) and len(hx) != 2 else type(hx).__name__
+            raise InputError(f"hx must be a pair of tensors (h, c) or None, got {got}")
         check = super()._checked_hx
         parts: Any = [check(part, batch, device, f"{of} of hx") for part, of in zip(hx, "hc", strict=True)]
         return torch.cat(parts, -1)

@@ -120,7 +120,9 @@ def activation_name(name: object) -> str:
     return name
 
 
-def activation_parameter(activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor) -> None:
+def activation_parameter(
+    activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor, name: str = "act_param"
+) -> None:
     """act_param must be [1] or [N] if the activation takes one, else None; activations of pairs need an even N."""
     if ACTIVATIONS[activation].pairs and N % 2:
         raise InputError(f"N is {N}: activation {activation!r} works on pairs and needs an even N")
@@ -128,18 +130,18 @@ def activation_parameter(activation: str, act_param: Tensor | None, N: int, like
     if what is None:
         if act_param is not None:
             raise InputError(
-                f"act_param is {describe(act_param)}: activation {activation!r} takes none "
+                f"{name} is {describe(act_param)}: activation {activation!r} takes none "
                 f"(accepted with {', '.join(PARAMETER)})"
             )
         return
     if act_param is None:
-        raise InputError(f"act_param is None: activation {activation!r} needs its {what}, a tensor [1] or [N] = [{N}]")
-    is_tensor("act_param", act_param)
+        raise InputError(f"{name} is None: activation {activation!r} needs its {what}, a tensor [1] or [N] = [{N}]")
+    is_tensor(name, act_param)
     if act_param.ndim != 1 or act_param.shape[0] not in (1, N):
         raise InputError(
-            f"act_param has shape {list(act_param.shape)}: accepted is the {what} of {activation!r}, [1] or [N] = [{N}]"
+            f"{name} has shape {list(act_param.shape)}: accepted is the {what} of {activation!r}, [1] or [N] = [{N}]"
         )
-    same_kind("act_param", act_param, like_name, like)
+    same_kind(name, act_param, like_name, like)
 
 
 def factors(u: Tensor, s: Tensor, v: Tensor) -> None:

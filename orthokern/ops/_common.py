@@ -42,6 +42,8 @@ def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
 
     The CPU kernels index with these numbers without a check, so this runs before each of them, also in compiled graphs.
     """
+    if not ids.numel():
+        return
     low, high = values(ids).aminmax()
     least, most = int(low), int(high)
     if least < 0 or most >= size:

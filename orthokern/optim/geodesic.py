@@ -267,6 +267,7 @@ class _Work:
         alike: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for p in group["params"]:
             if p.grad is not None:
+                require(p.grad.layout is torch.strided, "a gradient", "dense", "a sparse one")
                 alike[(p.shape[-2:], p.dtype, p.device)].append(p)
         self.batches = [(bases, _stack([p.grad for p in bases if p.grad is not None])) for bases in alike.values()]
         self.measure = group["correct_every"] > 0 and (group["steps"] + 1) % group["correct_every"] == 0

@@ -111,8 +111,8 @@ class SpectralNormProjection:
         self.limit = 2 - self.delta  # the new value of large singular values
         self.trigger = self.limit if threshold == "2-delta" else 2.0
         args: Any = constrained
-        if not isinstance(args, (nn.Module, Iterable)):
-            raise InputError(f"constrained must be a module or several matrices, got {type(args).__name__}")
+        if isinstance(args, Tensor) or not isinstance(args, (nn.Module, Iterable)):
+            raise InputError(f"constrained must be a module or a list of matrices, got {type(args).__name__}")
         items = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
         if not items:
             raise InputError("constrained must be a module with a GRU or several matrices, got no matrix")

@@ -82,8 +82,11 @@ def _scaled(m: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _readable(squarings: Tensor) -> bool:
-    """Whether the numbers are on the host. Under vmap they cannot be read."""
-    return squarings.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(squarings)
+    """Whether the numbers are on the host. Under vmap and in traces (make_fx, torch.func.linearize) they cannot be
+    read."""
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(squarings)
+    return squarings.device.type == "cpu" and not traced and not wrapped
 
 
 def _rounds(squarings: Tensor) -> int:

@@ -142,6 +142,16 @@ def test_prelu_has_the_weights_of_torch(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), (x, weight)) for y in results))
 
 
+def test_no_rows() -> None:
+    for name in NAMES:
+        param = torch.full((6,), 0.25, requires_grad=True) if name in PARAMETER else None
+        x = torch.zeros(0, 6, requires_grad=True)
+        y = functional.activation(x, name, param)
+        y.sum().backward()
+        assert y.shape == (0, 6) and x.grad is not None
+        assert param is None or torch.equal(param.grad, torch.zeros(6))
+
+
 # --------------------------------------------------------------------------------------------------------- registration
 
 

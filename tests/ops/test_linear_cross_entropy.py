@@ -14,6 +14,7 @@ from torch import Tensor
 
 from orthokern import functional
 from orthokern._scan_contract import Readout
+from orthokern.errors import InputError
 from orthokern.ops import _route
 from orthokern.reference import linear_cross_entropy as reference
 
@@ -149,6 +150,15 @@ def test_interface_of_torch() -> None:
     for function in (functional, torch.nn.functional):
         loss = function.linear_cross_entropy(input=hidden, linear_weight=weight, target=target, linear_bias=bias)
         torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT + bias, target))
+
+
+def test_no_rows() -> None:
+    none, target = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    weight = torch.randn(5, 4, requires_grad=True)
+    functional.linear_cross_entropy(none, weight, target, reduction="sum").backward()
+    assert none.grad is not None and torch.equal(weight.grad, torch.zeros(5, 4))
+    with pytest.raises(InputError, match="input must be of 1 row or more for reduction='mean', got shape"):
+        functional.linear_cross_entropy(none, weight, target)
 
 
 def test_loss_alone_keeps_nothing() -> None:
