@@ -168,7 +168,7 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
             (torch.zeros(2), "relu", torch.zeros(1)),
             "act_param is shape [1]: activation 'relu' takes none",
         ),
-        (f.modrelu, (torch.zeros(4), torch.zeros(3)), "act_param has shape [3]: accepted is the bias of 'modrelu'"),
+        (f.modrelu, (torch.zeros(4), torch.zeros(3)), "bias has shape [3]: accepted is the bias of 'modrelu'"),
         (f.prelu, (torch.zeros(4), 0.25), "weight must be a torch.Tensor, got 0.25"),
         (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
         (

@@ -49,6 +49,7 @@ def build_info() -> dict[str, Any]:
     if not AVAILABLE:
         return {}
     info: dict[str, Any] = json.loads(_C.build_info())
+    del info["contract"]
     info["isa"] = _C.isa()
     info["isas_usable"] = list(_C.isas())
     info["bf16"], info["amx"] = has_bf16(), has_amx()

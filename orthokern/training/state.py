@@ -75,7 +75,8 @@ class RunState:
             payload["best"] = None
         elif payload.get("best") is not None:
             best = load_checkpoint(self.run.best)
-            shapes = [{name: t.shape for name, t in p.get("model", {}).items()} for p in (best, payload)]
+            models = best.get("model", {}), self.task.model.state_dict()
+            shapes = [{name: getattr(value, "shape", None) for name, value in model.items()} for model in models]
             if shapes[0] != shapes[1] or "iteration" not in best:
                 raise CheckpointError(f"{self.run.best} is not of this run; delete it to continue without it")
         return payload

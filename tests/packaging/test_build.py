@@ -88,7 +88,7 @@ def built(make_checkout: Callable[[], Path]) -> Path:
 
 def test_build_information(built: Path) -> None:
     info, (best, cuda, _) = probe(built)
-    assert sorted(info) == ["compiler", "cuda", "cuda_reason", "isas", "version"]
+    assert sorted(info) == ["compiler", "contract", "cuda", "cuda_reason", "isas", "version"]
     version = re.search(r'"(.+)"', (ROOT / "orthokern" / "_version.py").read_text().split("__version__ =")[1])
     assert version is not None and info["version"] == version.group(1)
     assert info["isas"][0] == "baseline" and info["isas"][-1] == best
