@@ -95,6 +95,10 @@ class GruOptions(DataOptions):
             variant="torch" if self.model == "torch-gru" else "kanai",
             constraint="projection" if self.clip is None else "none",
         )
+        if self.model == "torch-gru" and self.variant == "kanai":
+            raise InputError("--variant kanai: torch.nn.GRU has the variant torch; --model gru has both")
+        if self.constraint == "none" and self.delta is not None:
+            raise InputError("--delta with --constraint none: it is the bound of --constraint projection")
         if self.constraint == "projection":
             self.fill(delta=0.2, threshold="2-delta", constrained_inputs="upper")
 
