@@ -75,9 +75,9 @@ class RunState:
             payload["best"] = None
         elif payload.get("best") is not None:
             best = load_checkpoint(self.run.best)
-            models = best.get("model", {}), self.task.model.state_dict()
-            shapes = [{name: getattr(value, "shape", None) for name, value in model.items()} for model in models]
-            if shapes[0] != shapes[1] or "iteration" not in best:
+            model, parameters = best.get("model", {}), self.task.model.named_parameters()
+            fits = all(getattr(model.get(name), "shape", None) == p.shape for name, p in parameters)
+            if not fits or "iteration" not in best:
                 raise CheckpointError(f"{self.run.best} is not of this run; delete it to continue without it")
         return payload
 
