@@ -246,7 +246,7 @@ class NinjaBuild(build_ext):
         """The description of the build in the module: a JSON object, as a C string literal."""
         info = {
             "version": self.distribution.get_version(),
-            "contract": hashlib.sha256((CSRC / "cpu" / "ops.h").read_bytes()).hexdigest(),
+            "contract": hashlib.sha256(b"".join(p.read_bytes() for p in sorted(CSRC.glob("*/ops.h")))).hexdigest(),
             "compiler": toolchain.name,
             "isas": toolchain.isas,
             "cuda": cuda.nvcc is not None,

@@ -20,7 +20,7 @@ from orthokern import dispatch, errors, ops
 from orthokern._scan_contract import FEATURES
 from orthokern.commandline import Parser, command, integer, names, say
 from orthokern.dispatch import Call
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, require, unknown_name
 from orthokern.ops import _checks as check
 
 # Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
@@ -83,8 +83,7 @@ def explain(
     if op is None:
         head = f"orthokern {orthokern.__version__}, Python {platform.python_version()}, {platform.machine()}"
         return f"{head}\n{dispatch.explain()}"
-    if not isinstance(features, (tuple, list)):
-        raise InputError(f"features must be a tuple of names, got {features!r}")
+    require(isinstance(features, (tuple, list)), "features", "a tuple of names", repr(features))
     kinds = [("op", [op], ops.NAMES), ("size", sizes, LETTERS), ("algorithm", [algorithm], check.ALGORITHMS)]
     for kind, given, known in [*kinds, ("feature", features, FEATURES)]:
         for name in given:

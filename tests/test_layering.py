@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lowest first. Every part of the package (a module or folder directly under orthokern/) stands in exactly one layer.
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "_C", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
+    {"_C"},
+    {"_version", "errors", "_native", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
     {"_scan_contract", "_elements"},
     {"_gru_parameters", "_map_gradients"},  # what the leaves share
     {"_gpu_scans"},
@@ -50,8 +51,8 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SHARED = {"errors", "_activations", "_products", "_scan_contract", "_gru_parameters", "_map_gradients", "_elements"}
 LEAF_IMPORTS = {
     "reference": {"_scan_contract"},
-    "cpu": SHARED | {"_version", "_C"},
-    "cuda": SHARED | {"_version", "_C", "_gpu_scans"},
+    "cpu": SHARED | {"_version", "_native"},
+    "cuda": SHARED | {"_version", "_native", "_gpu_scans"},
     "triton_kernels": SHARED | {"_gpu_scans"},
 }
 

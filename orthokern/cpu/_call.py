@@ -5,36 +5,20 @@ It checks what the kernels rely on: device, dtype, contiguity and number of elem
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orthokern import _native
 from orthokern._elements import check, elements_of
 from orthokern.errors import InputError
 
-_C: Any
-try:
-    from orthokern import _C  # type: ignore[no-redef]
-
-    AVAILABLE = True
-    REASON = ""
-except ImportError as error:
-    _C = None
-    AVAILABLE = False
-    REASON = f"the native module is not built ({error}): install a C++17 compiler and run `pip install -e .`"
-
-_CONTRACT = Path(__file__).parents[2] / "csrc" / "cpu" / "ops.h"  # of an editable installation
-if AVAILABLE and _CONTRACT.is_file():
-    if hashlib.sha256(_CONTRACT.read_bytes()).hexdigest() != json.loads(_C.build_info()).get("contract"):
-        AVAILABLE = False
-        REASON = "the native module was built from other sources than these: run `pip install -e .` again"
+_C: Any = _native.module
+AVAILABLE, REASON = _C is not None, _native.REASON
 
 _ISA = os.environ.get("ORTHOKERN_ISA")
 if AVAILABLE and _ISA and _ISA not in _C.isas():
@@ -48,8 +32,7 @@ def build_info() -> dict[str, Any]:
     """Facts about the build and the machine, as `python -m orthokern.explain` prints them."""
     if not AVAILABLE:
         return {}
-    info: dict[str, Any] = json.loads(_C.build_info())
-    del info["contract"]
+    info = {name: fact for name, fact in _native.build.items() if name != "contract"}
     info["isa"] = _C.isa()
     info["isas_usable"] = list(_C.isas())
     info["bf16"], info["amx"] = has_bf16(), has_amx()

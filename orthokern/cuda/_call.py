@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orthokern import _native
 from orthokern._activations import ACTIVATIONS
 from orthokern._elements import check, elements_of
 from orthokern._scan_contract import ScanArgs
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
-kernels: Any = None
+kernels: Any = getattr(_native.module, "cuda", None)
 DEVICE = "cuda"
 
-try:
-    from orthokern import _C
-
-    native: Any = _C
-    kernels = getattr(native, "cuda", None)
-    REASON = "" if kernels is not None else f"not in this build: {json.loads(native.build_info())['cuda_reason']}"
-except ImportError as error:
-    REASON = f"the native module is not built ({error}): install a C++17 compiler and nvcc, and run `pip install -e .`"
-AVAILABLE = kernels is not None
+AVAILABLE, REASON = kernels is not None, _native.REASON
+if not AVAILABLE and not REASON:
+    REASON = f"not in this build: {_native.build['cuda_reason']}"
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
 _ARGUMENT_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; the others are float32

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from orthokern.errors import InputError
+from orthokern.errors import InputError, require
 
 
 class EpisodeRNN(nn.Module):
@@ -69,11 +69,11 @@ class EpisodeRNN(nn.Module):
             For sequences it holds the last states at the last step, and zeros before.
 
         Raises:
-            InputError: is_init has another shape or dtype; or as forward of the module.
+            InputError: an argument has another type, shape or dtype; or as forward of the module.
         """
-        for name, given in (("value", value), ("recurrent_state", recurrent_state)):
-            if not isinstance(given, Tensor) and (given is not None or name == "value"):
-                raise InputError(f"{name} must be a Tensor, got {type(given).__name__}")
+        require(isinstance(value, Tensor), "value", "a Tensor", type(value).__name__)
+        state = recurrent_state
+        require(state is None or isinstance(state, Tensor), "recurrent_state", "a Tensor or None", type(state).__name__)
         sequences = self._has_sequences(value)
         if value.dim() < (2 if sequences else 1) or 0 in value.shape:
             accepted = ("[..., T, D]" if sequences else "[..., D]") + ", nothing empty"

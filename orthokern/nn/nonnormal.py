@@ -91,7 +91,7 @@ class NonNormalRNN(_Exponential):
     def __init__(
         self, input_size: int, hidden_size: int, *args: Any, triangular: bool = True, **options: Unpack[ExpOptions]
     ) -> None:
-        self.triangular = flag("triangular", triangular)  # which parameters there are
+        self.triangular = flag("triangular", triangular)  # read by _build, in the constructor of the base class
         super().__init__(input_size, hidden_size, *args, **options)
 
     def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:

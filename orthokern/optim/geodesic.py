@@ -54,8 +54,8 @@ class GeodesicSGD(Optimizer):
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
         on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
         this step checks that gradients are finite; before it, such a gradient makes a basis NaN, as with torch's
-        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a
-        replay by an ordinary step from time to time.
+        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a replay
+        by an ordinary step from time to time.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)

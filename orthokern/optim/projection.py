@@ -70,8 +70,8 @@ class SpectralNormProjection:
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
             those above 2, as section 3.3 proposes to save work; values between the two stay.
-        inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They get the
-            bound of W_hn; eq. 10 bounds those of all layers by 2.
+        inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They get the bound of
+            W_hn; eq. 10 bounds those of all layers by 2.
 
     Attributes:
         counts: the number of "steps", "checks" (matrices for which step 1 of Note [Work] had no proof), "projections"

@@ -70,16 +70,22 @@ class RunState:
         if not self.run.checkpoint.exists():
             return None
         payload = load_checkpoint(self.run.checkpoint)
-        if payload.get("best") is not None and not self.run.best.exists():
+        if payload.get("best") is not None:
+            self._check_best(payload)
+        return payload
+
+    def _check_best(self, payload: dict[str, Any]) -> None:
+        """Forgets the best evaluation if best.pt is missing; CheckpointError if it is of another run."""
+        if not self.run.best.exists():
             say(f"warning: there is no {self.run.best}: the best evaluation before is not known", sys.stderr)
             payload["best"] = None
-        elif payload.get("best") is not None:
-            best = load_checkpoint(self.run.best)
-            model, parameters = best.get("model", {}), self.task.model.named_parameters()
-            fits = all(getattr(model.get(name), "shape", None) == p.shape for name, p in parameters)
-            if not fits or "iteration" not in best:
-                raise CheckpointError(f"{self.run.best} is not of this run; delete it to continue without it")
-        return payload
+            return
+        best = load_checkpoint(self.run.best)
+        model = best.get("model", {})
+        shapes = {name: p.shape for name, p in self.task.model.named_parameters()}  # buffers may come later: a basis
+        fits = all(getattr(model.get(name), "shape", None) == shape for name, shape in shapes.items())
+        if not fits or "iteration" not in best:
+            raise CheckpointError(f"{self.run.best} is not of this run; delete it to continue without it")
 
     def _load(self, payload: dict[str, Any]) -> None:
         path, task, settings = self.run.checkpoint, self.task, self.run.config["settings"]
