@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
+from orthokern.training.rundir import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = 50  # of every case that does not vary it: the paper's batch
@@ -247,18 +248,6 @@ def factors(N: int, generator: torch.Generator, rank: int | None = None) -> tupl
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
-def cpu_model() -> str:
-    """The name of the processor without trademark signs, with its family; the architecture if the name is unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
-    name = " ".join(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*$", "", fields.get("model name", platform.machine())).split())
-    # the name alone may be no more than a brand, on a virtual machine
-    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
-
-
 def _git(*arguments: str) -> str | None:
     try:
         process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
@@ -285,7 +274,7 @@ def conditions() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     versions = {"orthokern": orthokern.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
-        "machine": {"cpu": cpu_model(), **gpu, "cores": cores, "isa": native.get("isa")},
+        "machine": {"cpu": processor(), **gpu, "cores": cores, "isa": native.get("isa")},
         "compiler": native.get("compiler"),
         "versions": versions,
         "commit": _git("rev-parse", "HEAD"),

@@ -237,5 +237,4 @@ def _successor(old: nn.Module, backend: str | None) -> nn.Module:
     new._parameters.update(old._parameters)
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _OWN})
     new.training = old.training
-    new.mode, new.proj_size = old.mode, 0  # type: ignore[assignment]  # which code for torch's modules reads
     return new

@@ -50,6 +50,8 @@ class Layers(nn.Module):
     in one direction (`_factors` and `_scan`). Its constructor ends with `_build`.
     """
 
+    mode: str  # torch's name of the cell, "RNN_TANH", "RNN_RELU", "GRU" or "LSTM", where the cell is torch's
+    proj_size = 0
     backend: str | None = None
     learned_h0 = False
     _half_ok = False  # whether parameters may have 16 bits

@@ -67,6 +67,8 @@ class GRU(Layers):
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]))
     """
 
+    mode = "GRU"
+
     def __init__(
         self,
         input_size: int,

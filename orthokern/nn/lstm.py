@@ -47,6 +47,8 @@ class LSTM(Layers):
         (torch.Size([100, 4, 8]), torch.Size([1, 4, 8]), torch.Size([1, 4, 8]))
     """
 
+    mode = "LSTM"
+
     def __init__(
         self, input_size: int, hidden_size: int, *args: Any, proj_size: int = 0, **options: Unpack[LayerOptions]
     ) -> None:

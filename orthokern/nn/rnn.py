@@ -94,6 +94,7 @@ class RNN(Recurrent):
         if max_angle is not None:
             init_.check_rotations(init, max_angle)
         self.init, self.max_angle = init, max_angle
+        self.mode = f"RNN_{self.nonlinearity.upper()}"
         self._build()
 
     def _shapes_of(self, suffix: str) -> dict[str, tuple[int, ...]]:

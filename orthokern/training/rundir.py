@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -136,10 +137,12 @@ def _new_folder(parent: Path, task: str) -> Path:
 
 
 def processor() -> str:
-    """The name of the CPU of this machine."""
+    """The name of the CPU without trademark signs, with its family; the architecture if the name is unknown."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    name = " ".join(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*$", "", fields.get("model name", platform.machine())).split())
+    # the name alone may be no more than a brand, on a virtual machine
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
