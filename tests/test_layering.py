@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -185,6 +186,6 @@ def functions(op: str, backend: str) -> dict[str, list[tuple[Any, ...]]]:
 def test_leaves_have_the_signatures_of_the_reference(op: str) -> None:
     reference = functions(op, "reference")
     assert reference, f"orthokern/reference/{op}.py exports none of the op's functions"
-    for backend in ("cpu", "cuda"):
+    for backend in ("cpu", "cuda", *(["triton"] if importlib.util.find_spec("triton") else [])):
         if importlib.import_module(f"orthokern.ops.{op}").SUPPORT[backend].missing is None:
             assert functions(op, backend) == reference

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from orthokern import dispatch
 from orthokern.errors import InputError
 from orthokern.nn import PeepholeLSTM
 from orthokern.nn import lstm as lstm_module
@@ -97,13 +96,3 @@ def test_the_state_may_be_a_list() -> None:
     assert torch.equal(module(x, [h, c])[0], expected)
     with pytest.raises(InputError, match="hx must be a pair of tensors"):
         module(x, [h])
-
-
-@pytest.mark.parametrize("how", ["forward mode", "reference"])
-def test_tangents_and_second_derivatives(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward mode, and on the reference backend in both modes, the recurrence is plain torch code."""
-    module, x = lstm(3, 5), torch.randn(4, 2, 3, dtype=F64, requires_grad=True)
-    if how == "reference":
-        monkeypatch.setattr(dispatch, "_process_default", "reference")
-        assert torch.autograd.gradgradcheck(lambda x: module(x)[0], x)
-    assert torch.autograd.gradcheck(lambda x: module(x)[0], x, check_forward_ad=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from orthokern import InputError, penalties
 from orthokern.nn import NonNormalRNN
-from orthokern.nn.nonnormal import schur_product, triangular_mask
+from orthokern.nn.nonnormal import triangular_mask
 from orthokern.optim import optimizer_for, split_parameters
 
 F64 = torch.float64
@@ -56,13 +56,6 @@ def test_the_matrix_is_its_schur_form(n: int) -> None:
 def test_orthogonal_at_first() -> None:
     v = NonNormalRNN(2, 7, dtype=F64).recurrent_matrix()
     assert torch.allclose(v.mT @ v, torch.eye(7, dtype=F64), atol=1e-13)
-
-
-@pytest.mark.parametrize("n", [4, 5])
-def test_gradcheck_of_the_product(n: int) -> None:
-    sizes = [(n, n), (n - n // 2,), (n // 2,), (n, n)]
-    inputs = tuple(torch.randn(*size, dtype=F64, requires_grad=True) for size in sizes)
-    assert torch.autograd.gradcheck(schur_product, inputs)
 
 
 def test_roles_penalties_and_moves() -> None:

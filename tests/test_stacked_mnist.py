@@ -39,9 +39,3 @@ def test_the_states_that_are_used(small: list[str]) -> None:
 def test_resume(small: list[str], tmp_path: Path) -> None:
     options = [*small, "--schedule", "constant", "--checkpoint-every", "4"]  # a cosine depends on the last iteration
     assert_resumes("stacked_mnist", options, tmp_path, 6, 12)
-
-
-def test_errors(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, message in (("--units 7", "--units 7: rotations work on pairs"), ("--margin 1", "below 1")):
-        assert run("stacked_mnist", *small, *option.split(), "--out", tmp_path / "run") == 2
-        assert message in capsys.readouterr().err

@@ -51,6 +51,8 @@ adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model ex
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
 pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
 adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
+stacked_mnist | --data {mnist} --units 7 | --units 7: rotations work on pairs
+stacked_mnist | --data {mnist} --margin 1 | below 1
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
 pixel_mnist | --data {mnist}/.. | has it
 pixel_mnist | --data {mnist} --validation 260 | 260

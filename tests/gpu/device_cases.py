@@ -35,7 +35,6 @@ def on(problem: ScanProblem, device: str = "cuda") -> ScanProblem:
     """The problem on a device, token ids and resets too."""
     moved = problem.map(lambda t: t.to(device))
     moved.x = moved.x.to(device)
-    moved.resets = None if moved.resets is None else moved.resets.to(device)
     return moved
 
 

@@ -23,8 +23,10 @@ from helpers import (
     assert_matches_reference,
     assert_same_bits,
     backends,
+    call_functional,
     check_scan,
     each,
+    leaf_tensors,
     run_scan,
     scan_cases,
     scan_problem,
@@ -295,13 +297,9 @@ def test_forward_of_one_backward_of_the_other(op: str, backend: str, activation:
 
 def test_half_a_million_sequences_on_one_thread() -> None:
     """Products of two numbers of rows exceed 32 bits."""
-    B, threads = 500_000, torch.get_num_threads()
+    B = 500_000
     x, h0, w = torch.randn(1, B, 2), torch.randn(B, 2), torch.randn(2, 2)
-    torch.set_num_threads(1)
-    try:
-        hs = functional.dense_scan(x, w, h0, activation="identity", backend="cpu")
-    finally:
-        torch.set_num_threads(threads)
+    hs = functional.dense_scan(x, w, h0, activation="identity", backend="cpu")
     torch.testing.assert_close(hs[0], x[0] + h0 @ w.mT, rtol=1e-5, atol=1e-5)
 
 
@@ -320,15 +318,11 @@ def test_gradients_of_the_factors_without_m(B: int, T: int, N: int, K: int, inpu
         poisoned = problem if lengths is None else with_poisoned_padding(problem, lengths)
         state, results = problem.reset_state, []
         for one, backend in ((poisoned, "cpu"), (problem, "reference")):
-            leaves = [
-                t.clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in one.inputs()
-            ]
+            leaves = leaf_tensors(one)
             start = None if state is None else state.clone().requires_grad_()
             options: dict[str, Any] = {"resets": problem.resets, "reset_state": start, "lengths": lengths}
             options["checkpoint_every"] = every
-            x, u, s, v, h0, weight, bias, act_param = leaves
-            options |= {"weight": weight, "bias": bias, "activation": activation, "act_param": act_param}
-            hs = functional.factored_scan(x, u, s, v, h0, backend=backend, **options)
+            hs = call_functional(one, leaves, backend=backend, **options)
             required = [t for t in (*leaves, start) if t is not None and t.requires_grad]
             results.append(torch.autograd.grad(hs, required, one.grad_hs))
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)

@@ -1,4 +1,5 @@
-"""Resets of factored_scan and dense_scan: a step that starts from reset_state in place of the state before."""
+"""Lengths, clips and resets of factored_scan and dense_scan: every sequence on its own, cut where a step starts from
+reset_state in place of the state before."""
 
 from __future__ import annotations
 
@@ -34,98 +35,92 @@ from orthokern.reference.activations import activation_fwd
 SERVED = served("factored_scan")
 
 
-def some_resets(T: int, B: int, share: float = 0.3, seed: int = 0) -> Tensor:
-    """bool [T, B]."""
-    return torch.rand(T, B, generator=torch.Generator().manual_seed(seed)) < share
-
-
-def state_for(problem: ScanProblem, seed: int = 1) -> Tensor:
-    """A state that resets start from, [B, N]."""
-    return torch.randn(problem.h0.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def cut_by_hand(
-    problem: ScanProblem, inputs: list[Tensor | None], state: Tensor, resets: Tensor, lengths: Tensor, clip: float
-) -> Tensor:
-    """hs [T, B, N] in plain torch: every sequence on its own, cut at its resets into scans of their own."""
+    problem: ScanProblem,
+    inputs: list[Tensor | None],
+    state: Tensor | None,
+    resets: Tensor | None,
+    lengths: Tensor,
+    clip: float,
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """hs [T, B, N] in plain torch: every sequence on its own, cut at its resets into scans of their own; and the states
+    [1, N] of each sequence."""
     x, *matrices, h0, weight, bias, act_param = inputs
     assert x is not None and h0 is not None
     w = matrices[0] if problem.op == "dense_scan" else matrices[0] @ torch.diag(matrices[1]) @ matrices[2].mT
-    rows = []
+    sequences = []
     for b, length in enumerate(lengths.tolist()):
-        states: list[Tensor] = []
-        borders = [t for t in range(length) if resets[t, b]]
-        for start, stop in zip([0, *borders], [*borders, length], strict=True):
-            h = state[b : b + 1] if start in borders else h0[b : b + 1]
-            for t in range(start, stop):
-                e = x[t, b] if weight is None else weight @ x[t, b] if x.is_floating_point() else weight[:, x[t, b]]
-                a = h @ w.mT + (e if bias is None else e + bias)
-                if clip:
-                    a.register_hook(lambda g: g.clamp(-clip, clip))
-                h = activation_fwd(a, act_param, activation=problem.activation)
-                states.append(h)
-        rows.append(torch.cat([*states, h0.new_zeros(len(x) - length, h0.shape[1])]))
-    return torch.stack(rows, 1)
+        h, states = h0[b : b + 1], []
+        for t in range(length):
+            if resets is not None and resets[t, b]:
+                assert state is not None
+                h = state[b : b + 1]
+            e = x[t, b] if weight is None else weight @ x[t, b] if x.is_floating_point() else weight[:, x[t, b]]
+            a = h @ w.mT + (e if bias is None else e + bias)
+            if clip:
+                a.register_hook(lambda g: g.clamp(-clip, clip))
+            h = activation_fwd(a.clone(), act_param, activation=problem.activation)  # the identity returns its argument
+            states.append(h)
+        sequences.append(states)
+    rows = [torch.cat([*states, h0.new_zeros(len(x) - len(states), h0.shape[1])]) for states in sequences]
+    return torch.stack(rows, 1), sequences
 
 
-def check_against_cuts(
-    problem: ScanProblem, backend: str, resets: Tensor, lengths: Tensor, clip: float = 0.0, every: int = 0
-) -> None:
-    """States and every gradient of a float64 problem against ``cut_by_hand``: of the op, with its own backward, and
-    with backend="reference" of plain torch code too."""
-    inputs, state = leaf_tensors(problem), state_for(problem).requires_grad_()
-    hs = cut_by_hand(problem, inputs, state, resets, lengths, clip)
+def check_against_cuts(problem: ScanProblem, backend: str, lengths: Tensor, clip: float = 0.0, every: int = 0) -> None:
+    """States, every gradient and grad_norm of a float64 problem, with its resets, against ``cut_by_hand``: of the op,
+    with its own backward, and with backend="reference" of plain torch code too."""
+    inputs, state = leaf_tensors(problem), problem.reset_state
+    state = None if state is None else state.clone().requires_grad_()
+    hs, sequences = cut_by_hand(problem, inputs, state, problem.resets, lengths, clip)
     wanted = [t for t in (*inputs, state) if t is not None and t.requires_grad]
-    expected = torch.autograd.grad(hs, wanted, problem.grad_hs, allow_unused=True)
+    steps = [h for states in sequences for h in states]
+    expected = torch.autograd.grad(hs, [*wanted, *steps], problem.grad_hs, allow_unused=True)
+    squares, norms = iter(expected[len(wanted) :]), torch.zeros(len(problem.x), dtype=torch.float64)
+    for states in sequences:
+        norms[: len(states)] += torch.stack([next(squares).square().sum() for _ in states])
     poisoned = with_poisoned_padding(problem, lengths)
+    options = {"checkpoint_every": every, "lengths": lengths, "message_clip": clip, "resets": problem.resets}
 
-    def op(inputs: list[Tensor | None], own: Tensor) -> Tensor:
-        args = scan_args(
-            problem.op,
-            inputs,
-            problem.activation,
-            checkpoint_every=every,
-            backend=backend,
-            lengths=lengths,
-            message_clip=clip,
-            resets=resets,
-            reset_state=own,
-        )
-        found: Tensor = getattr(torch.ops.orthokern, f"{problem.op}_fwd")(*args)[0]
-        return found
+    def op(inputs: list[Tensor | None], own: Tensor | None) -> Tensor:
+        args = scan_args(problem.op, inputs, problem.activation, backend=backend, reset_state=own, **options)
+        hs: Tensor = getattr(torch.ops.orthokern, f"{problem.op}_fwd")(*args)[0]
+        return hs
 
-    def plain(inputs: list[Tensor | None], own: Tensor) -> Tensor:
-        more = {"lengths": lengths, "message_clip": clip, "resets": resets, "reset_state": own}
-        return call_functional(poisoned, inputs, backend="reference", **more)
+    def plain(inputs: list[Tensor | None], own: Tensor | None) -> Tensor:
+        return call_functional(poisoned, inputs, backend="reference", **options, reset_state=own)
 
     for run in (op, plain) if backend == "reference" else (op,):
-        again, own = leaf_tensors(poisoned), state.detach().clone().requires_grad_()
+        again, own = leaf_tensors(poisoned), None if state is None else state.detach().clone().requires_grad_()
         ours = run(again, own)
         torch.testing.assert_close(ours, hs, rtol=1e-12, atol=1e-13)
         leaves = [t for t in (*again, own) if t is not None and t.requires_grad]
         found = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
-        for leaf, grad, want in zip(leaves, found, expected, strict=True):
+        for leaf, grad, want in zip(leaves, found, expected, strict=False):
             torch.testing.assert_close(grad, torch.zeros_like(leaf) if want is None else want, rtol=1e-10, atol=1e-12)
+    grad_norm = run_scan(poisoned, backend, **options)["grad_norm"]
+    torch.testing.assert_close(grad_norm, norms.sqrt(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize("backend", SERVED)
-def test_resets_are_cuts(op: str, activation: str, backend: str) -> None:
+def test_lengths_and_resets_are_cuts(op: str, activation: str, backend: str) -> None:
     T, B = 9, 5
-    for i, kind in enumerate(("dense", "features", "tokens")):
-        problem = scan_problem(op, B=B, T=T, N=6, D=4, activation=activation, inputs=kind, gap=0.0)
-        resets = some_resets(T, B, seed=i)
-        resets[0, 1], resets[:, 2], resets[:, 3] = True, True, False
-        lengths = some_lengths(B, T, ("full", "any", "falling")[i])
-        for every, clip in ((0, 0.0), (4, 0.3), (1, 0.0)):
-            check_against_cuts(problem, backend, resets, lengths, clip, every)
+    for kind, order in (("dense", "any"), ("features", "falling"), ("tokens", "rising")):
+        whole = scan_problem(op, B=B, T=T, N=6, D=4, K=4, activation=activation, inputs=kind, gap=1e-3)
+        lengths = some_lengths(B, T, order)
+        cut = with_resets(whole, gap=0.0)
+        assert cut.resets is not None
+        cut.resets[0, 1], cut.resets[:, 2], cut.resets[:, 3] = True, True, False
+        for every, clip in ((0, 0.0), (4, 0.3), (1, 0.0), (20, 0.3)):
+            for problem in (whole, cut):
+                check_against_cuts(problem, backend, lengths, clip, every)
 
 
 @pytest.mark.parametrize("op", SCANS)
 def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
-    problem = scan_problem(op, B=3, T=6, N=5)
-    resets = some_resets(6, 3)
+    problem = with_resets(scan_problem(op, B=3, T=6, N=5))
+    resets = problem.resets
     x, *matrices, h0, _, _, _ = problem.inputs()
     scan = getattr(functional, op)
     one, other = h0.clone().requires_grad_(), h0.clone().requires_grad_()
@@ -174,17 +169,19 @@ def test_bad_resets_are_one_line(op: str) -> None:
 
 @pytest.mark.parametrize("op", SCANS)
 def test_opcheck_and_compile_with_resets(op: str) -> None:
-    problem = scan_problem(op, B=3, T=5, N=4, D=6, activation="tanh", inputs="features")
+    problem = with_resets(scan_problem(op, B=3, T=5, N=4, D=6, activation="tanh", inputs="features"))
+    assert problem.reset_state is not None
+    state = problem.reset_state
     fwd, bwd = (getattr(torch.ops.orthokern, f"{op}_{way}").default for way in ("fwd", "bwd"))
-    more = {"resets": some_resets(5, 3), "reset_state": state_for(problem).requires_grad_()}
+    more = {"resets": problem.resets, "reset_state": state.clone().requires_grad_()}
     torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "tanh", **more)))
-    args = problem.args(**{name: tensor.detach() for name, tensor in more.items()})
+    args = problem.args()
     hs, _, pre = fwd(*args)
     torch.library.opcheck(bwd, (problem.grad_hs, hs, pre, *scan_needs(), *args))
 
     def run(function: Any) -> list[Tensor]:
-        inputs, own = leaf_tensors(problem), state_for(problem).requires_grad_()
-        out = function(problem, inputs, resets=more["resets"], reset_state=own)
+        inputs, own = leaf_tensors(problem), state.clone().requires_grad_()
+        out = function(problem, inputs, resets=problem.resets, reset_state=own)
         leaves = [t for t in (*inputs, own) if t is not None and t.requires_grad]
         return [out.detach(), *torch.autograd.grad(out, leaves, problem.grad_hs)]
 
@@ -198,7 +195,7 @@ def test_any_byte_but_zero_is_a_reset(op: str) -> None:
     problem = scan_problem(op, B=8, T=6, N=5, K=3, D=2, activation="tanh", inputs="features")
     flags = torch.zeros(6, 8, dtype=torch.uint8)
     flags[3], flags[4, 2] = 255, 2
-    state = state_for(problem)
+    state = torch.randn_like(problem.h0)
     viewed, plain = (
         run_scan(dataclasses.replace(problem, resets=resets, reset_state=state), "cpu")
         for resets in (flags.view(torch.bool), flags > 0)

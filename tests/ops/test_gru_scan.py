@@ -22,26 +22,6 @@ needs_cpu = pytest.mark.skipif(WHY_NO_CPU is not None, reason=f"cpu: {WHY_NO_CPU
 # ------------------------------------------------------------------------------------------------------------ reference
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_reference_backward_is_the_derivative(variant: str, bias: bool) -> None:
-    """The hand-derived backward against autograd of the forward, and autograd against finite differences."""
-    p = GruProblem.random(variant, 5, 3, 4, bias=bias)
-    leaves = [t.clone().requires_grad_() for t in (p.x, p.w, p.h0, p.bias) if t is not None]
-
-    def run(x: Tensor, w: Tensor, h0: Tensor, b: Tensor | None = None) -> Tensor:
-        return functional.gru_scan(x, w, h0, bias=b, variant=variant, backend="reference")
-
-    assert torch.autograd.gradcheck(run, leaves)
-    expected = torch.autograd.grad(run(*leaves), leaves, p.grad_hs)
-    found = p.run_leaves(reference)
-    assert ("grad_bias" in found) == bias
-    for name, wanted in zip(("grad_x", "grad_w", "grad_h0", "grad_bias"), expected, strict=False):
-        torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
-    # dL/dh_t of the states as they are: the last one's is its own cotangent
-    torch.testing.assert_close(found["grad_norm"][-1], p.grad_hs[-1].norm())
-
-
 def test_kanai_by_the_paper() -> None:
     """Equations 1 to 4, one sequence, one step at a time, written down from the paper."""
     p = GruProblem.random("kanai", 6, 1, 5, bias=False)
@@ -56,23 +36,6 @@ def test_kanai_by_the_paper() -> None:
         torch.testing.assert_close(h_t[0], h)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
-def test_torch_variant_is_torchs_gru(backend: str) -> None:
-    T, B, D, N = 7, 3, 5, 11
-    theirs = torch.nn.GRU(D, N).double()
-    x, h0, g = torch.randn(T, B, D).double(), torch.randn(B, N).double(), torch.randn(T, B, N).double()
-    expected = theirs(x, h0.unsqueeze(0))[0]
-    parameters = list(theirs.parameters())
-    w_ih, w_hh, b_ih, b_hh = parameters
-    e = torch.nn.functional.linear(x, w_ih, b_ih)
-    actual = functional.gru_scan(e, w_hh, h0, bias=b_hh, variant="torch", backend=backend)
-    torch.testing.assert_close(actual, expected)
-    for one, other in zip(
-        torch.autograd.grad(actual, parameters, g), torch.autograd.grad(expected, parameters, g), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), (4, 20, 130), (3, 5, 200), (2, 230, 20)]
@@ -81,24 +44,28 @@ SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), 
 @needs_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("ragged", [False, True])
-def test_cpu_matches_the_reference(ragged: bool, variant: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["whole", "ragged", "resets"])
+def test_cpu_matches_the_reference(kind: str, variant: str, dtype: torch.dtype) -> None:
     for index, (T, B, N) in enumerate(SIZES):
         torch.set_num_threads(1 + index % 2)
         options: dict[str, Any] = {}
-        if ragged:
+        if kind == "ragged" or (kind == "resets" and index % 3):
             lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
             lengths -= (lengths == T).long() * (index % 2)  # no sequence has the last step
             options["lengths"] = lengths.clamp(min=1)
         inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
+        if kind == "resets":
+            inexact = inexact.with_resets((0.1, 0.6)[index % 2], state=index != 2, seed=index)
         expected = inexact.map(Tensor.double).run("reference", **options)
         plain, actual = inexact.run("reference", **options), inexact.run("cpu", **options)
         for name in actual:
             assert_matches_reference(
                 actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
             )
-        if ragged:
+        if options:
             assert_same_bits(actual, inexact.with_poisoned_padding(options["lengths"]).run("cpu", **options))
+        else:  # dL/dh_t of the states as they are: that of the last one is its own cotangent
+            torch.testing.assert_close(expected["grad_norm"][-1], inexact.grad_hs[-1].double().norm())
     assert_same_bits(inexact.run("cpu"), inexact.run("cpu", lengths=torch.full((B,), T)))
 
 
@@ -141,30 +108,6 @@ def test_backends_can_be_mixed(variant: str) -> None:
     for one, other in (("cpu", "reference"), ("reference", "cpu")):
         for name, tensor in p.run(one, other).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-11)
-
-
-# -------------------------------------------------------------------------------------------------------------- lengths
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_reference_with_lengths_is_every_sequence_on_its_own(variant: str) -> None:
-    """Values and gradients of each sequence alone; zeros behind it, and gradcheck of the whole."""
-    lengths = torch.tensor([3, 1, 5, 2])
-    p = GruProblem.random(variant, 5, 4, 3)
-    together = p.with_poisoned_padding(lengths).run("reference", lengths=lengths)
-    grad_w, grad_bias = torch.zeros_like(p.w), torch.zeros(9, dtype=torch.float64)
-    for b, n in enumerate(lengths.tolist()):
-        alone = p.map(lambda t, b=b, n=n: t[:n, b : b + 1] if t.ndim == 3 else t)
-        alone.h0 = p.h0[b : b + 1]
-        result = alone.run("reference")
-        for name in ("hs", "gates", "pre", "grad_x"):
-            if together[name].numel():
-                torch.testing.assert_close(together[name][:n, b : b + 1], result[name], rtol=1e-12, atol=1e-12)
-                assert not together[name][n:, b].any()
-        torch.testing.assert_close(together["grad_h0"][b : b + 1], result["grad_h0"], rtol=1e-12, atol=1e-12)
-        grad_w, grad_bias = grad_w + result["grad_w"], grad_bias + result["grad_bias"]
-    torch.testing.assert_close(together["grad_w"], grad_w, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(together["grad_bias"], grad_bias, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------------------- op
