@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -38,20 +37,14 @@ def read_object(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         InputError: it cannot be read, or does not hold a JSON object.
     """
-    value = _object(read_file(path))
+    value = parsed_object(read_file(path))
     if value is None:
         raise InputError(f"{path} is damaged: not a JSON object")
     return value
 
 
-def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """The lines of a file with their line ends, each with its JSON object, or None if it is not a JSON object. Raises
-    as `read_file`."""
-    for line in io.BytesIO(read_file(path)):
-        yield line, _object(line)
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
+def parsed_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object in a text; None if it holds something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -22,7 +22,7 @@ from runs import settings_of
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import runner
 from orthokern.reproduce.report import figure_name, labels, markdown
-from orthokern.reproduce.spec import Experiment, is_planned, over_seeds
+from orthokern.reproduce.spec import Experiment, is_planned, over_seeds, planned
 from orthokern.training import read_metrics
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -121,6 +121,12 @@ def test_a_margin_by_the_length_is_that_of_the_command() -> None:
     run = replace(TOY.runs[0], task="copy", options=("--preset", "paper", "--T", "200", "--model", "rnn"))
     assert is_planned(vars(settings_of("copy", run.options)), run, quick=False)
     assert not is_planned(vars(settings_of("copy", run.options, margin=0.001)), run, quick=False)
+
+
+def test_iterations_replace_the_epochs_of_a_preset() -> None:
+    run = replace(TOY.runs[0], task="pixel_mnist", options=("--preset", "paper", "--iterations", "5"))
+    settings = planned(run, quick=False)
+    assert (settings["iterations"], settings["epochs"]) == (5, None)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ A run in progress can be read at any time: an incomplete last line of metrics.js
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orthokern._files import count, json_lines, number, read_object
+from orthokern._files import count, number, parsed_object, read_file, read_object
 from orthokern.errors import InputError
 
 Record = dict[str, Any]
@@ -98,8 +97,7 @@ class RunRecord:
 
 def load_run(folder: Path | str) -> RunRecord:
     """Reads the configuration and records of a run. Without metrics.jsonl, which is written after the first iteration,
-    it has no records. A run that was killed and resumed may have two records of an iteration: the later one replaces
-    the earlier one, and all earlier records of later iterations are dropped.
+    it has no records.
 
     Example::
 
@@ -121,15 +119,7 @@ def load_run(folder: Path | str) -> RunRecord:
         raise InputError(f"{path} is not a run folder: no config.json there{hint}")
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
         raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
-    records: list[Record] = []
-    for line, complete, record in _lines(path / "metrics.jsonl"):
-        if record is None and not complete:  # the line is being written, or the run was killed while writing it
-            break
-        if record is None:
-            raise InputError(f"{path / 'metrics.jsonl'} is damaged: line {line} is not a JSON object with an iteration")
-        while records and records[-1]["iteration"] >= record["iteration"]:
-            records.pop()
-        records.append(record)
+    records = read_metrics(path / "metrics.jsonl")
     result = _object(path / "result.json") or {}
     ended = count(result.get("iteration"))
     if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
@@ -138,30 +128,23 @@ def load_run(folder: Path | str) -> RunRecord:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All complete records of a metrics file, in order, up to the first line that is not a record; [] if there is no
-    file. A record is a JSON object whose "iteration" is a non-negative integer.
+    """All complete records of a metrics file, in order; [] if there is no file. A record is a JSON object whose
+    "iteration" is an integer. InputError, which names the line, for anything else.
 
     Example::
 
         >>> read_metrics(Path("no such file"))
         []
     """
-    records: list[Record] = []
-    for _, _, record in _lines(path):
-        if record is None:
-            break
-        records.append(record)
-    return records
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bool, Record | None]]:
-    """The lines of a metrics file: number, whether the line has an end, and the record or None."""
     try:
-        for line, (content, value) in enumerate(json_lines(path), start=1):
-            valid = value is not None and count(value.get("iteration")) is not None
-            yield line, content.endswith(b"\n"), value if valid else None
+        lines = read_file(path).split(b"\n")[:-1]  # without a line that is being written
     except FileNotFoundError:
-        return
+        return []
+    records = [parsed_object(content) for content in lines]
+    for line, record in enumerate(records, 1):
+        if record is None or count(record.get("iteration")) is None:
+            raise InputError(f"{path} is damaged: line {line} is not a JSON object with an iteration")
+    return records  # type: ignore[return-value]
 
 
 def number_at(record: Record, quantity: str) -> float | None:

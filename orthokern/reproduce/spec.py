@@ -201,16 +201,16 @@ def each_once(options: Sequence[str]) -> tuple[str, ...]:
 def named_settings(run: Run, quick: bool) -> dict[str, Any]:
     """The settings that the command line of a run names, itself or by a preset."""
     command = importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND
-    settings = command.parser().parse([*run.options, *(run.quick if quick else ())])
-    return {**command.presets.get(settings.get("preset"), {}), **settings}
+    typed = command.parser().parse([*run.options, *(run.quick if quick else ())])
+    settings = {**command.presets.get(typed.get("preset"), {}), **typed}
+    if "iterations" in settings and "epochs" not in typed:  # in place of a number of epochs
+        settings["epochs"] = None
+    return settings
 
 
 def planned(run: Run, quick: bool) -> dict[str, Any]:
     """The settings of a run according to its command line. Settings that the task derives from others may be None."""
-    settings = named_settings(run, quick)
-    if "iterations" in settings:  # in place of the default number of epochs
-        settings = {"epochs": None, **settings}
-    return {**importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND.defaults, **settings}
+    return {**importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND.defaults, **named_settings(run, quick)}
 
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:

@@ -201,7 +201,7 @@ class TaskCommand(Generic[Chosen]):
         def body() -> int:
             try:
                 with distributed.processes() as shard:
-                    given = distributed.on_all(lambda: self.parser().parse(arguments))
+                    given = distributed.on_all(lambda: self._parsed(arguments))
                     return self._run(given, shard, started)
             except distributed.EndedElsewhere:
                 return EXIT_BAD_INPUT
@@ -211,12 +211,17 @@ class TaskCommand(Generic[Chosen]):
 
         return command(body)
 
-    def _run(self, given: Settings, shard: Shard, started: float) -> int:
-        resumed, out = given.pop("resume", None), given.pop("out", None)
+    def _parsed(self, arguments: list[str] | None) -> Settings:
+        given = self.parser().parse(arguments)
+        resumed, out = given.get("resume"), given.get("out")
         if resumed is not None and out not in (None, resumed):
             raise InputError(
                 f"--resume {resumed} and --out {out}: a run is resumed in its own folder; give one of the two"
             )
+        return given
+
+    def _run(self, given: Settings, shard: Shard, started: float) -> int:
+        resumed, out = given.pop("resume", None), given.pop("out", None)
         run = None if resumed is None else distributed.on_first(lambda: RunFolder.open(resumed, self.name))
         try:
             settings = distributed.on_all(lambda: self._settings(given, run, shard))

@@ -105,7 +105,7 @@ class RunFolder:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
         every = count(config["settings"].get("checkpoint_every"), 1) or 1
-        done = max((record["iteration"] for record in read_metrics(run.metrics)), default=0)
+        done = len(read_metrics(run.metrics))
         if not run.checkpoint.exists() and (done > every or run.result.exists()):
             raise CheckpointError(
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
