@@ -112,6 +112,15 @@ def test_it_stands_for_itself(kind: str) -> None:
     assert type(frozen).__name__ in repr(nn.Sequential(frozen))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_with_gradients(kind: str) -> None:
+    frozen = made(kind).frozen()
+    x, h = torch.randn(2, D, requires_grad=True), frozen(torch.randn(1, 2, D))[1].requires_grad_()
+    output, last = frozen.step(x, h)
+    assert not output.requires_grad and not last.requires_grad
+    assert torch.equal(output, frozen.step(x.detach(), h.detach())[0])
+
+
 def test_low_ranks_stay_factored() -> None:
     assert set(FactorizedRNN(3, 8, rank=4).frozen().state_dict()) == {"u_l0", "s_l0", "v_l0", "weight_ih_l0", "bias_l0"}
     assert set(FactorizedRNN(3, 8, rank=5).frozen().state_dict()) == {"weight_hh_l0", "weight_ih_l0", "bias_l0"}
@@ -121,7 +130,7 @@ def test_bad_input() -> None:
     frozen = RNN(D, N, bidirectional=True).frozen()
     for call, message in (
         (lambda: frozen.step(torch.zeros(1, D)), "step is for one direction"),
-        (lambda: PeepholeLSTM(D, N).frozen(), "frozen is not for a PeepholeLSTM; accepted: eval"),
+        (lambda: PeepholeLSTM(D, N).frozen(), "frozen is not for PeepholeLSTM modules; accepted: eval"),
         (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, D\]"),
         (lambda: RNN(D, N).frozen().reset_parameters(), "a frozen module has no parameters"),
         (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),

@@ -70,8 +70,12 @@ class Layers(nn.Module):
         *,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:  # as Python says it, but with the name of the subclass
+            name = type(self).__name__
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {min(unknown)!r}")
         self.input_size = integer("input_size", input_size)
         self.hidden_size = integer("hidden_size", hidden_size)
         self.num_layers = integer("num_layers", num_layers)
@@ -181,7 +185,7 @@ class Layers(nn.Module):
             >>> output, h = rnn.step(torch.randn(1, 3))  # [1, 8], [1, 1, 8]
         """
         if self._frozen_kind is None:
-            raise InputError(f"frozen is not for a {type(self).__name__}; accepted: eval() and torch.no_grad()")
+            raise InputError(f"frozen is not for {type(self).__name__} modules; accepted: eval() and torch.no_grad()")
         with torch.no_grad(), _autocast.off():
             result: Layers = self._frozen_kind(self)
             return result

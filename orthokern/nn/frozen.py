@@ -296,7 +296,8 @@ class FrozenRotationRNN(_Frozen, RotationRNN):
             weight, bias, re, im = self._factors(suffix)
             if resets is not None and state is not None:
                 h = torch.where(resets.unsqueeze(1), state, h)
-            return torch.add(turn(h.double(), re, im), self._weighted(x, weight, bias), out=result)
+            turned = turn(h.detach().double(), re, im)
+            return torch.add(turned, self._weighted(x.detach(), weight, bias), out=result)
 
         return call
 
