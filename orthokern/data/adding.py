@@ -55,17 +55,12 @@ class AddingTask(Generator):
         # the variance of one uniform number is 1/12
         self.baseline = 1 / 6 if target == "sum" else 1 / 24
 
-    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        return torch.zeros(self.T, batch, 2, device=device), torch.zeros(batch, device=device)
-
-    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
-        batch = inputs.shape[1]
+    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         values = torch.rand(self.T, batch, generator=generator)
         start, middle, end = self._bounds
         first = torch.randint(start, middle, (batch,), generator=generator)
         second = torch.randint(middle, end, (batch,), generator=generator)
         marked = torch.stack([first, second])  # [2, B]
         total = values.gather(0, marked).sum(0)
-        targets.copy_(total if self.target == "sum" else total / 2)
-        inputs[..., 0] = values
-        inputs[..., 1] = torch.zeros_like(values).scatter_(0, marked, 1.0)
+        indicators = torch.zeros_like(values).scatter_(0, marked, 1.0)
+        return torch.stack([values, indicators], -1), total if self.target == "sum" else total / 2

@@ -61,16 +61,13 @@ class CopyTask(Generator):
         self.marker_step = recall + T - 1
         self.baseline = recall * math.log(symbols) / self.length
 
-    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        tokens = torch.zeros(self.length, batch, dtype=self.dtype, device=device)
+    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(1, self.symbols + 1, (self.recall, batch), generator=generator)
+        tokens = torch.zeros(self.length, batch, dtype=self.dtype)
+        targets = torch.zeros_like(tokens)
+        tokens[: self.recall] = targets[-self.recall :] = drawn
         tokens[self.marker_step] = self.marker
-        return tokens, torch.zeros_like(tokens)
-
-    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
-        # Only K rows of each tensor differ between batches, so that the cost does not depend on T.
-        drawn = torch.randint(1, self.symbols + 1, (self.recall, inputs.shape[1]), generator=generator)
-        inputs[: self.recall] = drawn
-        targets[-self.recall :] = drawn
+        return tokens, targets
 
     def scalar(self, tokens: Tensor, marker: float = -1.0) -> Tensor:
         """Encodes tokens as one number per step: the value of the symbol, 0 for the blank, `marker` for the marker.

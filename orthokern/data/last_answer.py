@@ -8,7 +8,6 @@ problem has fixed ranges for sequences of about 100 steps, and special symbols f
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -19,27 +18,12 @@ from orthokern.errors import InputError, integer
 _TENTHS = {2: ((1, 2), (5, 6)), 3: ((1, 2), (3, 4), (6, 7))}
 
 
-class _OneHotGenerator(Generator):
-    """Inputs [T, B, num_features] float32, one-hot symbols; targets [B] int64, a class due after the last step."""
-
-    num_features: int
-    num_classes: int
-
-    def _empty(self, batch: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        inputs = torch.zeros(self.length, batch, self.num_features, device=device)
-        return inputs, torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def _fill(self, inputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> None:
-        symbols, classes = self._draw(inputs.shape[1], generator)
-        inputs.zero_().scatter_(2, symbols.to(inputs.device).unsqueeze(-1), 1.0)
-        targets.copy_(classes)
-
-    @abstractmethod
-    def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Symbols [T, B] int64 and classes [B] int64."""
+def _one_hot(symbols: Tensor, count: int) -> Tensor:
+    """symbols [T, B] int64 -> [T, B, count] float32."""
+    return torch.zeros(*symbols.shape, count).scatter_(2, symbols.unsqueeze(-1), 1.0)
 
 
-class RandomPermutationTask(_OneHotGenerator):
+class RandomPermutationTask(Generator):
     """Generator of the random permutation problem: name the first of T symbols.
 
     A batch has inputs [T, B, symbols] float32, one-hot, and targets [B] int64. The first symbol, which is the target,
@@ -70,11 +54,11 @@ class RandomPermutationTask(_OneHotGenerator):
 
     def _draw(self, batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         symbols = torch.randint(2, self.symbols, (self.T, batch), generator=generator)
-        symbols[0] = torch.randint(0, 2, (batch,), generator=generator)
-        return symbols, symbols[0]
+        symbols[0] = targets = torch.randint(0, 2, (batch,), generator=generator)
+        return _one_hot(symbols, self.symbols), targets
 
 
-class TemporalOrderTask(_OneHotGenerator):
+class TemporalOrderTask(Generator):
     """Generator of the temporal order problem: which of X and Y occurs at each of two or three places of a sequence.
 
     A batch has inputs [T, B, 6] float32, one-hot, and targets [B] int64, in which the first place is the highest bit, X
@@ -117,4 +101,4 @@ class TemporalOrderTask(_OneHotGenerator):
             place = torch.randint(start, end, (1, batch), generator=generator)
             symbols.scatter_(0, place, 4 + bit.unsqueeze(0))
             value = 2 * value + bit
-        return symbols, value
+        return _one_hot(symbols, 6), value

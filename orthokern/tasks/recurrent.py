@@ -152,20 +152,18 @@ class DrawnTask(RecurrentTask):
         self.baseline = data.baseline
         self.time_steps = data.length
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
-        self._buffers = data.buffers(settings.batch, self.device)
+        data.batch(settings.batch, torch.Generator())  # refuses, before a run starts, one without memory for it
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._buffers
-        self.drawn.fill(inputs, targets, self.generator)
-        return inputs[:, self.rows], targets[..., self.rows]
+        inputs, targets = self.drawn.batch(self.settings.batch, self.generator)
+        return inputs[:, self.rows].to(self.device), targets[..., self.rows].to(self.device)
 
     def held_out(self, iteration: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """New batches of `size` sequences, in tensors of their own. An iteration always gets the same batches."""
+        """New batches of `size` sequences. An iteration always gets the same batches."""
         generator = torch.Generator().manual_seed(stream_seed(self.settings.seed, f"held-out {iteration}"))
-        inputs, targets = self.drawn.buffers(size, self.device)
         while True:
-            self.drawn.fill(inputs, targets, generator)
-            yield inputs, targets
+            inputs, targets = self.drawn.batch(size, generator)
+            yield inputs.to(self.device), targets.to(self.device)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The mean "loss" and the "accuracy" (a fraction) on "eval_sequences" new sequences, or on fewer if `settled`
