@@ -187,6 +187,15 @@ def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[s
     assert sum(part[1]["accuracy"].item() for part in weighted) / 4 == pytest.approx(right / sum(counts), rel=1e-5)
 
 
+@pytest.mark.parametrize("options", ["--batch 3 --length 60 --bucket 1", "--batch 24 --bptt 40"])
+def test_steps_are_those_of_the_profiles(options: str, tmp_path: Path, ptb: Path) -> None:
+    """Of the first batch of an iteration, where the batches differ in length."""
+    given = "--accumulate 3 --diagnose-every 1 --iterations 12 --hidden 8 --threads 1 --no-plots".split()
+    assert run("char_lm", "--data", ptb, *options.split(), *given, "--out", tmp_path / "run") == 0
+    steps = [record["time_steps"] for record in records(tmp_path / "run")]
+    assert steps == [len(record["grad_norm_through_time"]) for record in records(tmp_path / "run")]
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("model", network.MODELS)
 def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[str, list[str]]) -> None:

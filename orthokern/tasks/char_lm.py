@@ -147,7 +147,7 @@ class CharTask(RecurrentTask):
     settings: CharOptions
     iterations_per_epoch: int
     parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
-    steps: int  # of the last batch
+    steps: int  # of the first batch of an iteration, which diagnostics are about
 
     @abstractmethod
     def _evaluate(self, part: Any) -> dict[str, float]:
@@ -214,8 +214,8 @@ class CharLm(CharTask):
         for _ in range(count):
             drawn.append(next(self.batches))
             targets += self.batches.joint_targets
+        self.steps = len(drawn[0].batch_sizes)
         for batch in drawn:
-            self.steps = len(batch.batch_sizes)
             weight = len(batch.targets) * current_shard().world * count / targets
             batch = batch.to(self.device)
             yield batch.packed(), batch.targets, weight
@@ -286,11 +286,11 @@ class CharStream(CharTask):
         order = [(self.position + step) % self.pieces for step in range(count)]
         drawn = [self._piece(self.parts["train"], index) for index in order]
         steps = sum(len(targets) for _, targets in drawn)
+        self.steps = len(drawn[0][0])
         for index, (inputs, targets) in zip(order, drawn, strict=True):
             if index == 0:
                 self.carried = None
             self.position = (index + 1) % self.pieces
-            self.steps = len(inputs)
             yield inputs, targets, len(targets) * count / steps
 
     def loss(self, batch: tuple[Tensor, Tensor, float]) -> tuple[Tensor, dict[str, Tensor]]:
