@@ -16,7 +16,7 @@ import torch
 from runs import assert_resumes, build, records, run, settings_of
 
 from orthokern.nn import RotationRNN
-from orthokern.tasks import adding, char_lm, epochs, network, optimization
+from orthokern.tasks import adding, char_lm, epochs, music, network, optimization
 from orthokern.training.distributed import Shard
 
 TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
@@ -123,6 +123,22 @@ def test_rotation_in_a_task() -> None:
         task = build("adding", [*options, *given])
         assert isinstance(task.rnn, RotationRNN) and task.rnn.max_angle == angle
         assert task.title() == "adding, T 10, model rotation, hidden 8, margin 0.2"
+
+
+@pytest.mark.parametrize(
+    ("task", "title"),
+    [
+        ("music --delta 0.5", "music, collection nottingham, model gru, layers 2, hidden 200, delta 0.5"),
+        ("music --clip 3", "music, collection nottingham, model gru, layers 2, hidden 200, clip 3"),
+        ("char_lm --margin none", "char_lm, model factorized, hidden 512"),
+        ("char_lm --bptt 5", "char_lm, bptt 5, model factorized, hidden 512, margin 0.1"),
+    ],
+)
+def test_titles_have_the_settings_that_are_set(task: str, title: str) -> None:
+    name, *options = task.split()
+    experiment = object.__new__({"music": music.MusicTask, "char_lm": char_lm.CharLm}[name])
+    experiment.settings = settings_of(name, [*options, "--data", "folder"])
+    assert experiment.title() == title
 
 
 @pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])

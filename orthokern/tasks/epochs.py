@@ -47,7 +47,9 @@ class Experiment(Task):
         if values.get("model", "factorized") not in ("factorized", "rotation"):
             values.pop("margin", None)
         shown = [
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+            if value is not None
         ]
         return ", ".join([self.name, *shown])
 
