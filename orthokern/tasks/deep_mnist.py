@@ -128,7 +128,7 @@ class DeepMnist(DigitsTask):
         return (images[chosen].float() - self._mean) * self._scale, labels[chosen]
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.model(*batch)
+        loss, numbers = super().loss(batch)
         return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
 
     def diagnose(self) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Experiment(Task):
         ]
         return ", ".join([self.name, *shown])
 
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """That of the model, which is called with the parts of the batch."""
+        loss, numbers = self.model(*batch)
+        return loss, numbers
+
     def clip_gradients(self) -> None:
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)

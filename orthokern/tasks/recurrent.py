@@ -126,7 +126,7 @@ class RecurrentTask(Experiment):
         self.train_with(model, build_optimizer(self.rnn, self.readout, self.settings))
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.model(*batch)
+        loss, numbers = super().loss(batch)
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 

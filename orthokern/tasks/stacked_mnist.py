@@ -136,10 +136,6 @@ class StackedMnist(DigitsTask):
         mean, deviation = 33.3, 78.6  # of all pixels of the training images
         return ((images[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
 
-    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = self.model(*batch)
-        return loss, numbers
-
     @torch.no_grad()
     def diagnose(self) -> dict[str, Any]:
         """The learning rate, and the smallest and largest radius of the rotations over pixels."""
