@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ class StreamModel(CharModel):
 
 
 class CharTask(RecurrentTask):
-    """The common part of both ways of reading the text; a subclass has `model`, `_evaluate` and `parts`."""
+    """The common part of both ways of reading the text; a subclass has `model`, `next_batches` and `measurements`."""
 
     name = "char_lm"
     TITLE = ("bptt", *RecurrentTask.TITLE)
@@ -146,18 +146,21 @@ class CharTask(RecurrentTask):
     baseline = None
     settings: CharOptions
     iterations_per_epoch: int
-    parts: dict[str, Any]  # "validation" and "test", for `_evaluate`
+    parts: dict[str, Any]  # "validation" and "test", for `measurements`
     steps: int  # of the first batch of an iteration, which diagnostics are about
 
     @abstractmethod
+    def measurements(self, part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """The loss, the accuracy and the number of characters of each batch of a part of the text."""
+
+    def next_batch(self) -> Any:
+        """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
+        return next(self.next_batches(1))
+
     def _evaluate(self, part: Any) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
-
-    @staticmethod
-    def _means(batches: Iterable[tuple[Tensor, Tensor, int]]) -> dict[str, float]:
-        """The means over all characters, from loss, accuracy and number of characters of each batch."""
         loss = right = count = 0.0
-        for batch_loss, accuracy, size in batches:
+        for batch_loss, accuracy, size in self.in_time(self.measurements(part)):
             loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
         return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
 
@@ -203,10 +206,6 @@ class CharLm(CharTask):
         self.iterations_per_epoch = count_epochs(settings, self.batches.per_epoch)
         self.build(CharModel(settings))
 
-    def next_batch(self) -> tuple[PackedSequence, Tensor, float]:
-        """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
-        return next(self.next_batches(1))
-
     def next_batches(self, count: int) -> Iterator[tuple[PackedSequence, Tensor, float]]:
         """Inputs, targets, and the weight of their mean loss. The weights make the average of the losses, over the
         batches of an iteration and over processes, equal to the mean over all their targets."""
@@ -220,14 +219,11 @@ class CharLm(CharTask):
             batch = batch.to(self.device)
             yield batch.packed(), batch.targets, weight
 
-    def _evaluate(self, part: Sentences) -> dict[str, float]:
-        def batches() -> Iterator[tuple[Tensor, Tensor, int]]:
-            for sentences in self.in_time(part.ordered(200)):
-                batch = sentences.to(self.device)
-                loss, numbers = self.model(batch.packed(), batch.targets)
-                yield loss, numbers["accuracy"], len(batch.targets)
-
-        return self._means(batches())
+    def measurements(self, part: Sentences) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for sentences in part.ordered(200):
+            batch = sentences.to(self.device)
+            loss, numbers = self.model(batch.packed(), batch.targets)
+            yield loss, numbers["accuracy"], len(batch.targets)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}
@@ -277,10 +273,6 @@ class CharStream(CharTask):
         piece = tokens[index * length : (index + 1) * length + 1].long()
         return piece[:-1], piece[1:]
 
-    def next_batch(self) -> tuple[Tensor, Tensor, float]:
-        """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
-        return next(self.next_batches(1))
-
     def next_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """As those of `CharLm`; the last segment of the text is shorter."""
         order = [(self.position + step) % self.pieces for step in range(count)]
@@ -300,15 +292,12 @@ class CharStream(CharTask):
         added = penalty(self.rnn, self.readout, self.settings)
         return loss if added is None else loss + added, numbers
 
-    def _evaluate(self, part: Tensor) -> dict[str, float]:
-        def pieces() -> Iterator[tuple[Tensor, Tensor, int]]:
-            state = None
-            for index in self.in_time(range(-(-(len(part) - 1) // self.length))):
-                inputs, expected = self._piece(part, index)
-                loss, numbers, state = self.model(inputs, expected, state)
-                yield loss, numbers["accuracy"], expected.numel()
-
-        return self._means(pieces())
+    def measurements(self, part: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+        state = None
+        for index in range(-(-(len(part) - 1) // self.length)):
+            inputs, targets = self._piece(part, index)
+            loss, numbers, state = self.model(inputs, targets, state)
+            yield loss, numbers["accuracy"], targets.numel()
 
     def state_dict(self) -> dict[str, Any]:
         carried = [] if self.carried is None else [self.carried] if isinstance(self.carried, Tensor) else self.carried
