@@ -27,7 +27,7 @@ from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.command import task_command
-from orthokern.tasks.epochs import DataOptions, count_epochs, data_option, digest, stream_seed, training_rows
+from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, stream_seed, training_rows
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
@@ -137,7 +137,7 @@ class StreamModel(CharModel):
         return loss, {"accuracy": right}, carried
 
 
-class CharTask(RecurrentTask):
+class CharTask(DataTask, RecurrentTask):
     """The common part of both ways of reading the text; a subclass has `model`, `next_batches` and `measurements`."""
 
     name = "char_lm"
@@ -157,19 +157,12 @@ class CharTask(RecurrentTask):
         """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
         return next(self.next_batches(1))
 
-    def _evaluate(self, part: Any) -> dict[str, float]:
+    def measure(self, part: str) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
         loss = right = count = 0.0
-        for batch_loss, accuracy, size in self.in_time(self.measurements(part)):
+        for batch_loss, accuracy, size in self.in_time(self.measurements(self.parts[part])):
             loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
         return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """Means over the characters of the validation text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
-        return self._evaluate(self.parts["validation"])
-
-    def test(self) -> dict[str, float]:
-        return self._evaluate(self.parts["test"])
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         goal = self.settings.goal

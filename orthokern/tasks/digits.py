@@ -11,7 +11,7 @@ from torch import Tensor
 
 from orthokern.data import load_mnist
 from orthokern.errors import InputError
-from orthokern.tasks.epochs import DataOptions, Experiment, count_epochs, data_option, digest, epoch_order
+from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, epoch_order
 from orthokern.training.options import option
 
 
@@ -28,7 +28,7 @@ class DigitsOptions(DataOptions):
     batch: int = 50  # declared by the options of the optimizer
 
 
-class DigitsTask(Experiment):
+class DigitsTask(DataTask):
     """Uses every training image once per epoch, in a new random order; evaluates after every epoch.
 
     A subclass calls `load`, and defines `_batch`.
@@ -84,7 +84,9 @@ class DigitsTask(Experiment):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
-    def _evaluate(self, data: tuple[Tensor, Tensor]) -> dict[str, float]:
+    def measure(self, part: str) -> dict[str, float]:
+        """Over all images of a part: "accuracy" (fraction) and "loss" (nats, without any penalty)."""
+        data = self.validation_set if part == "validation" else self.test_set
         size, loss, right, count = self.EVALUATION_BATCH, 0.0, 0.0, 0
         for start in self.in_time(range(0, len(data[1]), size)):
             pixels, labels = self._batch(data, slice(start, start + size))
@@ -93,13 +95,6 @@ class DigitsTask(Experiment):
             right += numbers["accuracy"].item() * len(labels)
             count += len(labels)
         return {"loss": loss / count, "accuracy": round(right) / count}
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation images: "accuracy" (fraction) and "loss" (nats, without any penalty)."""
-        return self._evaluate(self.validation_set)
-
-    def test(self) -> dict[str, float]:
-        return self._evaluate(self.test_set)
 
     def score(self, evaluation: dict[str, float]) -> float:
         return evaluation["accuracy"]

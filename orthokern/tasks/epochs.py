@@ -78,6 +78,20 @@ class Experiment(Task):
         return f"{result} iteration {iteration}, {seconds:.0f} s"
 
 
+class DataTask(Experiment):
+    """A task with validation data, on which it is evaluated, and test data."""
+
+    @abstractmethod
+    def measure(self, part: str) -> dict[str, float]:
+        """The numbers of "validation" or "test", forward only."""
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        return self.measure("validation")
+
+    def test(self) -> dict[str, float]:
+        return self.measure("test")
+
+
 def data_option(files: str) -> Any:
     """A field for the folder of a task's data; files: what is in it."""
     return option("", f"folder with {files} (required)", metavar="DIR", shown="", basic=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
-from orthokern.tasks.epochs import DataOptions, Experiment
+from orthokern.tasks.epochs import DataOptions, DataTask
 from orthokern.training.distributed import current_shard
 from orthokern.training.options import option
 
@@ -119,11 +120,11 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     return rnn
 
 
-class GruTask(Experiment):
+class GruTask(DataTask):
     """A GRU whose state is carried from batch to batch.
 
-    A subclass sets up its data, calls `build`, and defines `read`, which returns a batch, and `measure`, which
-    evaluates the model. The model is a module with `rnn` (a GRU) and the call
+    A subclass sets up its data, calls `build`, and defines `read`, which returns a batch, and `held_out`, for
+    evaluations. The model is a module with `rnn` (a GRU) and the call
 
         model(inputs [T, B, ...], targets [T, B, ...], valid [T, B] bool or None, h0 [layers, B, N])
             -> (negative log-likelihood, the sum over all valid steps of all rows, 0-dim; h_T)
@@ -177,8 +178,19 @@ class GruTask(Experiment):
         zero state: [B] bool, or one bool for all rows."""
 
     @abstractmethod
-    def measure(self, part: str) -> float:
-        """Mean negative log-likelihood per step of "validation" or "test", forward only, from zero states."""
+    def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+        """The windows of "validation" or "test": inputs, targets, valid, and whether all rows start from a zero state.
+        Else they continue the first rows of the previous window."""
+
+    def measure(self, part: str) -> dict[str, float]:
+        """The mean negative log-likelihood per step, "loss"."""
+        total, steps, state = 0.0, 0, self.zero_state(0)
+        for inputs, targets, valid, fresh in self.in_time(self.held_out(part)):
+            rows = inputs.shape[1]
+            loss, state = self.model(inputs, targets, valid, self.zero_state(rows) if fresh else state[:, :rows])
+            total += loss.item()
+            steps += int(valid.sum())
+        return {"loss": total / steps}
 
     def begin(self) -> None:
         """Evaluate the untrained model, unless the run was resumed."""
@@ -188,7 +200,7 @@ class GruTask(Experiment):
             say("evaluating the untrained model, before iteration 1")
         self.model.eval()
         with torch.no_grad():
-            self.initial_loss = self.measure("validation")
+            self.initial_loss = self.measure("validation")["loss"]
         self.model.train()
 
     def next_batch(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -214,15 +226,12 @@ class GruTask(Experiment):
         return self.epoch_ended
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """On the validation data: "loss" (nats per word or time step), "initial_loss" (of the untrained model), and
-        "success" (1 if no loss so far was above the initial loss, else 0)."""
-        loss, initial = self.measure("validation"), self.initial_loss
+        """On the validation data: the values of `measure`, "initial_loss" (of the untrained model), and "success" (1 if
+        no loss so far was above the initial loss, else 0)."""
+        result, initial = super().evaluate(iteration), self.initial_loss
         assert initial is not None  # since begin
-        worst = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
-        return {"loss": loss, "initial_loss": initial, "success": float(worst <= initial)}
-
-    def test(self) -> dict[str, float]:
-        return {"loss": self.measure("test")}
+        worst = math.inf if math.isnan(result["loss"]) else max(self.worst_loss, result["loss"])
+        return {**result, "initial_loss": initial, "success": float(worst <= initial)}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         if not self.epoch_ended:  # the last iteration of the run, within an epoch

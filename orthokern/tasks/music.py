@@ -21,6 +21,7 @@ Note [First weights]
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,16 +106,11 @@ class MusicTask(GruTask):
         window = next(self.windows).to(self.device)
         return window.inputs, window.targets, window.valid, window.fresh
 
-    def measure(self, part: str) -> float:
+    def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         rolls = self.data.validation if part == "validation" else self.data.test
-        total, steps, state = 0.0, 0, self.zero_state(0)
-        for rows, window in self.in_time(rolls.whole(batch=100, steps=200)):
+        for _, window in rolls.whole(batch=100, steps=200):
             window = window.to(self.device)
-            state = self.zero_state(rows) if bool(window.fresh[0]) else state[:, :rows]
-            loss, state = self.model(window.inputs, window.targets, window.valid, state)
-            total += loss.item()
-            steps += int(window.valid.sum())
-        return total / steps
+            yield window.inputs, window.targets, window.valid, bool(window.fresh[0])
 
     def schedule_ended(self, loss: float) -> bool:
         """Whether the learning rate has fallen below "lr_floor"."""

@@ -107,8 +107,9 @@ class WordLm(GruTask):
         end = min(begin + self.settings.window, len(self.streams) - 1)
         return self.streams[begin:end], self.streams[begin + 1 : end + 1], None, window == 0
 
-    def _evaluation_windows(self, text: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets and valid, [T, B] each. Every word of the text except the first is a target once."""
+    def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+        """Every word of the text except the first is a target once."""
+        text = self.data.validation if part == "validation" else self.data.test
         count, rows, steps = len(text) - 1, self.settings.batch, self.settings.window
         length = -(-count // rows)
         first = length * torch.arange(rows)
@@ -116,25 +117,12 @@ class WordLm(GruTask):
             step = torch.arange(begin, min(begin + steps, length)).unsqueeze(1)
             place = (first + step).clamp(max=count)
             valid = (first + step) < count
-            yield text[place], text[(place + 1).clamp(max=count)], valid
+            inputs, targets = text[place], text[(place + 1).clamp(max=count)]
+            yield inputs.to(self.device), targets.to(self.device), valid.to(self.device), begin == 0
 
-    def measure(self, part: str) -> float:
-        text = self.data.validation if part == "validation" else self.data.test
-        total, words, state = 0.0, 0, self.zero_state(self.settings.batch)
-        for batch in self.in_time(self._evaluation_windows(text)):
-            inputs, targets, valid = (tensor.to(self.device) for tensor in batch)
-            loss, state = self.model(inputs, targets, valid, state)
-            total += loss.item()
-            words += int(valid.sum())
-        return total / words
-
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """The values of GruTask.evaluate, and "perplexity"."""
-        result = super().evaluate(iteration)
-        return {**result, "perplexity": _perplexity(result["loss"])}
-
-    def test(self) -> dict[str, float]:
-        result = super().test()
+    def measure(self, part: str) -> dict[str, float]:
+        """The "loss", and the "perplexity"."""
+        result = super().measure(part)
         return {**result, "perplexity": _perplexity(result["loss"])}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
