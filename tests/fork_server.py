@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -50,35 +49,19 @@ class ForkServer:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["toy_task", "torch._dynamo"])
 
-    def start(self, *arguments: object, env: dict[str, str] | None = None, task: str = "toy_task") -> Run:
-        """One process with these arguments of a module with a ``main``, by default the toy task."""
+    def start(self, *arguments: object) -> Run:
+        """One process of the toy task with these arguments."""
         self.count += 1
         log = self.folder / f"run{self.count}"
         words = [str(word) for word in arguments]
-        process = self.context.Process(target=child, args=(task, words, env or {}, str(log)))
+        process = self.context.Process(target=child, args=(words, str(log)))
         path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
         with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):  # the first call starts it
             process.start()
         return Run(process, log)
 
-    def start_ranks(
-        self, world: int, *arguments: object, strike: str | None = None, task: str = "toy_task"
-    ) -> list[Run]:
-        """As many processes as torchrun would start, with the variables that it sets."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-        if strike is not None:
-            env["TOY_STRIKE"] = strike
-        return [
-            self.start(*arguments, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, task=task)
-            for rank in range(world)
-        ]
 
-
-def child(task: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+def child(arguments: list[str], log: str) -> None:
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(log + suffix, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
-    os.environ.update(env)
-    sys.exit(importlib.import_module(task).main(arguments))
+    sys.exit(importlib.import_module("toy_task").main(arguments))

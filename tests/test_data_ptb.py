@@ -109,12 +109,6 @@ def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: in
     assert torch.equal(in_order, sentences.lengths.sort(descending=True).values)
 
 
-def test_a_batch_without_a_sentence_for_each_process(tmp_path: Path) -> None:
-    sentences = read_sentences(written(tmp_path, word_file(random_lines(23))))
-    with pytest.raises(InputError, match="the last batch of an epoch has 3 of 23 sentences, fewer than 4 processes"):
-        sentences.batches(5, seeded(), part=(0, 4))
-
-
 GOOD = LINES[:2]
 REFUSED = {
     "empty": (b"", "is empty: 0 bytes; expected: one sentence per line"),

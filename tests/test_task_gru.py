@@ -17,8 +17,7 @@ from test_data_music import npz_arrays, random_rolls
 from torch import nn
 
 from orthokern.data.music import NOTES
-from orthokern.tasks import gru, word_lm
-from orthokern.training.distributed import Shard
+from orthokern.tasks import word_lm
 
 TASKS = ("music", "word_lm")
 
@@ -201,10 +200,3 @@ def test_resume_is_exact(name: str, tmp_path: Path, small: dict[str, list[str]])
     options += ["--patience", "1"] if name == "music" else ["--decay-after", "1"]
     length = 2 * build(name, options).iterations_per_epoch + 9
     assert_resumes(name, options, tmp_path, 5, length - 6, length)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_one_process_only(name: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gru, "current_shard", lambda: Shard(0, 2))
-    with pytest.raises(ValueError, match="without torchrun"):
-        build(name, small[name])

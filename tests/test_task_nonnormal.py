@@ -18,8 +18,6 @@ from torch import Tensor
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
 from orthokern.data.ptb_stream import STREAM_ALPHABET
-from orthokern.tasks import char_lm, epochs
-from orthokern.training.distributed import Shard
 
 SMALL = {
     "adding": "--T 10 --eval-every 10 --eval-sequences 60 --batch 20 --hidden 8 --iterations 12".split(),
@@ -147,13 +145,6 @@ def test_a_stream_learns_and_resumes(model: str, ptb: Path, tmp_path: Path) -> N
     assert state["position"] > 0 and len(state["carried"]) == (2 if model == "lstm" else 1)
     assert all(bool(tensor.any()) for tensor in state["carried"])
     assert json.loads((whole / "result.json").read_text())["test"]["bpc"] < 3.5  # of 5.6 for 50 characters alike
-
-
-def test_a_stream_in_several_processes_is_refused(ptb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (epochs, char_lm):
-        monkeypatch.setattr(module, "current_shard", lambda: Shard(0, 2))
-    with pytest.raises(InputError, match="--bptt in 2 processes"):
-        build("char_lm", ["--data", str(ptb), "--bptt", "5", "--batch", "4"])
 
 
 def test_a_generator_that_leaves_its_range_is_a_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,9 @@ import torch
 from runs import assert_resumes, build, records, run, settings_of
 
 from orthokern.nn import RotationRNN
-from orthokern.tasks import adding, char_lm, epochs, music, network, optimization
-from orthokern.training.distributed import Shard
+from orthokern.tasks import adding, char_lm, music, network, optimization
 
 TASKS = ("adding", "pixel_mnist", "char_lm", "copy")
-MODULES = (epochs, char_lm)  # that ask for their share of a batch
 
 
 @pytest.fixture
@@ -164,26 +162,6 @@ def test_a_run_goes_on_with_its_data_only(
     error = capsys.readouterr().err
     assert "checkpoint.pt was trained on other data than " in error and error.count("\n") == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("task", [*TASKS, "deep_mnist"])
-def test_processes_share_a_batch(task: str, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes' losses and gradients average to those of one with the joint batch, up to rounding."""
-    options = [*small[task], "--batch", "24"] if task == "char_lm" else small[task]
-
-    def loss_and_gradients(rank: int, world: int) -> list[torch.Tensor]:
-        for module in MODULES:
-            monkeypatch.setattr(module, "current_shard", lambda: Shard(rank, world))
-        experiment = build(task, options)
-        experiment.next_batch()
-        loss, _ = experiment.loss(experiment.next_batch())
-        loss.backward()  # type: ignore[no-untyped-call]
-        return [loss.detach(), *(p.grad for p in experiment.model.parameters() if p.grad is not None)]
-
-    joint = loss_and_gradients(0, 1)
-    parts = [loss_and_gradients(rank, 2) for rank in range(2)]
-    for expected, *ours in zip(joint, *parts, strict=True):
-        torch.testing.assert_close(sum(ours) / 2, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[str, list[str]]) -> None:

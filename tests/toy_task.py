@@ -1,14 +1,11 @@
-"""A small task with everything that a resumed or shared run has to get right: geodesic bases, RMSprop, two schedules,
+"""A small task with everything that a resumed run has to get right: geodesic bases, RMSprop, two schedules,
 dropout from the global generator, data from the task's own. `python tests/toy_task.py --out DIR` trains it.
 
-The network reads noise and says, at every step, the mean of what it has read. float64: then two ways to round differ by
-so little that any real difference shows. TOY_STRIKE=BATCH,RANK,SIGNAL in the environment: what this rank sends itself.
+The network reads noise and says, at every step, the mean of what it has read.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +17,6 @@ from orthokern.nn import FactorizedRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.optimization import plateau
 from orthokern.training import Task, cli
-from orthokern.training.distributed import current_shard
 from orthokern.training.options import option
 
 
@@ -30,8 +26,6 @@ class ToyOptions(cli.RunOptions):
     batch: int = option(8, "sequences")
     hidden: int = option(12, "units")
     dropout: float = option(0.0, "dropout", low=0.0)
-    drift: bool = option(False, "change a bit of a parameter of rank 1")
-    dump: str | None = option(None, "at the end, each rank writes its parameters to this file, '.' and its number")
     device: str = "cpu"
     iterations: int = 30
     checkpoint_every: int = 4
@@ -58,9 +52,6 @@ class Toy(Task):
 
     def __init__(self, settings: ToyOptions) -> None:
         self.settings = settings
-        shard = current_shard()
-        self.rank = shard.rank
-        self.rows = shard.rows(settings.batch)
         self.model: Model = Model(settings.hidden, settings.dropout)
         self.optimizer = optimizer_for(self.model, lr=3e-3, geodesic_lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
@@ -70,15 +61,9 @@ class Toy(Task):
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         self.batches += 1
-        if "TOY_STRIKE" in os.environ:
-            at, rank, number = os.environ["TOY_STRIKE"].split(",")
-            if self.batches == int(at) and self.rank == int(rank):
-                os.kill(os.getpid(), signal.Signals[number])
-        if self.settings.drift and self.batches == 7 and self.rank == 1:
-            self.model.rnn.get_parameter("u_l0").data[0, 0] += 1e-15
         x = torch.randn(self.time_steps, self.settings.batch, 3, generator=self.generator, dtype=torch.float64)
         target = x.sum(2).cumsum(0) / torch.arange(1, self.time_steps + 1)[:, None]
-        return x[:, self.rows], target[:, self.rows]
+        return x, target
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         x, target = batch
@@ -94,7 +79,7 @@ class Toy(Task):
         return iteration % 6 == 0
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        assert self.rank == 0 and not self.model.training
+        assert not self.model.training
         generator = torch.Generator().manual_seed(1000 + iteration)
         x = torch.randn(self.time_steps, 16, 3, generator=generator, dtype=torch.float64)
         return {"loss": (self.model(x)[-1] - x.mean(0).sum(1)).square().mean().item()}
@@ -113,8 +98,6 @@ class Toy(Task):
         self.batches = state["batches"]
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
-        if self.settings.dump is not None:
-            torch.save(self.model.state_dict(), f"{self.settings.dump}.{self.rank}")
         return f"done at {iteration}"
 
 

@@ -111,9 +111,7 @@ class Sentences:
             lengths=lengths,
         )
 
-    def batches(
-        self, batch: int, generator: torch.Generator, *, bucket: int = 16, part: tuple[int, int] = (0, 1)
-    ) -> SentenceBatches:
+    def batches(self, batch: int, generator: torch.Generator, *, bucket: int = 16) -> SentenceBatches:
         """An infinite iterator over batches for training, see SentenceBatches.
 
         Args:
@@ -122,10 +120,8 @@ class Sentences:
             bucket: number of batches whose sentences are drawn together and sorted by length before they are divided
                 into batches. 1 gives random batches, as in Vorontsov et al. 2017; a larger number gives sentences of
                 similar length.
-            part: (rank, world): select the sentences rank, rank + world, ... of every batch, for one of `world`
-                processes that share the batches.
         """
-        return SentenceBatches(self, batch, generator, bucket, part)
+        return SentenceBatches(self, batch, generator, bucket)
 
     def ordered(self, batch: int) -> Iterator[SentenceBatch]:
         """All sentences once, sorted by decreasing length, in batches of at most `batch`, for evaluation."""
@@ -142,27 +138,15 @@ class SentenceBatches:
         epoch: number of the epoch of the last batch, from 0; -1 before the first.
         position: number of batches of that epoch so far.
         per_epoch: batches in an epoch.
-        joint_targets: number of targets in the last batch, over all processes.
     """
 
-    def __init__(
-        self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int, part: tuple[int, int]
-    ) -> None:
+    def __init__(self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int) -> None:
         self.batch = integer("batch", batch)
         self.bucket = integer("bucket", bucket)
-        rank, world = part
-        last = len(sentences) % batch or batch
-        if last < world:
-            raise InputError(
-                f"the last batch of an epoch has {last} of {len(sentences)} sentences, fewer than {world} processes; "
-                f"choose another batch than {batch}"
-            )
-        self.part = slice(rank, None, world)
         self.sentences = sentences
         self.generator = generator
         self.per_epoch = -(-len(sentences) // batch)
         self.epoch, self.position = -1, self.per_epoch
-        self.joint_targets = 0
         self._lengths = sentences.lengths
         self._drawn_from = generator.get_state()  # state of the generator at the beginning of the epoch
         self._order: list[Tensor] = []  # indices [B] of the batches of the epoch
@@ -174,10 +158,8 @@ class SentenceBatches:
         if self.position == self.per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
             self._draw()
-        indices = self._order[self.position]
         self.position += 1
-        self.joint_targets = int(self._lengths[indices].sum())
-        return self.sentences.batch(indices[self.part])
+        return self.sentences.batch(self._order[self.position - 1])
 
     def _draw(self) -> None:
         self._drawn_from = self.generator.get_state()

@@ -31,7 +31,6 @@ from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_opt
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
-from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
 
 # Measurements of both rates and of the margin: docs/choosing.md.
@@ -191,24 +190,19 @@ class CharLm(CharTask):
         self.parts = {"validation": data.validation, "test": data.test}
         self.data_digest = digest(data.train.tokens, data.train.offsets)
         self.time_steps = int(data.train.lengths.max())
-        shard = current_shard()
         generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
-        self.batches = data.train.batches(
-            settings.batch, generator, bucket=settings.bucket, part=(shard.rank, shard.world)
-        )
+        self.batches = data.train.batches(settings.batch, generator, bucket=settings.bucket)
         self.iterations_per_epoch = count_epochs(settings, self.batches.per_epoch)
         self.build(CharModel(settings))
 
     def next_batches(self, count: int) -> Iterator[tuple[PackedSequence, Tensor, float]]:
-        """Inputs, targets, and the weight of their mean loss. The weights make the average of the losses, over the
-        batches of an iteration and over processes, equal to the mean over all their targets."""
-        drawn, targets = [], 0
-        for _ in range(count):
-            drawn.append(next(self.batches))
-            targets += self.batches.joint_targets
+        """Inputs, targets, and the weight of their mean loss. The weights make the average of the losses over the
+        batches of an iteration equal to the mean over all their targets."""
+        drawn = [next(self.batches) for _ in range(count)]
+        targets = sum(len(batch.targets) for batch in drawn)
         self.steps = len(drawn[0].batch_sizes)
         for batch in drawn:
-            weight = len(batch.targets) * current_shard().world * count / targets
+            weight = len(batch.targets) * count / targets
             batch = batch.to(self.device)
             yield batch.packed(), batch.targets, weight
 
@@ -236,10 +230,6 @@ class CharStream(CharTask):
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings)
-        if current_shard().world > 1:
-            raise InputError(
-                f"--bptt in {current_shard().world} processes: accepted: one process, which carries the state"
-            )
         data = load_ptb_stream(settings.data)
         self.data_digest = digest(data.train)
         assert settings.bptt is not None  # see _task

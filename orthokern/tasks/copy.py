@@ -45,7 +45,6 @@ from orthokern.nn import RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, NonNorm
 from orthokern.tasks.command import task_command
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
-from orthokern.training.distributed import current_shard
 from orthokern.training.options import changed, option
 
 INPUTS = ("onehot", "scalar")
@@ -201,7 +200,7 @@ class CopyExperiment(DrawnTask):
         if settings.algorithm == "modal" and not isinstance(self.rnn, RECURRENCES):
             raise InputError(f"--algorithm modal: not for --model {settings.model}")
         if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
-            sizes = self.time_steps, settings.batch // current_shard().world, classes
+            sizes = self.time_steps, settings.batch, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
 

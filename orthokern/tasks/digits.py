@@ -76,7 +76,7 @@ class DigitsTask(DataTask):
             self._order = (epoch, order.to(self.device))
         size = self.settings.batch
         self.position += 1
-        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size][self.rows])
+        return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size])
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

@@ -19,7 +19,6 @@ from orthokern.tasks.optimization import build_schedules
 from orthokern.training import Task
 from orthokern.training.averaging import Average
 from orthokern.training.cli import RunOptions
-from orthokern.training.distributed import current_shard
 from orthokern.training.options import declarations, option
 
 
@@ -33,7 +32,6 @@ class Experiment(Task):
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         self.device = torch.device(settings.device)
-        self.rows = current_shard().rows(settings.batch)  # the share of this process in a batch
 
     def train_with(self, model: nn.Module, optimizer: CombinedOptimizer) -> None:
         """Sets the model and its optimizer, with the schedules and the moving average of the settings."""

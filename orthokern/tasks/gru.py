@@ -21,7 +21,6 @@ from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection, optimizer_for
 from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.epochs import DataOptions, DataTask
-from orthokern.training.distributed import current_shard
 from orthokern.training.options import option
 
 MODELS = ("gru", "torch-gru")
@@ -144,8 +143,6 @@ class GruTask(DataTask):
 
     def __init__(self, settings: GruOptions) -> None:
         """Args: settings: complete."""
-        if current_shard().world > 1:
-            raise InputError(f"{self.name} carries states from batch to batch in one process; run it without torchrun")
         self.settings = settings
         self.device = torch.device(settings.device)
         self.time_steps = settings.window
@@ -196,8 +193,7 @@ class GruTask(DataTask):
         """Evaluate the untrained model, unless the run was resumed."""
         if self.initial_loss is not None:
             return
-        if current_shard().first:
-            say("evaluating the untrained model, before iteration 1")
+        say("evaluating the untrained model, before iteration 1")
         self.model.eval()
         with torch.no_grad():
             self.initial_loss = self.measure("validation")["loss"]

@@ -156,7 +156,7 @@ class DrawnTask(RecurrentTask):
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self.drawn.batch(self.settings.batch, self.generator)
-        return inputs[:, self.rows].to(self.device), targets[..., self.rows].to(self.device)
+        return inputs.to(self.device), targets.to(self.device)
 
     def held_out(self, iteration: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """New batches of `size` sequences. An iteration always gets the same batches."""

@@ -25,9 +25,7 @@ from orthokern.commandline import (
 )
 from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import CheckpointError, InputError
-from orthokern.training import distributed
 from orthokern.training.checkpoint import seed_all
-from orthokern.training.distributed import Shard
 from orthokern.training.loop import LoopSettings, train
 from orthokern.training.options import Options, add_options, check_stored, complete, defaults, option
 from orthokern.training.rundir import RunFolder
@@ -48,7 +46,6 @@ class RunOptions(Options):
 
     GROUP = "the run"
     preset: str | None = None
-    processes: int = 1  # number of processes that train together; recorded
     iterations_per_epoch: int | None = None  # None if the task has no epochs; recorded
     iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
@@ -200,55 +197,41 @@ class TaskCommand(Generic[Chosen]):
 
         def body() -> int:
             try:
-                with distributed.processes() as shard:
-                    given = distributed.on_all(lambda: self._parsed(arguments))
-                    return self._run(given, shard, started)
-            except distributed.EndedElsewhere:
-                return EXIT_BAD_INPUT
+                return self._run(self.parser().parse(arguments), started)
             except KeyboardInterrupt:  # a signal before the loop handles signals, or the second one within the loop
                 say("stopped at once, nothing saved since the last checkpoint", sys.stderr)
                 return EXIT_INTERRUPTED
 
         return command(body)
 
-    def _parsed(self, arguments: list[str] | None) -> Settings:
-        given = self.parser().parse(arguments)
-        resumed, out = given.get("resume"), given.get("out")
+    def _run(self, given: Settings, started: float) -> int:
+        resumed, out = given.pop("resume", None), given.pop("out", None)
         if resumed is not None and out not in (None, resumed):
             raise InputError(
                 f"--resume {resumed} and --out {out}: a run is resumed in its own folder; give one of the two"
             )
-        return given
-
-    def _run(self, given: Settings, shard: Shard, started: float) -> int:
-        resumed, out = given.pop("resume", None), given.pop("out", None)
-        run = None if resumed is None else distributed.on_first(lambda: RunFolder.open(resumed, self.name))
+        run = None if resumed is None else RunFolder.open(resumed, self.name)
         try:
-            settings = distributed.on_all(lambda: self._settings(given, run, shard))
+            settings = self._settings(given, run)
             with _memory_errors(settings):
-                task = distributed.on_all(lambda: self._task(given, settings))
+                task = self._task(given, settings)
                 settings.iterations_per_epoch = task.iterations_per_epoch
-                if shard.world > 1:  # all ranks have built the same model; from here on dropout differs
-                    seed_all(settings.seed + shard.rank)
                 if run is None:
-                    create = lambda: RunFolder.create(out, self.name, asdict(settings), task.facts())  # noqa: E731
-                    run = distributed.on_first(create)
+                    run = RunFolder.create(out, self.name, asdict(settings), task.facts())
                 else:
                     stored = run.config["settings"]
                     run.config["settings"] = {**stored, **asdict(settings), "plots": stored.get("plots", True)}
                     run.config |= task.facts()
-                if shard.first:
-                    say(f"{'run folder' if resumed is None else 'resuming in'} {run.path}{task.headline()}")
+                say(f"{'run folder' if resumed is None else 'resuming in'} {run.path}{task.headline()}")
                 loop = LoopSettings(**{each.name: getattr(settings, each.name) for each in fields(LoopSettings)})
                 outcome = train(task, run, loop, resume=resumed is not None, started=started)
         finally:
             if run is not None:
                 run.close()
-        if shard.first:
-            say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
+        say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
         return outcome.exit_code
 
-    def _settings(self, given: Settings, run: RunFolder | None, shard: Shard) -> Chosen:
+    def _settings(self, given: Settings, run: RunFolder | None) -> Chosen:
         """The complete settings, checked."""
         stored = None
         if run is not None:
@@ -257,11 +240,7 @@ class TaskCommand(Generic[Chosen]):
                 check_stored(self.options, stored)
             except InputError as error:
                 raise CheckpointError(f"{run.path / 'config.json'}: {error}") from None
-        settings = self.complete(resolve(given, self.defaults, self.presets, stored))
-        if settings.minutes is not None and shard.world > 1:  # the clocks of the ranks differ
-            raise InputError(f"--minutes {settings.minutes:g}: for one process, not under torchrun; give --iterations")
-        settings.processes = shard.world
-        return settings
+        return self.complete(resolve(given, self.defaults, self.presets, stored))
 
     def _task(self, given: Settings, settings: Chosen) -> Task:
         """Prepares the process, and builds the task."""
@@ -271,7 +250,6 @@ class TaskCommand(Generic[Chosen]):
         # Denormal numbers (below 1e-38) do not matter here and cost about a hundred cycles each on a CPU. In long runs
         # the probabilities of a softmax, and the gradients computed from them, would contain many.
         torch.set_flush_denormal(True)
-        distributed.use_device(settings.device)
         seed_all(settings.seed)
         task = self.build(settings)
         if given.get("last_step_gradient") and type(task).last_step_loss is Task.last_step_loss:

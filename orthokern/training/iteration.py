@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from orthokern.diagnostics import tap, thin_profile
-from orthokern.training import distributed
 from orthokern.training.checkpoint import rng_state, set_rng_state
-from orthokern.training.distributed import current_shard
-from orthokern.training.signals import StopRequest
 from orthokern.training.task import Task
 
 
@@ -30,7 +27,7 @@ class LoopSettings:
         plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
-        minutes: wall time, over all resumed parts, after which the iteration under way is the last; for one process.
+        minutes: wall time, over all resumed parts, after which the iteration under way is the last.
             An evaluation or test takes at most a quarter of it.
     """
 
@@ -47,13 +44,12 @@ class LoopSettings:
 class Step:
     """The results of an iteration."""
 
-    metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches and ranks
+    metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches
     finite: bool  # whether the loss and the gradient were finite, and the optimizer took a step
-    stop: int | None  # a signal received on any rank
-    profiles: dict[str, Any]  # norms through time of the first batch of rank 0; empty without diagnostics
+    profiles: dict[str, Any]  # norms through time of the first batch; empty without diagnostics
 
 
-def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) -> Step:
+def step(task: Task, settings: LoopSettings, diagnose: bool) -> Step:
     """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
@@ -68,14 +64,12 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
         names = list(extra)
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
         if isinstance(norms, tap):
-            diagnosis = _diagnose(task, norms, batch, settings) if current_shard().first else {}
+            diagnosis = _diagnose(task, norms, batch, settings)
             diagnose = False  # the first batch of the iteration alone
-    distributed.average_gradients(task.model)
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([size.float() for size in torch._foreach_norm(gradients)]))
     # One transfer for all numbers: on a GPU each .item() would synchronize.
-    numbers = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
-    (grad_norm, loss_value, *values), signal = distributed.agree(numbers, stop.signal)
+    grad_norm, loss_value, *values = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
     finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
     if finite:
         task.clip_gradients()
@@ -83,7 +77,7 @@ def step(task: Task, settings: LoopSettings, diagnose: bool, stop: StopRequest) 
         if task.scheduler is not None:
             task.scheduler.step()
     metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
-    return Step(metrics, finite, signal, diagnosis)
+    return Step(metrics, finite, diagnosis)
 
 
 def _diagnose(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training loop that every task shares, in one process or several."""
+"""The training loop that every task shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from orthokern._files import write_atomically
 from orthokern.diagnostics.drawing import draw_run
 from orthokern.diagnostics.runs import load_run
 from orthokern.errors import OutOfRange
-from orthokern.training import distributed
 from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.progress import Progress
@@ -74,9 +73,6 @@ def train(
     `settings.checkpoint_every` iterations, after a new best evaluation and at the end; best.pt after a new best
     evaluation, and plots at the end.
 
-    With several processes, joined by `distributed.processes`, all ranks call this function with the same arguments.
-    `run` is the folder on rank 0; only rank 0 writes and evaluates.
-
     Args:
         task: the task. Its model and optimizer are modified.
         run: the run folder.
@@ -91,24 +87,22 @@ def train(
         The result; the caller prints its message.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is damaged, or of another run; or the parameters of the ranks
-            differ.
+        CheckpointError: the checkpoint to resume from is damaged, or of another run.
         OSError: a file cannot be written, for example on a full disk. The last checkpoint is unchanged.
-        EndedElsewhere: rank 0 raised one of these errors.
 
     Example: `tests/toy_task.py` is trained by its command line; see `orthokern.training.Task`.
     """
-    shard = distributed.current_shard()
-    progress = progress or Progress(settings.iterations, shown=shard.first)
-    state = RunState(task, run, started if started is not None else time.perf_counter(), shard)
+    progress = progress or Progress(settings.iterations)
+    state = RunState(task, run, started if started is not None else time.perf_counter())
     if settings.minutes is not None:
         task.evaluation_seconds = EVALUATION_SHARE * 60.0 * settings.minutes
     with StopRequest() as stop:
         try:
             if resume:
                 state.restore()
-            distributed.on_first(lambda: _open_files(run, state.iteration, resume))
-            distributed.share_parameters(task.model)
+            run.log.start(state.iteration)
+            if resume:  # with settings that may have changed
+                run.write_config()
             stopped = _iterate(state, settings, stop, progress)
             return _end(state, settings, stopped, progress)
         except (Divergence, OutOfRange) as error:
@@ -123,33 +117,23 @@ def train(
             run.close()
 
 
-def _open_files(run: RunFolder, iteration: int, resume: bool) -> None:
-    """Prepares metrics.jsonl, and writes the settings of a resumed run to config.json."""
-    assert run.log is not None
-    run.log.start(iteration)
-    if resume:
-        run.write_config()
-
-
 def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progress: Progress) -> int | None:
     """Trains until the end of the run. Returns the signal that stopped it, or None."""
     task, run = state.task, state.run
-    several = state.shard.world > 1
     first, smoothed_ms = state.iteration, 0.0
     task.model.train()
-    stopped = None if several else stop.signal  # with several processes, only after all have received the signal
     over = state.is_over(settings)
     if over and not state.reached and state.evaluated != state.iteration:  # stopped before, and over by a new limit
         _evaluate(state, False)
         state.save()
-    if not over and not state.reached and stopped is None:
+    if not over and not state.reached and stop.signal is None:
         task.begin()
-        stopped = None if several else stop.signal
+    stopped = stop.signal
     while not over and not state.reached and stopped is None:
         begun = time.perf_counter()
         state.iteration += 1
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        result = step(task, settings, diagnose, stop)
+        result = step(task, settings, diagnose)
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
@@ -158,7 +142,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
             if task.average is not None:
                 task.average.update()
             if diagnose:
-                record |= (task.diagnose() if state.shard.first else {}) | result.profiles
+                record |= task.diagnose() | result.profiles
             scheduled = task.wants_evaluation(state.iteration, result.metrics)
             over = state.is_over(settings)
             if scheduled or over:
@@ -170,8 +154,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         record["seconds"] = state.seconds()
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
-        if run.log is not None:
-            run.log.append(record)
+        run.log.append(record)
         _check_finite(result.metrics)
         epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
         times = f"{smoothed_ms:.0f} ms per iteration"
@@ -179,7 +162,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
             times += f", {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
         text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
         progress.update(state.iteration, text, force=over or state.reached)
-        stopped = result.stop if several else stop.signal
+        stopped = stop.signal
         due = state.iteration % settings.checkpoint_every == 0 or state.new_best is not None
         if due or over or state.reached or stopped is not None:
             _check_parameters(task, result.metrics["loss"])
@@ -225,7 +208,7 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
     task = state.task
 
     with _evaluating(task):
-        evaluation = distributed.on_first(lambda: task.evaluate(state.iteration))
+        evaluation = task.evaluate(state.iteration)
         score = task.score(evaluation)
         state.keep_best(score)
     state.evaluation, state.evaluated = evaluation, state.iteration
@@ -236,37 +219,33 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
 
 
 def _test(state: RunState, seconds: float) -> str:
-    """Tests with the best parameters and writes result.json, on rank 0. Returns a summary of the test."""
+    """Tests with the best parameters and writes result.json. Returns a summary of the test."""
     task = state.task
-
-    def finish() -> str:
-        last, best = copy.deepcopy(task.model.state_dict()), state.best_model()
-        if best is not None:
-            task.model.load_state_dict(best)
-        try:
-            with _evaluating(task, averaged=best is None):  # best.pt has averages
-                test = task.test()
-        finally:
-            task.model.load_state_dict(last)
-        result = {
-            "task": task.name,
-            "reached": state.reached,
-            "iteration": state.iteration,
-            "seconds": seconds,
-            "parameters": sum(p.numel() for p in task.model.parameters()),
-            "last": state.evaluation,
-            "best": state.best,
-            "tested": state.iteration if best is None or state.best is None else state.best["iteration"],
-            "test": test,
-        }
-        write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
-        if not test:
-            return ""
-        # An accuracy is shown in percent, as in evaluations.
-        numbers = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
-        return f"; on the test data with the parameters of iteration {result['tested']}: {', '.join(numbers)}"
-
-    return distributed.on_first(finish)
+    last, best = copy.deepcopy(task.model.state_dict()), state.best_model()
+    if best is not None:
+        task.model.load_state_dict(best)
+    try:
+        with _evaluating(task, averaged=best is None):  # best.pt has averages
+            test = task.test()
+    finally:
+        task.model.load_state_dict(last)
+    result = {
+        "task": task.name,
+        "reached": state.reached,
+        "iteration": state.iteration,
+        "seconds": seconds,
+        "parameters": sum(p.numel() for p in task.model.parameters()),
+        "last": state.evaluation,
+        "best": state.best,
+        "tested": state.iteration if best is None or state.best is None else state.best["iteration"],
+        "test": test,
+    }
+    write_atomically(state.run.result, json.dumps(plain(result), indent=2, allow_nan=False).encode() + b"\n")
+    if not test:
+        return ""
+    # An accuracy is shown in percent, as in evaluations.
+    numbers = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
+    return f"; on the test data with the parameters of iteration {result['tested']}: {', '.join(numbers)}"
 
 
 def _check_finite(metrics: dict[str, float]) -> None:
@@ -284,8 +263,8 @@ def _check_parameters(task: Task, loss: float) -> None:
 
 
 def _plot(run: RunFolder, settings: LoopSettings, progress: Progress) -> None:
-    """Draws the plots on rank 0. An error here is reported as a warning and never ends the run."""
-    if not settings.plots or run.log is None:
+    """Draws the plots. An error here is reported as a warning and never ends the run."""
+    if not settings.plots:
         return
     try:
         draw_run(load_run(run.path), run.path)

@@ -12,12 +12,12 @@ from orthokern.commandline import write
 
 class Progress:
     """The display of the progress of a run of `total` iterations: on a terminal a bar, else plain lines every `every`
-    seconds. `shown` is False for ranks that write nothing."""
+    seconds."""
 
     REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time
 
-    def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0, *, shown: bool = True) -> None:
-        self.total, self.shown = total, shown
+    def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0) -> None:
+        self.total = total
         self.stream = stream if stream is not None else sys.stdout
         self.every = every
         self.bar = self.stream.isatty()
@@ -34,24 +34,20 @@ class Progress:
             columns = shutil.get_terminal_size().columns
             filled = round(20 * iteration / max(self.total, 1))
             line = f"{iteration:>{len(str(self.total))}}/{self.total} |{'#' * filled}{' ' * (20 - filled)}| {text}"
-            self._write("\r" + line[: columns - 1].ljust(columns - 1))
+            write("\r" + line[: columns - 1].ljust(columns - 1), self.stream)
             self._drawn = True
         else:
-            self._write(f"iteration {iteration}/{self.total}: {text}\n")
+            write(f"iteration {iteration}/{self.total}: {text}\n", self.stream)
 
     def line(self, text: str) -> None:
         """Writes a message on a separate line above the bar."""
         if self._drawn:
-            self._write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
+            write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r", self.stream)
             self._drawn = False
-        self._write(text + "\n")
+        write(text + "\n", self.stream)
 
     def close(self) -> None:
         """Keeps the current bar and begins a new line."""
         if self._drawn:
-            self._write("\n")
+            write("\n", self.stream)
             self._drawn = False
-
-    def _write(self, text: str) -> None:
-        if self.shown:
-            write(text, self.stream)

@@ -23,26 +23,21 @@ from orthokern.training.metrics import MetricsLog
 
 
 class RunFolder:
-    """The paths of a run. Several processes of a run share one folder. Use `create` or `open` to construct it.
+    """The paths of a run. Use `create` or `open` to construct it.
 
     Attributes:
         path: the folder.
         config: the content of config.json: task, settings, versions, device, seed, threads.
-        log: metrics.jsonl, locked for this process; None on other ranks than 0.
+        log: metrics.jsonl, locked for this process.
         metrics, checkpoint, best, result: the files. checkpoint.pt is the last state, from which a resumed run
             continues, best.pt the state with the best evaluation so far.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self.path = path
-        self.config = config
-        self.log: MetricsLog | None = None
+        self.path, self.config = path, config
         self.metrics, self.checkpoint = path / "metrics.jsonl", path / "checkpoint.pt"
         self.best, self.result = path / "best.pt", path / "result.json"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for the other ranks, without the log, which belongs to this process."""
-        return {**self.__dict__, "log": None}
+        self.log = MetricsLog(self.metrics)
 
     @classmethod
     def create(
@@ -71,13 +66,12 @@ class RunFolder:
         try:
             folder = _new_folder(Path("runs"), task) if path is None else path
             folder.mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config)
             # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
-            names = {"config.json", "config.json.tmp", "metrics.jsonl"}
-            left = names if run.metrics.exists() else set()
-            if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
+            metrics, names = folder / "metrics.jsonl", {"config.json", "config.json.tmp", "metrics.jsonl"}
+            left = names if metrics.exists() else set()
+            if any(file.name not in left for file in folder.iterdir()) or (left and metrics.stat().st_size):
                 raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
-            run.log = MetricsLog(run.metrics)
+            run = cls(folder, config)
             run.write_config()
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
@@ -103,24 +97,21 @@ class RunFolder:
             raise CheckpointError(f"nothing to resume in {path}: {error}") from None
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
-        run = cls(path, config)
         every = count(config["settings"].get("checkpoint_every"), 1) or 1
-        done = len(read_metrics(run.metrics))
-        if not run.checkpoint.exists() and (done > every or run.result.exists()):
+        done = len(read_metrics(path / "metrics.jsonl"))
+        if not (path / "checkpoint.pt").exists() and (done > every or (path / "result.json").exists()):
             raise CheckpointError(
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
         try:
-            run.log = MetricsLog(run.metrics)
+            return cls(path, config)
         except OSError as error:
             raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
-        return run
 
     def close(self) -> None:
         """Releases the folder for other processes."""
-        if self.log is not None:
-            self.log.close()
+        self.log.close()
 
 
 def _new_folder(parent: Path, task: str) -> Path:

@@ -5,7 +5,7 @@ import time
 from types import FrameType
 from typing import Any
 
-# In ascending order of precedence. SIGHUP comes when a terminal or an SSH session ends.
+# SIGHUP comes when a terminal or an SSH session ends.
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SAME = 2.0  # seconds in which further signals belong to the first one
 

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import sys
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from orthokern.commandline import say
 from orthokern.errors import CheckpointError, integer
-from orthokern.training import distributed
-from orthokern.training.checkpoint import load_checkpoint, rng_state, save_checkpoint, seed_all, set_rng_state
-from orthokern.training.distributed import Shard
+from orthokern.training.checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from orthokern.training.iteration import LoopSettings
 from orthokern.training.rundir import RunFolder
 from orthokern.training.task import Task
 
 # Settings that a resumed run may change: none of them changes the computation of an iteration. (Another number of
-# threads or processes may change rounding, and another number of processes changes dropout. A schedule that depends on
-# the length of the run, a cosine, continues along the longer curve.)
-FREE_SETTINGS = frozenset(
-    "iterations epochs minutes data checkpoint_every diagnose_every threads plots processes".split()
-)
+# threads may change rounding. A schedule that depends on the length of the run, a cosine, continues along the longer
+# curve.)
+FREE_SETTINGS = frozenset("iterations epochs minutes data checkpoint_every diagnose_every threads plots".split())
 
 
 class RunState:
-    """The state of one call of `train` in one process."""
+    """The state of one call of `train`."""
 
-    def __init__(self, task: Task, run: RunFolder, started: float, shard: Shard) -> None:
-        self.task, self.run, self.started, self.shard = task, run, started, shard
+    def __init__(self, task: Task, run: RunFolder, started: float) -> None:
+        self.task, self.run, self.started = task, run, started
         self.iteration = 0
         self.saved_at: int | None = None
         self.best: dict[str, Any] | None = None  # score and iteration of the best evaluation
@@ -60,19 +54,14 @@ class RunState:
             self.new_best = copy.deepcopy(self.task.model.state_dict())
 
     def restore(self) -> None:
-        """Continues from the checkpoint in the folder, which rank 0 reads for all ranks. Without a checkpoint (the run
-        was killed before the first one, see `RunFolder.open`), the run starts from the beginning."""
-        payload = distributed.on_first(self._read)
-        if payload is not None:
-            distributed.on_all(lambda: self._load(payload))
-
-    def _read(self) -> dict[str, Any] | None:
+        """Continues from the checkpoint in the folder. Without a checkpoint (the run was killed before the first one,
+        see `RunFolder.open`), the run starts from the beginning."""
         if not self.run.checkpoint.exists():
-            return None
+            return
         payload = load_checkpoint(self.run.checkpoint)
         if payload.get("best") is not None:
             self._check_best(payload)
-        return payload
+        self._load(payload)
 
     def _check_best(self, payload: dict[str, Any]) -> None:
         """Forgets the best evaluation if best.pt is missing; CheckpointError if it is of another run."""
@@ -109,7 +98,7 @@ class RunState:
             task.load_state_dict(payload["task_state"])
             self.iteration = integer("iteration", payload["iteration"], 0)
             self.earlier_seconds = float(payload["seconds"])
-            self._set_rng([payload["rng"], *payload["rng_of_other_ranks"]])
+            set_rng_state(payload["rng"])
             self.best, self.evaluation, self.reached = payload["best"], payload["evaluation"], payload["reached"]
             self.evaluated = payload["evaluated"]
             self.reached_before = self.reached
@@ -120,13 +109,6 @@ class RunState:
             raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
         self.saved_at = self.iteration
 
-    def _set_rng(self, states: list[dict[str, Any]]) -> None:
-        rank, world = self.shard.rank, self.shard.world
-        if rank < len(states):
-            set_rng_state(states[rank])
-        else:  # the run continues in more processes than before
-            seed_all(self.run.config["settings"].get("seed", 0) + rank + world * self.iteration)
-
     def best_model(self) -> dict[str, Any] | None:
         """The parameters of the best evaluation, from best.pt; None if there was none."""
         if self.best is None:
@@ -136,9 +118,7 @@ class RunState:
         return payload["model"] if payload["iteration"] == self.best["iteration"] else None
 
     def save(self) -> None:
-        """Writes checkpoint.pt, and best.pt if this iteration had the best evaluation. A collective call."""
-        parts = distributed.gather((rng_state(), self._digest() if self.shard.world > 1 else ""))
-        others = [str(rank) for rank, (_, digest) in enumerate(parts) if digest != parts[0][1]]
+        """Writes checkpoint.pt, and best.pt if this iteration had the best evaluation."""
         states = {name: getattr(self.task, name) for name in ("scheduler", "plateau", "average")}
         payload = {
             "task": self.task.name,
@@ -150,35 +130,17 @@ class RunState:
             **{name: None if part is None else part.state_dict() for name, part in states.items()},
             "task_state": self.task.state_dict(),
             "data": self.task.data_digest,
-            "rng": parts[0][0],
-            "rng_of_other_ranks": [rng for rng, _ in parts[1:]],
+            "rng": rng_state(),
             "best": self.best,
             "evaluation": self.evaluation,
             "evaluated": self.evaluated,
             "reached": self.reached,
         }
-
-        def write() -> None:
-            if others:
-                raise CheckpointError(
-                    f"iteration {self.iteration}: the parameters of rank {', '.join(others)} differ from those of rank "
-                    f"0: processors round differently, or a task draws other numbers; {self.last_good()}"
-                )
-            if self.run.log is not None:
-                self.run.log.sync()
-            if self.new_best is not None:  # before the checkpoint, which refers to best.pt
-                save_checkpoint(self.run.best, {**payload, "model": self.new_best})
-            save_checkpoint(self.run.checkpoint, payload)
-
-        distributed.on_first(write)
+        self.run.log.sync()
+        if self.new_best is not None:  # before the checkpoint, which refers to best.pt
+            save_checkpoint(self.run.best, {**payload, "model": self.new_best})
+        save_checkpoint(self.run.checkpoint, payload)
         self.saved_at, self.new_best = self.iteration, None
-
-    def _digest(self) -> str:
-        """A checksum of the bits of the parameters."""
-        digest = hashlib.sha256()
-        for parameter in self.task.model.parameters():
-            digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def last_good(self) -> str:
         if self.saved_at is None:

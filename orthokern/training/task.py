@@ -37,11 +37,6 @@ class Task(ABC):
             no epochs.
         evaluation_seconds: time for one evaluation or test, for `in_time`; set by the loop if the run has a time limit.
 
-    Several processes (`torchrun`, see `orthokern.training.distributed`): a task generates the joint batch on every rank
-    from the same generator, and uses the rows `current_shard().rows(batch)`. The mean of the losses over the ranks must
-    be the loss of the joint batch. If sequences have weights (e.g. their lengths), divide by the total weight of the
-    joint batch and multiply by the number of ranks. A parameter has a gradient on all ranks or on none.
-
     Example: tests/toy_task.py is a small task, orthokern/tasks/adding.py one with evaluations, a goal and presets.
     """
 
@@ -61,7 +56,7 @@ class Task(ABC):
     evaluation_seconds: float = math.inf
 
     def begin(self) -> None:  # noqa: B027
-        """Called by every process before its first iteration. Default: nothing."""
+        """Called before the first iteration of a process. Default: nothing."""
 
     @abstractmethod
     def next_batch(self) -> Any:
@@ -97,9 +92,8 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Evaluation on held-out data, in eval mode and with gradients disabled; with several processes, on rank 0
-        only. Decisions about the training belong in `goal_reached`, which all ranks call with the same numbers. Random
-        numbers must depend on the seed and `iteration` only, so that additional evaluations change nothing else."""
+        """Evaluation on held-out data, in eval mode and with gradients disabled. Random numbers must depend on the seed
+        and `iteration` only, so that additional evaluations change nothing else."""
 
     def in_time(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches of an evaluation or test, as many as `evaluation_seconds` allow, and at least one. The numbers
@@ -124,7 +118,7 @@ class Task(ABC):
         return False
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers about the state of the model for the record, computed every few iterations on rank 0. It should be
+        """Numbers about the state of the model for the record, computed every few iterations. It should be
         fast. Default: none."""
         return {}
 
