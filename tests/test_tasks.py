@@ -238,6 +238,13 @@ def test_penalties_are_added(small: dict[str, list[str]]) -> None:
     assert (total - plain).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("task", ["adding", "deep_mnist"])
+def test_adam_has_its_decays(task: str, small: dict[str, list[str]]) -> None:
+    built = build(task, [*small[task], *"--optimizer adam --beta1 0.5 --beta2 0.7 --eps 1e-5".split()])
+    adams = [part for part in built.optimizer.parts.values() if isinstance(part, torch.optim.Adam)]
+    assert next((group["betas"], group["eps"]) for part in adams for group in part.param_groups) == ((0.5, 0.7), 1e-5)
+
+
 def test_schedules() -> None:
     def factors(**changes: Any) -> list[float]:
         settings = optimization.OptimizerOptions(iterations=100, **changes)

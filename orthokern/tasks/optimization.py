@@ -55,6 +55,8 @@ class DescentOptions(RunOptions):
     lr: float = option(1e-3, "learning rate; in a recurrent network, of the readout", above=0.0, basic=True)
     alpha: float = option(0.9, "rmsprop: decay of the running mean square", low=0.0, below=1.0)
     eps: float = option(1e-8, "rmsprop, adam: added to the RMS of the gradient", low=SMALLEST_EPS)
+    beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
+    beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
     momentum: float = option(0.9, "sgd: momentum", low=0.0, high=1.0)
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
     lr_decay: float = option(0.0, "D of inverse and exponential, above 0; of cosine, at most 1", low=0.0, metavar="D")
@@ -88,8 +90,6 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     """The optimizer of a recurrent network, and the penalties added to its loss."""
 
     GROUP = "the optimizer"
-    beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
-    beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
     input_lr: float | None = option(
         None, "rate of the other weights of the recurrent network", low=0.0, shown="as --lr"
     )
@@ -194,9 +194,7 @@ def euclidean(settings: DescentOptions) -> tuple[type[torch.optim.Optimizer], di
         return kind, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
     if kind is torch.optim.RMSprop:
         return kind, {"alpha": settings.alpha, "eps": settings.eps}
-    if isinstance(settings, OptimizerOptions):
-        return kind, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    return kind, {"eps": settings.eps}
+    return kind, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> Tensor | None:
