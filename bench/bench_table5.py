@@ -50,7 +50,7 @@ class Torch(nn.Module):
         self.rnn = nn.RNN(task.num_ids, N, dtype=dtype)
         self.readout = nn.Linear(N, task.num_classes, dtype=dtype)
         self.task = task
-        tokens, _ = task.buffers(BATCH)
+        tokens, _ = task.batch(BATCH, torch.Generator())
         self.one_hot = nn.functional.one_hot(tokens, task.num_ids).to(dtype)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -84,7 +84,6 @@ class Trainer:
         lr, geodesic_lr = rates
         self.model, self.task = model, task
         self.generator = torch.Generator().manual_seed(0)
-        self.tokens, self.targets = task.buffers(BATCH)
         self.optimizer: torch.optim.Optimizer = optimizer_for(
             model,
             lr=lr,
@@ -99,8 +98,7 @@ class Trainer:
         """Train; returns the losses [iterations]."""
         losses = []
         for _ in range(iterations):
-            self.task.fill(self.tokens, self.targets, self.generator)
-            loss = self.model.loss(self.tokens, self.targets)
+            loss = self.model.loss(*self.task.batch(BATCH, self.generator))
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             self.optimizer.step()
