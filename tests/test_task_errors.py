@@ -21,9 +21,6 @@ copy | --T 5 --hiden 64 | unknown option --hiden: did you mean --hidden?
 copy | --T 5 --epochs 5 | unknown option --epochs: did you mean --iterations?
 music | --data {ptb} --collection jsb | missing data file jsb_chorales.npz (nor JSB_Chorales.mat)
 music | --data {ptb} --lr 1e-3 --lr-floor 0.01 | --lr 0.001: below --lr-floor, 0.01, at which training ends
-word_lm | --data {ptb} --delta 0.2 --clip 5 | --delta with --clip: --clip replaces the constraint
-word_lm | --data {ptb} --delta 0.2 --constraint none | --delta with --constraint none: it is the bound
-word_lm | --data {ptb} --model torch-gru --variant kanai | --variant kanai: torch.nn.GRU has the variant torch
 copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number

@@ -12,39 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import init as init_
-from orthokern._gru_parameters import CONSTRAINED_INPUTS
 from orthokern.commandline import say
 from orthokern.diagnostics.stability import diagnose_stability
-from orthokern.errors import InputError
 from orthokern.nn import GRU
+from orthokern.ops.gru_scan import VARIANTS
 from orthokern.optim import SpectralNormProjection, optimizer_for
-from orthokern.optim.projection import THRESHOLDS
 from orthokern.tasks.epochs import DataOptions, DataTask
 from orthokern.training.options import option
-
-MODELS = ("gru", "torch-gru")
-CONSTRAINTS = ("projection", "none")
 
 
 @dataclass(kw_only=True)
 class GruOptions(DataOptions):
-    """The settings of a task with a GRU.
-
-    Attributes:
-        variant, init_std, constraint: None before `complete`; with a constraint also delta, threshold and
-            constrained_inputs.
-    """
+    """The settings of a task with a GRU."""
 
     GROUP = "the network"
-    model: str = option(
-        "gru", "gru: orthokern.nn.GRU; torch-gru: torch.nn.GRU, without biases", choices=MODELS, basic=True
-    )
     variant: str = option(
-        None,
-        "gru: reset gate applied before the recurrent matrix (kanai) or after it (torch)",
-        choices=("kanai", "torch"),
-        shown="kanai",
+        "kanai", "reset gate applied before the recurrent matrix (kanai) or after it (torch)", choices=VARIANTS
     )
     hidden: int = option(200, "units of a layer", basic=True)
     layers: int = option(1, "GRU layers", basic=True)
@@ -58,25 +41,13 @@ class GruOptions(DataOptions):
         shown="1 / sqrt(hidden)",
     )
     input_scale: float = option(0.01, "factor of the output of the first, linear layer", above=0.0)
-    constraint: str | None = option(
+    delta: float | None = option(
         None,
-        "projection: after every step no singular value above 2 - delta; none",
-        choices=CONSTRAINTS,
-        shown="none with --clip, else projection",
+        "after every step no singular value of the recurrent matrices is above 2 - X",
+        above=0.0,
+        below=2.0,
+        shown="0.2, with --clip none",
         basic=True,
-    )
-    delta: float = option(None, "projection: the bound is 2 - X", above=0.0, below=2.0, shown="0.2", basic=True)
-    threshold: str = option(
-        None,
-        "projection: singular values to set to 2 - delta: those above 2-delta, or those above 2",
-        choices=THRESHOLDS,
-        shown="2-delta",
-    )
-    constrained_inputs: str = option(
-        None,
-        "projection: input matrices of the candidate that are also constrained: those of the upper layers, all, none",
-        choices=CONSTRAINED_INPUTS,
-        shown="upper",
     )
     clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0, basic=True)
     bias: bool = option(True, "use a readout without bias")
@@ -88,35 +59,17 @@ class GruOptions(DataOptions):
 
     def complete(self) -> None:
         super().complete()
-        if self.constraint is None and self.clip is not None and self.delta is not None:
-            raise InputError("--delta with --clip: --clip replaces the constraint; --constraint projection has both")
-        self.fill(
-            init_std=1.0 / math.sqrt(self.hidden),
-            variant="torch" if self.model == "torch-gru" else "kanai",
-            constraint="projection" if self.clip is None else "none",
-        )
-        if self.model == "torch-gru" and self.variant == "kanai":
-            raise InputError("--variant kanai: torch.nn.GRU has the variant torch; --model gru has both")
-        if self.constraint == "none" and self.delta is not None:
-            raise InputError("--delta with --constraint none: it is the bound of --constraint projection")
-        if self.constraint == "projection":
-            self.fill(delta=0.2, threshold="2-delta", constrained_inputs="upper")
+        self.fill(init_std=1.0 / math.sqrt(self.hidden))
+        if self.clip is None:
+            self.fill(delta=0.2)
 
 
 def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
     """Builds the GRU of the settings, initialised as in section 4.1 of the paper."""
     layers = settings.layers
     dropout = settings.dropout if layers > 1 else 0.0  # the task applies dropout to the output of the last layer
-    if settings.model == "gru":
-        options: dict[str, Any] = {"init": "kanai", "init_std": settings.init_std, "backend": settings.backend}
-        return GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout, variant=settings.variant, **options)
-    rnn = nn.GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout)
-    with torch.no_grad():
-        for name, weight in rnn.named_parameters():
-            nn.init.normal_(weight, 0.0, settings.init_std)
-            if name.startswith("weight_hh"):
-                init_.initialize_(weight[2 * rnn.hidden_size :], "orthogonal")
-    return rnn
+    options: dict[str, Any] = {"init": "kanai", "init_std": settings.init_std, "backend": settings.backend}
+    return GRU(inputs, settings.hidden, layers, bias=False, dropout=dropout, variant=settings.variant, **options)
 
 
 class GruTask(DataTask):
@@ -138,7 +91,7 @@ class GruTask(DataTask):
 
     settings: GruOptions
     unit = "step"  # the loss is given per unit
-    TITLE: tuple[str, ...] = ("model", "layers", "hidden", "delta", "clip")
+    TITLE: tuple[str, ...] = ("layers", "hidden", "delta", "clip")
     iterations_per_epoch: int
 
     def __init__(self, settings: GruOptions) -> None:
@@ -159,10 +112,8 @@ class GruTask(DataTask):
         self.rnn: nn.Module = model.get_submodule("rnn")
         self.optimizer = optimizer_for(self.model, lr=settings.lr, euclidean=torch.optim.SGD)
         self.projection: SpectralNormProjection | None = None
-        if settings.constraint == "projection":
-            self.projection = SpectralNormProjection(
-                self.model, settings.delta, threshold=settings.threshold, inputs=settings.constrained_inputs
-            )
+        if settings.delta is not None:
+            self.projection = SpectralNormProjection(self.model, settings.delta)
             self.projection.attach(self.optimizer)
 
     def zero_state(self, batch: int) -> Tensor:
