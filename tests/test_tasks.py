@@ -126,8 +126,8 @@ def test_rotation_in_a_task() -> None:
 @pytest.mark.parametrize(
     ("task", "title"),
     [
-        ("music --delta 0.5", "music, collection nottingham, model gru, layers 2, hidden 200, delta 0.5"),
-        ("music --clip 3", "music, collection nottingham, model gru, layers 2, hidden 200, clip 3"),
+        ("music --delta 0.5", "music, collection nottingham, layers 2, hidden 200, delta 0.5"),
+        ("music --clip 3", "music, collection nottingham, layers 2, hidden 200, clip 3"),
         ("char_lm --margin none", "char_lm, model factorized, hidden 512"),
         ("char_lm --bptt 5", "char_lm, bptt 5, model factorized, hidden 512, margin 0.1"),
     ],

@@ -105,10 +105,12 @@ def _shown(experiment: Experiment, record: RunRecord) -> Row:
     for field in dict.fromkeys(key for r in record.records for key in r if re.fullmatch(pattern, key)):
         having = [r for r in record.records if field in r]
         points = LISTS if isinstance(having[0][field], list | dict) else POINTS
-        # of an interval the largest value, because a peak may last one iteration
-        parts = np.array_split(np.arange(len(having)), min(points, len(having)))
-        peaks = [max((having[i] for i in part), key=lambda r: number_at(r, field) or 0.0) for part in parts]
-        curves[field] = [[peak["iteration"], peak[field]] for peak in peaks]
+        parts = [part.tolist() for part in np.array_split(np.arange(len(having)), min(points, len(having)))]
+        if "norm" in field or "radius" in field:  # a peak of these may last one iteration
+            chosen = [max((having[i] for i in part), key=lambda r: number_at(r, field) or 0.0) for part in parts]
+        else:
+            chosen = [having[part[-1]] for part in parts]
+        curves[field] = [[r["iteration"], r[field]] for r in chosen]
     if "last_grad_norm_through_time" in curves:  # drawn in place of the gradient of the whole loss
         curves.pop("grad_norm_through_time", None)
     told = {"task": record.task, "baseline": record.config.get("baseline"), "time_steps": record.time_steps}
