@@ -46,7 +46,7 @@ class GruOptions(DataOptions):
         "after every step no singular value of the recurrent matrices is above 2 - X",
         above=0.0,
         below=2.0,
-        shown="0.2, with --clip none",
+        shown="0.2 without --clip",
         basic=True,
     )
     clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0, basic=True)
@@ -96,8 +96,7 @@ class GruTask(DataTask):
 
     def __init__(self, settings: GruOptions) -> None:
         """Args: settings: complete."""
-        self.settings = settings
-        self.device = torch.device(settings.device)
+        super().__init__(settings)
         self.time_steps = settings.window
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
