@@ -266,6 +266,15 @@ def test_metrics_that_end_too_early(whole: Path) -> None:
         go(whole, Probe(), resume=True)
 
 
+def test_lines_after_the_checkpoint_are_dropped(whole: Path) -> None:
+    """Whatever is in them, as after a power failure."""
+    before = records(whole)
+    with (whole / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0\0\n{")
+    assert go(whole, Probe(), resume=True, iterations=24).exit_code == 0
+    assert records(whole)[:20] == before and len(records(whole)) == 24
+
+
 def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
     """Two processes in one folder would write over each other; the second one is told, and touches nothing."""
     path, refused = tmp_path / "run", []

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import count, read_object, write_atomically
+from orthokern._files import count, read_file, read_object, write_atomically
 from orthokern._version import __version__
-from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.metrics import MetricsLog
 
@@ -98,7 +97,8 @@ class RunFolder:
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         every = count(config["settings"].get("checkpoint_every"), 1) or 1
-        done = len(read_metrics(path / "metrics.jsonl"))
+        metrics = path / "metrics.jsonl"
+        done = read_file(metrics).count(b"\n") if metrics.exists() else 0  # iterations
         if not (path / "checkpoint.pt").exists() and (done > every or (path / "result.json").exists()):
             raise CheckpointError(
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
