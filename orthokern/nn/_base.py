@@ -50,7 +50,7 @@ class Layers(nn.Module):
     in one direction (`_factors` and `_scan`). Its constructor ends with `_build`.
     """
 
-    mode: str  # torch's name of the cell, "RNN_TANH", "RNN_RELU", "GRU" or "LSTM", where the cell is torch's
+    mode: str  # as in torch, of the cells with its names: "RNN_TANH", "RNN_RELU" and so on, "GRU", "LSTM"
     proj_size = 0
     backend: str | None = None
     learned_h0 = False

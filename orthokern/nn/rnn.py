@@ -60,8 +60,9 @@ class RNN(Recurrent):
             requires_grad to False.
         noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
             The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for torch's
-            global one. torch.utils.checkpoint restores the global one only; ``checkpoint_every`` needs neither. For a
-            leaky network with noise of the continuous intensity sigma it is sigma sqrt(2 / leak).
+            global one, which is the only one that torch.utils.checkpoint restores: with another one, use
+            ``checkpoint_every``. For a leaky network with noise of the continuous intensity sigma the standard
+            deviation is sigma sqrt(2 / leak).
         noise_in_eval: add the noise after ``eval()`` too.
 
     The cpu backend skips the padding of a PackedSequence.

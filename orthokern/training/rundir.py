@@ -32,11 +32,12 @@ class RunFolder:
             continues, best.pt the state with the best evaluation so far.
     """
 
+    log: MetricsLog
+
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path, self.config = path, config
         self.metrics, self.checkpoint = path / "metrics.jsonl", path / "checkpoint.pt"
         self.best, self.result = path / "best.pt", path / "result.json"
-        self.log = MetricsLog(self.metrics)
 
     @classmethod
     def create(
@@ -65,12 +66,13 @@ class RunFolder:
         try:
             folder = _new_folder(Path("runs"), task) if path is None else path
             folder.mkdir(parents=True, exist_ok=True)
-            # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
-            metrics, names = folder / "metrics.jsonl", {"config.json", "config.json.tmp", "metrics.jsonl"}
-            left = names if metrics.exists() else set()
-            if any(file.name not in left for file in folder.iterdir()) or (left and metrics.stat().st_size):
-                raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
             run = cls(folder, config)
+            # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
+            names = {"config.json", "config.json.tmp", "metrics.jsonl"}
+            left = names if run.metrics.exists() else set()
+            if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
+                raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
+            run.log = MetricsLog(run.metrics)
             run.write_config()
         except (OSError, ValueError) as error:
             if isinstance(error, InputError):
@@ -96,18 +98,19 @@ class RunFolder:
             raise CheckpointError(f"nothing to resume in {path}: {error}") from None
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
+        run = cls(path, config)
         every = count(config["settings"].get("checkpoint_every"), 1) or 1
-        metrics = path / "metrics.jsonl"
-        done = read_file(metrics).count(b"\n") if metrics.exists() else 0  # iterations
-        if not (path / "checkpoint.pt").exists() and (done > every or (path / "result.json").exists()):
+        done = read_file(run.metrics).count(b"\n") if run.metrics.exists() else 0  # iterations
+        if not run.checkpoint.exists() and (done > every or run.result.exists()):
             raise CheckpointError(
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
         try:
-            return cls(path, config)
+            run.log = MetricsLog(run.metrics)
         except OSError as error:
             raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+        return run
 
     def close(self) -> None:
         """Releases the folder for other processes."""

@@ -118,8 +118,8 @@ class Task(ABC):
         return False
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers about the state of the model for the record, computed every few iterations. It should be
-        fast. Default: none."""
+        """Numbers about the state of the model for the record, computed every few iterations. It should be fast.
+        Default: none."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
