@@ -240,9 +240,11 @@ def test_penalties_are_added(small: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("task", ["adding", "deep_mnist"])
 def test_adam_has_its_decays(task: str, small: dict[str, list[str]]) -> None:
-    built = build(task, [*small[task], *"--optimizer adam --beta1 0.5 --beta2 0.7 --eps 1e-5".split()])
-    adams = [part for part in built.optimizer.parts.values() if isinstance(part, torch.optim.Adam)]
-    assert next((group["betas"], group["eps"]) for part in adams for group in part.param_groups) == ((0.5, 0.7), 1e-5)
+    options = "--optimizer adam --beta1 0.5 --beta2 0.7 --eps 1e-5 --decoupled-decay 0.2".split()
+    adam = build(task, [*small[task], *options]).optimizer.parts["euclidean"]
+    assert isinstance(adam, torch.optim.AdamW)
+    group = adam.param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.7), 1e-5, 0.2)
 
 
 def test_schedules() -> None:

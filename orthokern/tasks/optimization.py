@@ -26,7 +26,7 @@ from orthokern.training.cli import RunOptions
 from orthokern.training.options import option
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop}
-OPTIMIZERS |= {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+OPTIMIZERS |= {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}  # without weight decay, AdamW is Adam
 GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
@@ -57,6 +57,9 @@ class DescentOptions(RunOptions):
     eps: float = option(1e-8, "rmsprop, adam: added to the RMS of the gradient", low=SMALLEST_EPS)
     beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
     beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
+    decoupled_decay: float = option(
+        0.0, "adam: weight decay of AdamW; not of spectra, generators, moduli and angles", low=0.0
+    )
     momentum: float = option(0.9, "sgd: momentum", low=0.0, high=1.0)
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
     lr_decay: float = option(0.0, "D of inverse and exponential, above 0; of cosine, at most 1", low=0.0, metavar="D")
@@ -194,7 +197,8 @@ def euclidean(settings: DescentOptions) -> tuple[type[torch.optim.Optimizer], di
         return kind, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
     if kind is torch.optim.RMSprop:
         return kind, {"alpha": settings.alpha, "eps": settings.eps}
-    return kind, {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    betas = settings.beta1, settings.beta2
+    return kind, {"betas": betas, "eps": settings.eps, "weight_decay": settings.decoupled_decay}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> Tensor | None:
