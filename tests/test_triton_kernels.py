@@ -97,6 +97,7 @@ USUAL = [("dense_scan", 128, 128, F32), ("factored_scan", 128, 128, F32), ("dens
 # stores at the end. Older compilers than 3.6 spill more; with them, compiling is all that is asked.
 BOUNDED = VERSION >= (3, 6)
 SPILLS_READ = 40
+SPILLS_RESIDENT = 0 if VERSION < (3, 8) else 16  # one backward of 32 units, on sm_80
 SPILLS_CAYLEY = 32
 
 
@@ -153,7 +154,8 @@ def check_scan(
     for backward, (index, activation) in itertools.product((False, True), enumerate(activations)):
         options = {"backward": backward, "tokens": index % 2 == 0 and not backward, "leak": leak}
         arguments, warps = scan_arguments(*scan, activation=activation, **options)
-        check(_scan.scan_kernel, arguments, capability, warps, 0 if arguments["RESIDENT"] else SPILLS_READ)
+        spills = SPILLS_RESIDENT if arguments["RESIDENT"] else SPILLS_READ
+        check(_scan.scan_kernel, arguments, capability, warps, spills)
 
 
 def label(scan: tuple[str, int, int, torch.dtype]) -> str:

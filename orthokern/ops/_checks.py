@@ -308,7 +308,9 @@ def scan_args(
     reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, like_name, like)
     _leak(args.leak, N, like_name, like)
     _options(args)
-    return args._replace(x=x, h0=like.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)
+    h0 = like.new_zeros(x.shape[1], N) if h0 is None else h0
+    # not args._replace: the Dynamo of torch 2.6 does not trace it
+    return ScanArgs(x, v, s, like, h0, **{**options, "reset_state": reset_state})
 
 
 def gru_args(args: GruArgs) -> GruArgs:

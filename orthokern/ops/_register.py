@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
@@ -68,7 +69,7 @@ class CustomOp:
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         self.kernel = kernel
         self.guarded = self._guarded(keeps_dtype(kernel))
-        self.apply: Any = None  # of the autograd.Function, where there is one, for calls without transforms
+        self.apply: Any = None  # of the derivative, where there is one, for calls without transforms
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
@@ -167,20 +168,17 @@ class CustomOp:
             return (*result, *(None,) * (len(ctx.needs_input_grad) - len(result)))
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-        derivative: Any = type(self.name, (torch.autograd.Function,), members)
-        # without the loop over the arguments in Function.apply, which looks for transforms
-        self.apply = apply_at_one_level = super(torch.autograd.Function, derivative).apply  # type: ignore[misc]
+        # not of Function, whose `apply` would process all transforms of torch.func
+        self.apply = apply = type(self.name, (_SingleLevelFunction,), members).apply  # type: ignore[attr-defined]
 
         def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
             inputs = (*given, *self.defaults[len(given) :])
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
-                if torch._C._are_functorch_transforms_active():
-                    # Function.apply would process all transforms. Only the outermost one, torch.func.grad, is due here:
-                    # the dispatcher calls this kernel again for each transform below it.
-                    with enable_single_level_autograd_function():
-                        return apply_at_one_level(*inputs, keys)
-                return derivative.apply(*inputs, keys)
+                # Of several transforms only the outermost one, torch.func.grad, is due here: the dispatcher calls this
+                # kernel again for each transform below it.
+                with enable_single_level_autograd_function():
+                    return apply(*inputs, keys)
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys, *inputs)
 
