@@ -309,7 +309,7 @@ def scan_args(
     _leak(args.leak, N, like_name, like)
     _options(args)
     h0 = like.new_zeros(x.shape[1], N) if h0 is None else h0
-    # not args._replace: the Dynamo of torch 2.6 does not trace it
+    # not args._replace, here and in gru_args: the Dynamo of torch 2.6 does not trace it
     return ScanArgs(x, v, s, like, h0, **{**options, "reset_state": reset_state})
 
 
@@ -332,4 +332,5 @@ def gru_args(args: GruArgs) -> GruArgs:
         raise unknown_name("variant", args.variant, VARIANTS)
     has_lengths(args.lengths, x)
     reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, "w", w)
-    return args._replace(h0=w.new_zeros(x.shape[1], N) if h0 is None else h0, reset_state=reset_state)
+    h0 = w.new_zeros(x.shape[1], N) if h0 is None else h0
+    return GruArgs(x, w, h0, bias, args.variant, args.backend, args.lengths, args.resets, reset_state)

@@ -58,7 +58,7 @@ class DescentOptions(RunOptions):
     beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
     beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
     decoupled_decay: float = option(
-        0.0, "adam: weight decay of AdamW; not of spectra, generators, moduli and angles", low=0.0
+        0.0, "adam: weight decay of AdamW; not of bounded spectra, generators, moduli and angles", low=0.0
     )
     momentum: float = option(0.9, "sgd: momentum", low=0.0, high=1.0)
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
