@@ -33,8 +33,7 @@ def run(task: str, *options: object) -> int:
 def settings_of(task: str, options: Sequence[str], **changes: Any) -> Any:
     """The complete settings of a command line, with some changed."""
     its = command(task)
-    given = its.parser().parse(list(options))
-    return its.complete({**its.presets.get(given.get("preset", ""), {}), **given, **changes})
+    return its.settings({**its.parser().parse(list(options)), **changes})
 
 
 def build(task: str, options: Sequence[str], **changes: Any) -> Any:

@@ -46,7 +46,8 @@ def test_only_orthogonal_matrices_learn(
 
 def test_starts(small: list[str]) -> None:
     for name, orthogonal in (("normal", False), ("learned", True), ("orthogonal", True), ("glorot-uniform", False)):
-        task = build("deep_mnist", [*small, "--init", name, "--sigma", "0.02", "--layers", "3"])
+        sigma = ["--sigma", "0.02"] if name in ("normal", "learned") else []
+        task = build("deep_mnist", [*small, "--init", name, *sigma, "--layers", "3"])
         weights = task.model.weights()
         assert [tuple(w.shape) for w in weights] == [(16, 784), (16, 16), (16, 16), (10, 16)]
         assert all((distance(w) < 1e-6) == orthogonal for w in weights), name

@@ -119,8 +119,9 @@ def test_a_row_shows_the_command_of_its_numbers(reproduce: Command) -> None:
 
 def test_a_margin_by_the_length_is_that_of_the_command() -> None:
     run = replace(TOY.runs[0], task="copy", options=("--preset", "paper", "--T", "200", "--model", "rnn"))
-    assert is_planned(vars(settings_of("copy", run.options)), run, quick=False)
-    assert not is_planned(vars(settings_of("copy", run.options, margin=0.001)), run, quick=False)
+    settings = vars(settings_of("copy", run.options))
+    assert is_planned(settings, run, quick=False)
+    assert not is_planned({**settings, "margin": 0.001}, run, quick=False)
 
 
 def test_iterations_replace_the_epochs_of_a_preset() -> None:

@@ -25,9 +25,14 @@ copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
 adding | --T 5 --model rotation --hidden 15 | --hidden 15: --model rotation works on pairs, give an even number
-adding | --T 5 --model rotation --gain 2 | --gain 2.0: not for --model rotation
-adding | --T 5 --model rotation --message-clip 1 | --message-clip 1.0: not for --model rotation
-adding | --T 5 --model rotation --precision bf16 | --precision bf16: not for --model rotation
+adding | --T 5 --model rotation --gain 2 | --gain 2: for --model factorized or rnn or exprnn or nnrnn, not rotation
+adding | --T 5 --model rotation --message-clip 1 | --message-clip 1: for --model factorized or rnn or exprnn or nnrnn
+adding | --T 5 --model rotation --precision bf16 | --precision bf16: for --model factorized or rnn or exprnn or
+adding | --T 5 --model rnn --margin 0 | --margin 0: for --model factorized or rotation, not rnn
+adding | --T 5 --preset paper --model lstm --nonlinearity relu | --nonlinearity relu: for --model factorized or rnn
+adding | --T 5 --model gru --learned-h0 | --learned-h0: for --model factorized or rnn or exprnn or nnrnn or rotation
+adding | --T 5 --optimizer adam --alpha 0.9 | --alpha 0.9: for --optimizer rmsprop or --geodesic rmsprop, not adam
+copy | --T 5 --schedule constant --patience 3 | --patience 3: for --schedule plateau, not constant
 copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
@@ -67,6 +72,8 @@ char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 9
 random_permutation | --init glorot-uniform | give --margin none
 random_permutation | --sigma 0.1 | --sigma 0.1: for --model rnn, not factorized
 deep_mnist | --data {short} | train-images
+deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: for --init normal or learned, not orthogonal
+deep_mnist | --data {mnist} --alpha 0.9 | --alpha 0.9: for --optimizer rmsprop, not sgd
 deep_mnist | --data {mnist} --validation 60 --batch 201 | --batch 201: there are 200 training images
 deep_mnist | --data {mnist} --validation 60 --backend cpu | unknown option --backend
 """

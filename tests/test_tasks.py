@@ -115,8 +115,8 @@ def test_resume_is_exact(task: str, tmp_path: Path, small: dict[str, list[str]])
 
 
 def test_rotation_in_a_task() -> None:
-    """The nonlinearity is that of the task, and has no effect."""
-    options = "--T 10 --hidden 8 --model rotation --margin 0.2 --nonlinearity prelu".split()
+    """The nonlinearity of the task has no effect."""
+    options = "--T 10 --hidden 8 --model rotation --margin 0.2".split()
     for given, angle in ([], math.pi), (["--max-angle", "0.1"], 0.1):
         task = build("adding", [*options, *given])
         assert isinstance(task.rnn, RotationRNN) and task.rnn.max_angle == angle

@@ -45,7 +45,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
         choices=STARTS,
         basic=True,
     )
-    sigma: float = option(0.001, "normal, learned: standard deviation of the weights", above=0.0)
+    sigma: float = option(0.001, "standard deviation of the weights", above=0.0, only={"init": ("normal", "learned")})
     standardize: bool = option(
         True, "use pixels in [0, 1], instead of each with mean 0 and variance 1 over the training images"
     )

@@ -19,7 +19,7 @@ from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
 from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import option
+from orthokern.training.options import check_effect, option
 
 
 @dataclass(frozen=True)
@@ -56,25 +56,17 @@ MODELS = {
 }
 LSTMS = tuple(name for name, model in MODELS.items() if model.gates == 4)
 GATED = tuple(name for name, model in MODELS.items() if model.gates)
+UNGATED = tuple(name for name in MODELS if name not in (*GATED, "rotation"))  # with a matrix and a non-linearity
 EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential)
 
 # Activations with a slope, learned or not, and those that work on pairs of units.
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 
-ROTATIONS = ", ".join(init.SKEW_ANGLES)
+ROTATIONS = tuple(init.SKEW_ANGLES)
 
-
-# penalties and initialisations that fail for other models, also if a preset sets them
-_FOR_SOME_MODELS: dict[str, tuple[str, ...]] = {
-    "sigma": ("rnn",),
-    "spectrum_prior": ("factorized",),
-    "soft_orthogonality": ("factorized", "rnn", "nnrnn"),
-    "modulus_penalty": ("nnrnn",),
-    "triangle_decay": ("nnrnn",),
-}
-# values that stand for no effect, of settings that fail in a rotation
-_NOT_FOR_ROTATION: dict[str, Any] = {"gain": 1.0, "message_clip": None, "precision": "ieee"}
+# settings that fail for models that do not have them, also if a preset sets them
+_REQUIRED = ("sigma", "spectrum_prior", "soft_orthogonality", "modulus_penalty", "triangle_decay")
 
 
 @dataclass(kw_only=True)
@@ -90,15 +82,16 @@ class NetworkOptions(RunOptions):
     )
     hidden: int = option(128, "hidden units", basic=True)
     nonlinearity: str = option(
-        "tanh", f"{', '.join(NONLINEARITIES)} (without gates)", choices=NONLINEARITIES, basic=True
+        "tanh", ", ".join(NONLINEARITIES), choices=NONLINEARITIES, basic=True, only={"model": UNGATED}
     )
-    slope: float = option(0.25, "slope of leaky_relu, and initial slope of prelu, for negative values")
-    gain: float = option(1.0, "factor of the recurrent matrix (without gates)", above=0.0)
+    slope: float = option(0.25, "slope for negative values, of prelu the initial one", only={"nonlinearity": SLOPED})
+    gain: float = option(1.0, "factor of the recurrent matrix", above=0.0, only={"model": UNGATED})
     margin: float | None = option(
         0.1,
-        "factorized: singular values stay in 1 ± X; none for no bound; rotation: radii; none: below 1",
+        "singular values, in rotation radii, stay in 1 ± X; none: no bound, radii below 1",
         low=0.0,
         basic=True,
+        only={"model": ("factorized", "rotation")},
     )
     init: str = option(
         "orthogonal",
@@ -108,32 +101,38 @@ class NetworkOptions(RunOptions):
     )
     max_angle: float | None = option(
         None,
-        f"with --init {ROTATIONS}, and in rotation: largest angle, in radians per step, by which the initial matrix "
-        "rotates; none: that of --init, in rotation pi",
+        "largest angle, in radians per step, by which the initial matrix rotates, also of --model rotation; none: "
+        "that of --init, in rotation pi",
         above=0.0,
         high=math.pi,
+        only={"init": ROTATIONS, "model": ("rotation",)},
     )
-    rank: int | None = option(None, "factorized: columns of U and V", metavar="K", shown="as many as hidden units")
+    rank: int | None = option(
+        None, "columns of U and V", metavar="K", shown="as many as hidden units", only={"model": ("factorized",)}
+    )
     apply: str = option(
         "factored",
-        "factorized: multiply by V, S and U (factored), or by their product (composed)",
+        "multiply by V, S and U (factored), or by their product (composed)",
         choices=APPLY,
+        only={"model": ("factorized",)},
     )
-    learned_h0: bool = option(False, "learn the initial state, initially zero (without gates)")
+    learned_h0: bool = option(False, "learn the initial state, initially zero", only={"model": (*UNGATED, "rotation")})
     message_clip: float | None = option(
-        None, "clip every element of the adjoint at every time step; none (without gates)", above=0.0
+        None, "clip every element of the adjoint at every time step; none", above=0.0, only={"model": UNGATED}
     )
     precision: str = option(
         "ieee",
         f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
-        "AVX512_BF16, bf16 (without gates)",
+        "AVX512_BF16, bf16",
         choices=PRECISIONS,
+        only={"model": UNGATED},
     )
     rebase_every: int | None = option(
         None,
-        "exprnn, nnrnn: merge the exponential into the base every K optimizer steps",
+        "merge the exponential into the base every K optimizer steps",
         metavar="K",
         shown="never",
+        only={"model": EXPONENTIALS},
     )
 
     def complete(self) -> None:
@@ -153,14 +152,7 @@ class NetworkOptions(RunOptions):
         accepted = MODELS[self.model].inits
         if self.init not in accepted:
             raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
-        for name, models in _FOR_SOME_MODELS.items():
-            value = getattr(self, name, None)
-            if value and self.model not in models:
-                option_name = name.replace("_", "-")
-                raise InputError(f"--{option_name} {value:g}: for --model {' or '.join(models)}, not {self.model}")
-        for name, usual in _NOT_FOR_ROTATION.items():
-            if self.model == "rotation" and getattr(self, name) != usual:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: not for --model rotation")
+        check_effect(self, [name for name in _REQUIRED if getattr(self, name, None)])
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:

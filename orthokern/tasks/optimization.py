@@ -21,7 +21,7 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
-from orthokern.tasks.network import NetworkOptions
+from orthokern.tasks.network import EXPONENTIALS, NetworkOptions
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import option
 
@@ -32,6 +32,11 @@ NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
 SMALLEST_EPS = 1e-30  # below 1e-38 it is zero in float32, and a gradient of zero is divided by it
 SKEW_RATE = 0.1  # times --lr: the first value in the searches of Kerg et al. 2019 and Lezcano-Casado 2019
+_RMSPROP = {"optimizer": ("rmsprop",), "geodesic": ("rmsprop",)}
+_ADAM = {"optimizer": ("adam",)}
+_PLATEAU = {"schedule": ("plateau",)}
+_FACTORIZED = {"model": ("factorized",)}
+_NNRNN = {"model": ("nnrnn",)}
 CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the iteration only
 SCHEDULES = ("constant", *CURVES, "plateau")
 SCHEDULE_HELP = (
@@ -53,18 +58,23 @@ class DescentOptions(RunOptions):
         basic=True,
     )
     lr: float = option(1e-3, "learning rate; in a recurrent network, of the readout", above=0.0, basic=True)
-    alpha: float = option(0.9, "rmsprop: decay of the running mean square", low=0.0, below=1.0)
-    eps: float = option(1e-8, "rmsprop, adam: added to the RMS of the gradient", low=SMALLEST_EPS)
-    beta1: float = option(0.9, "adam: decay of the running mean", low=0.0, below=1.0)
-    beta2: float = option(0.999, "adam: decay of the running mean square", low=0.0, below=1.0)
-    decoupled_decay: float = option(
-        0.0, "adam: weight decay of AdamW; not of bounded spectra, generators, moduli and angles", low=0.0
+    alpha: float = option(0.9, "decay of the running mean square", low=0.0, below=1.0, only=_RMSPROP)
+    eps: float = option(
+        1e-8,
+        "added to the RMS of the gradient",
+        low=SMALLEST_EPS,
+        only={"optimizer": ("rmsprop", "adam"), "geodesic": ("rmsprop",)},
     )
-    momentum: float = option(0.9, "sgd: momentum", low=0.0, high=1.0)
+    beta1: float = option(0.9, "decay of the running mean", low=0.0, below=1.0, only=_ADAM)
+    beta2: float = option(0.999, "decay of the running mean square", low=0.0, below=1.0, only=_ADAM)
+    decoupled_decay: float = option(
+        0.0, "weight decay of AdamW; not of bounded spectra, generators, moduli and angles", low=0.0, only=_ADAM
+    )
+    momentum: float = option(0.9, "momentum", low=0.0, high=1.0, only={"optimizer": ("sgd",)})
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
-    lr_decay: float = option(0.0, "D of inverse and exponential, above 0; of cosine, at most 1", low=0.0, metavar="D")
-    plateau_factor: float = option(0.5, "plateau: factor of all learning rates", above=0.0, below=1.0)
-    patience: int = option(1, "plateau: after N evaluations in a row without a new best")
+    lr_decay: float = option(0.0, "D, above 0; of cosine, at most 1", low=0.0, metavar="D", only={"schedule": CURVES})
+    plateau_factor: float = option(0.5, "factor of all learning rates", above=0.0, below=1.0, only=_PLATEAU)
+    patience: int = option(1, "after N evaluations in a row without a new best", only=_PLATEAU)
     warmup: int = option(0, "increase all learning rates linearly over N iterations", low=0)
     clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0)
     average: float | None = option(
@@ -98,34 +108,41 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     spectrum_lr: float | None = option(
         None,
-        "factorized: rate of the spectrum, divided by 2 margin (tanh: 4); rotation: rate of radii and angles",
+        "rate of the spectrum, divided by 2 margin (tanh: 4), and of radii and angles",
         low=0.0,
         shown="as --lr",
+        only={"model": ("factorized", "rotation")},
     )
     geodesic: str = option(
         "sgd",
-        "factorized: update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them "
-        "divided by its running RMS",
+        "update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them divided by its "
+        "running RMS",
         choices=GEODESICS,
+        only=_FACTORIZED,
     )
-    geodesic_lr: float = option(1e-6, "factorized: rate of the geodesic steps on U and V", low=0.0)
+    geodesic_lr: float = option(1e-6, "rate of the geodesic steps on U and V", low=0.0, only=_FACTORIZED)
     skew_lr: float | None = option(
-        None, "exprnn, nnrnn: rate of A in the orthogonal exp(A)", low=0.0, shown="a tenth of --lr"
+        None, "rate of A in the orthogonal exp(A)", low=0.0, shown="a tenth of --lr", only={"model": EXPONENTIALS}
     )
     basis_clip: float | None = option(
-        None, "factorized: clip the joint norm of the gradients of U and V; none", above=0.0
+        None, "clip the joint norm of the gradients of U and V; none", above=0.0, only=_FACTORIZED
     )
     weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
         0.0,
-        "factorized, rnn, nnrnn: add X ||W^T W - I||^2 of the recurrent matrix to the loss",
+        "add X ||W^T W - I||^2 of the recurrent matrix to the loss",
         low=0.0,
+        only={"model": ("factorized", "rnn", "nnrnn")},
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
-    spectrum_prior: float = option(0.0, "factorized: add X sum (s - 1)^2 of the singular values to the loss", low=0.0)
-    modulus_penalty: float = option(0.0, "nnrnn: add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0)
-    modulus_norm: str = option("l2", "nnrnn: l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS)
-    triangle_decay: float = option(0.0, "nnrnn: add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0)
+    spectrum_prior: float = option(
+        0.0, "add X sum (s - 1)^2 of the singular values to the loss", low=0.0, only=_FACTORIZED
+    )
+    modulus_penalty: float = option(0.0, "add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, only=_NNRNN)
+    modulus_norm: str = option("l2", "l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS, only=_NNRNN)
+    triangle_decay: float = option(
+        0.0, "add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0, only=_NNRNN
+    )
 
     def complete(self) -> None:
         super().complete()

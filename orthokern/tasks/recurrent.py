@@ -36,9 +36,10 @@ class StartOptions(OptimizerOptions):
     start: str = option("torch", START_HELP, choices=STARTS)
     sigma: float | None = option(
         None,
-        "rnn: draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
+        "draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
         "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
         above=0.0,
+        only={"model": ("rnn",)},
     )
 
 

@@ -27,7 +27,7 @@ from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, check_stored, complete, defaults, option
+from orthokern.training.options import Options, add_options, check_effect, check_stored, complete, defaults, option
 from orthokern.training.rundir import RunFolder
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -212,7 +212,7 @@ class TaskCommand(Generic[Chosen]):
             )
         run = None if resumed is None else RunFolder.open(resumed, self.name)
         try:
-            settings = self._settings(given, run)
+            settings = self.settings(given, run)
             with _memory_errors(settings):
                 task = self._task(given, settings)
                 settings.iterations_per_epoch = task.iterations_per_epoch
@@ -231,8 +231,8 @@ class TaskCommand(Generic[Chosen]):
         say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
         return outcome.exit_code
 
-    def _settings(self, given: Settings, run: RunFolder | None) -> Chosen:
-        """The complete settings, checked."""
+    def settings(self, given: Settings, run: RunFolder | None = None) -> Chosen:
+        """The complete settings of a command line, checked; of one that resumes a run with this folder."""
         stored = None
         if run is not None:
             stored = run.config["settings"]
@@ -240,7 +240,9 @@ class TaskCommand(Generic[Chosen]):
                 check_stored(self.options, stored)
             except InputError as error:
                 raise CheckpointError(f"{run.path / 'config.json'}: {error}") from None
-        return self.complete(resolve(given, self.defaults, self.presets, stored))
+        settings = self.complete(resolve(given, self.defaults, self.presets, stored))
+        check_effect(settings, given)
+        return settings
 
     def _task(self, given: Settings, settings: Chosen) -> Task:
         """Prepares the process, and builds the task."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
@@ -38,6 +38,8 @@ class Option:
         metavar: name of the value in the help.
         shown: text of the default in the help; None: its value; "": none.
         basic: whether --help shows the option; --help-all shows all.
+        only: the values of another setting with which the option has an effect, by the name of that setting; empty:
+            always. Of several settings, one suffices. The help starts with the values of the first.
     """
 
     help: str
@@ -50,6 +52,7 @@ class Option:
     metavar: str | None = None
     shown: str | None = None
     basic: bool = False
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def argument(self, name: str, annotation: str) -> tuple[Callable[[str], Any], str]:
         """The argparse type and the metavar."""
@@ -125,6 +128,21 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
     return chosen
 
 
+def check_effect(settings: Options, names: Iterable[str]) -> None:
+    """InputError if one of these options has no effect with the other settings, unless its value is none."""
+    declared = declarations(type(settings))
+    for name in names:
+        stated = declared[name][1].only if name in declared else {}
+        only = {other: values for other, values in stated.items() if hasattr(settings, other)}
+        value = getattr(settings, name, None)
+        if value is None or not only or any(getattr(settings, other) in only[other] for other in only):
+            continue
+        dashed, shown = name.replace("_", "-"), f"{value:g}" if isinstance(value, float) else str(value)
+        needed = " or ".join(f"--{other} {' or '.join(values)}" for other, values in only.items())
+        given = f"--{dashed}" if isinstance(value, bool) else f"--{dashed} {shown}"
+        raise InputError(f"{given}: for {needed}, not {getattr(settings, next(iter(only)))}")
+
+
 def check_stored(options: type[Options], stored: Mapping[str, Any]) -> None:
     """InputError, which names the setting, unless every value in config.json is one that the parser returns."""
     fields = {field.name: field for field in dataclasses.fields(options)}
@@ -155,6 +173,7 @@ def add_options(
     for name, (title, declared) in declarations(options).items():
         default, annotation = fields[name].default, str(fields[name].type)
         dashed, shown = name.replace("_", "-"), declared.shown
+        help = ": ".join([*(", ".join(values) for values in list(declared.only.values())[:1]), declared.help])
         if shown is None or (name == "iterations" and default is not None):
             shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
         if declared.basic:
@@ -162,10 +181,10 @@ def add_options(
         if annotation == "bool":
             flag = f"--no-{dashed}" if default else f"--{dashed}"
             action = "store_false" if default else "store_true"
-            groups[title].add_argument(flag, dest=name, action=action, help=declared.help.replace("%", "%%"))
+            groups[title].add_argument(flag, dest=name, action=action, help=help.replace("%", "%%"))
         else:
             convert, metavar = declared.argument(name, annotation)
-            text = (declared.help + (f" (default {shown})" if shown else "")).replace("%", "%%")
+            text = (help + (f" (default {shown})" if shown else "")).replace("%", "%%")
             groups[title].add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
