@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,8 +230,9 @@ def test_a_dropout_without_effect_warns(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EVERY[kind](D, N, 2, dropout=0.1)
-    with pytest.warns(UserWarning, match="num_layers is 1"):
-        made(kind, dropout=0.1)
+    with pytest.warns(UserWarning, match="num_layers is 1") as caught:
+        EVERY[kind](D, N, dropout=0.1)
+    assert Path(caught[0].filename).parent == Path(__file__).parent  # the line that calls the constructor
 
 
 def test_noise_is_added_to_the_input_term_in_training() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -87,7 +88,10 @@ class Layers(nn.Module):
         check_dtype(self._placement["dtype"], half=self._half_ok)
         if self.dropout > 0.0 and self.num_layers == 1:
             text = f"dropout={dropout} has no effect: it acts between layers, and num_layers is 1"
-            warnings.warn(text, stacklevel=4)  # of most modules, the line that calls the constructor
+            level = 1  # the line that calls the constructor of the outermost class
+            while sys._getframe(level).f_globals.get("__name__", "").startswith(f"{__package__}."):
+                level += 1
+            warnings.warn(text, stacklevel=level + 1)
 
     # -- parameters
 
