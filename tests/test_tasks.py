@@ -15,6 +15,7 @@ import pytest
 import torch
 from runs import assert_resumes, build, records, run, settings_of
 
+from orthokern.data.ptb import ALPHABET
 from orthokern.nn import RotationRNN
 from orthokern.tasks import adding, char_lm, music, network, optimization
 
@@ -137,6 +138,31 @@ def test_titles_have_the_settings_that_are_set(task: str, title: str) -> None:
     experiment = object.__new__({"music": music.MusicTask, "char_lm": char_lm.CharLm}[name])
     experiment.settings = settings_of(name, [*options, "--data", "folder"])
     assert experiment.title() == title
+
+
+@pytest.mark.parametrize("model", ["factorized", "nnrnn", "lstm"])
+def test_an_embedding_of_characters(model: str) -> None:
+    """Multiplies the input weights, and has a gradient; weight decay acts on these weights alone."""
+    options = f"--data x --hidden 8 --embedding 5 --model {model} --weight-decay 0.1".split()
+    settings = settings_of("char_lm", options)
+    embedded = char_lm.CharModel(settings)
+    parameters = dict(embedded.named_parameters())
+    weight = parameters["rnn.parametrizations.weight_ih_l0.original"]
+    embedding = parameters["rnn.parametrizations.weight_ih_l0.0.embedding"]
+    assert weight.shape[1] == 5 and embedding.shape == (len(ALPHABET), 5) and 0.09 < embedding.abs().max() <= 0.1
+    plain = network.build_recurrence(len(ALPHABET), settings)
+    plain.load_state_dict({**embedded.rnn.state_dict(), "weight_ih_l0": weight @ embedding.mT}, strict=False)
+    ids = torch.randint(len(ALPHABET), (7, 3))
+    states, _ = embedded.rnn(ids)
+    torch.testing.assert_close(states, plain(ids)[0])
+    states.square().sum().backward()
+    assert embedding.grad is not None and embedding.grad[ids.unique()].abs().amin(1).gt(0).all()
+    embedding.grad = weight.grad = None
+    penalty = optimization.penalty(embedded.rnn, embedded.readout, settings)
+    assert penalty is not None
+    penalty.backward()
+    assert embedding.grad is None
+    torch.testing.assert_close(weight.grad, 0.2 * weight)
 
 
 @pytest.mark.parametrize("task", ["pixel_mnist", "char_lm", "char_lm --bptt 9"])

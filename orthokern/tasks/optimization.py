@@ -32,6 +32,7 @@ NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
 SMALLEST_EPS = 1e-30  # below 1e-38 it is zero in float32, and a gradient of zero is divided by it
 SKEW_RATE = 0.1  # times --lr: the first value in the searches of Kerg et al. 2019 and Lezcano-Casado 2019
+_DECAYED = ("weight_ih_l0", "parametrizations.weight_ih_l0.original", "weight_hh_l0", "weight")  # by --weight-decay
 _RMSPROP = {"optimizer": ("rmsprop",), "geodesic": ("rmsprop",)}
 _ADAM = {"optimizer": ("adam",)}
 _PLATEAU = {"schedule": ("plateau",)}
@@ -225,12 +226,7 @@ def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> T
     matrices of exprnn and nnrnn."""
     terms: list[Tensor] = []
     if settings.weight_decay:
-        matrices = [
-            p
-            for module in (rnn, readout)
-            for name, p in module.named_parameters()
-            if name.split("_l", 1)[0] in ("weight_ih", "weight_hh", "weight")
-        ]
+        matrices = [p for module in (rnn, readout) for name, p in module.named_parameters() if name in _DECAYED]
         squares = torch.stack([matrix.square().sum() for matrix in matrices]).sum()
         if isinstance(rnn, FactorizedRNN):
             squares = squares + composite_weight_decay(rnn)
