@@ -96,7 +96,7 @@ STREAM_ROWS = 10  # rows in which validation and test are read, as the code of K
 
 
 class EmbeddedInput(nn.Module):
-    """A parametrization of an input weight: weight [N, D] -> its product with an embedding, [N, characters].
+    """A parametrization of an input weight: weight [N, D] -> its product with an embedding [N, characters].
 
     A product of two matrices that both start small learns faster than one matrix at the same rate.
     """
