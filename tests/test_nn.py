@@ -20,11 +20,13 @@ from orthokern import functional
 from orthokern.errors import InputError
 from orthokern.nn import (
     GRU,
+    LSTM,
     RNN,
     ExpRNN,
     FactorizedRNN,
     LinearCrossEntropy,
     NonNormalRNN,
+    RotationRNN,
 )
 from orthokern.nn.rnn import NONLINEARITIES
 
@@ -99,6 +101,19 @@ def test_token_ids_are_one_hot_input(make: Any) -> None:
     close(seen(packed[0]), seen(packed[1]))
     module.batch_first = True
     close(seen(ids), seen(hot))
+
+
+@pytest.mark.parametrize("vocabulary", [5, 50])  # fewer and more than ids
+@pytest.mark.parametrize("make", [GRU, LSTM, RotationRNN])
+def test_token_ids_are_one_hot_input_of_other_modules(make: Any, vocabulary: int) -> None:
+    module = make(vocabulary, 4, dtype=torch.float64)
+    ids = torch.randint(0, vocabulary, (7, 3))
+
+    def seen(x: Tensor) -> list[Tensor]:
+        states, _ = module(x)
+        return [states, *torch.autograd.grad(states.sin().sum(), list(module.parameters()))]
+
+    close(seen(ids), seen(torch.nn.functional.one_hot(ids, vocabulary).double()))
 
 
 @pytest.mark.parametrize("kind", EVERY)

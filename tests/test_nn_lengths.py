@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from module_kinds import EVERY, D, N, made
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from orthokern import InputError
+from orthokern.nn import FactorizedRNN, RotationRNN
 
 T, B = 9, 4
 LENGTHS = torch.tensor([3, T, 1, 5])
@@ -49,6 +50,15 @@ def test_ids_states_and_resets_are_those_of_each_sequence(kind: str) -> None:
             own = {"resets": resets[:length, b], "reset_state": reset_state[:, b]}
             torch.testing.assert_close((states[:length, b], last[:, b]), module(ids[:length, b], hx[:, b], **own))
             assert not states[length:, b].any()
+
+
+@pytest.mark.parametrize("module", [*map(made, EVERY), RotationRNN(D, N), FactorizedRNN(D, N, noise=0.0, leak=0.5)])
+def test_the_padding_may_have_any_ids(module: nn.Module) -> None:
+    ids = torch.randint(0, D, (T, B))
+    padded = ids.masked_fill(torch.arange(T).unsqueeze(1) >= LENGTHS, -1)
+    torch.testing.assert_close(module(padded, lengths=LENGTHS), module(ids, lengths=LENGTHS), rtol=0, atol=0)
+    with pytest.raises(InputError, match="-1"):
+        module(padded)
 
 
 @pytest.mark.parametrize("kind", ["rnn", "peephole"])

@@ -28,6 +28,7 @@ from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States
 from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear
+from orthokern.reference._scan import running, without_padding
 
 Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 
@@ -233,7 +234,11 @@ class Layers(nn.Module):
         if x.is_floating_point():
             return linear(x, weight, bias)
         check_ids(x, self.input_size)
-        return nn.functional.embedding(x, weight.mT if bias is None else weight.mT + bias)
+        if bias is None:
+            return nn.functional.embedding(x, weight.mT)
+        if x.numel() < weight.shape[1]:  # a large vocabulary
+            return nn.functional.embedding(x, weight.mT) + bias
+        return nn.functional.embedding(x, weight.mT + bias)
 
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,S] of one recurrence, the index-th of hx."""
@@ -308,7 +313,10 @@ class Layers(nn.Module):
         if data.shape[1] == 0:
             output, h_n = self._run_empty(data, hx)
         else:
-            output, h_n = self._run(data, hx, Dense(data.shape[1], self._checked_lengths(lengths, data, batched)), cuts)
+            lengths = self._checked_lengths(lengths, data, batched)
+            if lengths is not None and not data.is_floating_point():  # the padding may hold any ids
+                data = without_padding(data, running(len(data), lengths))
+            output, h_n = self._run(data, hx, Dense(data.shape[1], lengths), cuts)
         if not batched:
             return output.squeeze(1), h_n.squeeze(1)
         return (output.transpose(0, 1) if self.batch_first else output), h_n
