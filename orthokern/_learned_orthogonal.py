@@ -18,7 +18,7 @@ def check_matrices(t: Tensor, name: str, argument: str = "t", *, square: bool = 
     """Rejects a tensor that cannot be filled with matrices."""
     label = f"{name}: {argument}"
     is_float = isinstance(t, Tensor) and t.is_floating_point()
-    require(is_float, label, "a floating point tensor", getattr(t, "dtype", type(t).__name__))
+    require(is_float, label, "a floating point tensor", t.dtype if isinstance(t, Tensor) else type(t).__name__)
     sides = "square matrices [..., N, N]" if square else "matrices [..., N, K] with N and K at least 1"
     fits = t.dim() >= 2 and t.numel() > 0 and (not square or t.shape[-1] == t.shape[-2])
     require(fits, label, sides, f"shape {list(t.shape)}")

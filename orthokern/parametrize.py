@@ -43,7 +43,8 @@ def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = Non
     """The weight in float64, if it is a matrix with values, and finite. shape: the accepted one, None for any."""
     label = f"{name}: weight"
     is_float = isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float64)
-    require(is_float, label, "a float32 or float64 tensor", getattr(weight, "dtype", type(weight).__name__))
+    shown = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+    require(is_float, label, "a float32 or float64 tensor", shown)
     strided(label, weight)
     require(not weight.is_meta, label, "a tensor with values, as after Module.to_empty", "one on the meta device")
     fits = weight.dim() == 2 and weight.numel() > 0 and (not square or weight.shape[0] == weight.shape[1])

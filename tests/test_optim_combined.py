@@ -265,9 +265,21 @@ def test_a_rate_for_each_child() -> None:
     ):
         with pytest.raises(InputError, match=message):
             optimizer_for(model, lr=rates, skew_lr=0.4)
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    for module in (wrapped, torch.compile(wrapped, backend="eager")):
+        same = optimizer_for(module, lr={"readout": 0.1, "rnn": 0.2}, skew_lr=0.4)
+        assert [group["param_names"] for group in same.param_groups] == [
+            group["param_names"] for group in optimizer.param_groups
+        ]
     for lacking, rnn in (("skew", NonNormalRNN(3, 4)), ("spectrum", FactorizedRNN(3, 4))):
         with pytest.raises(InputError, match=f"{lacking}_lr must be a number, since lr is a dict, got None"):
             optimizer_for(nn.ModuleDict({"rnn": rnn}), lr={"rnn": 0.2})
+
+
+@pytest.mark.parametrize("wrong", [{"basis_clip": 0}, {"basis_clip": "1"}, {"geodesic_options": 3}])
+def test_wrong_options_of_the_bases_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a"):
+        optimizer_for(nn.Linear(3, 4), **wrong)
 
 
 def test_an_averaging_schedule_does_not_set_the_rate_of_the_bases() -> None:

@@ -123,7 +123,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
 
         s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
         as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
-        parameters does not keep them so; on a CPU, the module then warns.
+        parameters does not keep them so; on a CPU, the module then warns, but not where torch.compile has compiled it.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
@@ -137,9 +137,12 @@ class FactorizedRNN(ModelMargin, Recurrent):
             >>> rnn.latent(rnn(torch.randn(100, 4, 3))[0]).shape
             torch.Size([100, 4, 2])
         """
+        v = self._tensor(f"v_{self._suffix(layer, reverse)}")
         fits = isinstance(states, Tensor) and states.dim() > 0 and states.shape[-1] == self.hidden_size
-        require(fits, "states", f"a Tensor [..., {self.hidden_size}]", list(getattr(states, "shape", [])))
-        return linear(states, self._tensor(f"v_{self._suffix(layer, reverse)}").mT)
+        fits = fits and states.dtype == v.dtype
+        shown = f"{list(states.shape)} {states.dtype}" if isinstance(states, Tensor) else type(states).__name__
+        require(fits, "states", f"a Tensor [..., {self.hidden_size}] {v.dtype}", shown)
+        return linear(states, v.mT)
 
     @_autocast.keeps_dtype
     def latent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:

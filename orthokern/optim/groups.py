@@ -195,7 +195,7 @@ class CombinedOptimizer(Optimizer):
         if not self._one_rate and (replaced or averaged):
             raise InputError(
                 "a scheduler gives all groups the rate of one number, the bases too; accepted: one rate per group, "
-                'as max_lr=[group["lr"] for group in optimizer.param_groups]; no parameter was changed'
+                'as max_lr=[group["lr"] for group in optimizer.param_groups] (SWALR: swa_lr); no parameter was changed'
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,6 +226,17 @@ class CombinedOptimizer(Optimizer):
             part_state.update({p: value for p, value in loaded.items() if p in held})
             part.__setstate__({"state": part_state, "param_groups": own})
         self._one_rate = self._alike()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module in those of torch.compile and data parallelism, whose parameters have other names."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
 
 
 def optimizer_for(
@@ -259,7 +270,7 @@ def optimizer_for(
     apply to generators, and to moduli and angles of eigenvalues.
 
     Args:
-        model: any module; see split_parameters.
+        model: any module, also in torch.compile, DataParallel or DistributedDataParallel; see split_parameters.
         lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
             name. Each child then has a separate group, whose role is the name of the child.
         geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, of the largest N, and 0.02 / `steps`, which
@@ -305,6 +316,14 @@ def optimizer_for(
         require(callable(kind), option, "an optimizer class or a function that returns an optimizer", repr(kind))
     is_lbfgs = isinstance(euclidean, type) and issubclass(euclidean, torch.optim.LBFGS)
     require(not is_lbfgs, "euclidean", "an optimizer that takes several groups", "LBFGS")
+    require(
+        basis_clip is None or (is_number(basis_clip) and basis_clip > 0),
+        "basis_clip",
+        "a number above 0, or None",
+        repr(basis_clip),
+    )
+    require(isinstance(geodesic_options, Mapping | None), "geodesic_options", "a dict, or None", repr(geodesic_options))
+    model = _unwrapped(model)
     split = _named_split(model)
     require(is_number(steps) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
     if geodesic_lr is None:

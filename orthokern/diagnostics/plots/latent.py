@@ -42,18 +42,22 @@ def plot_latent(
         The figure.
 
     Raises:
-        InputError: the module has no latent states, or states or groups have another shape.
+        InputError: the module has no latent states, or states or groups have another shape or type, or are not finite.
     """
     if not hasattr(module, "latent_matrix"):
         raise InputError(f"module is a {type(module).__name__}; accepted: a FactorizedRNN")
     N = module.hidden_size
-    require(states.dim() == 3 and states.shape[2] == N, "states", f"[T, B, {N}]", list(states.shape))
+    shape = list(getattr(states, "shape", []))
+    require(isinstance(states, Tensor) and len(shape) == 3, "states", f"a Tensor [T, B, {N}]", shape)
+    kappa = module.latent(states, layer, reverse).double().cpu()  # [T, B, K]
+    require(bool(kappa.isfinite().all()), "states", "finite", "NaN or infinity")
+    names, K = None, kappa.shape[2]
     if axes is None:
         axes = new_figure(1, 2, (8.4, 3.8), f"rank {module.rank}: latent states and eigenvalues")[1][0]
-    kappa = module.latent(states, layer, reverse).double().cpu()  # [T, B, K]
-    names, K = None, kappa.shape[2]
     if groups is not None:
-        require(groups.shape == kappa.shape[1:2], "groups", f"[B] = [{kappa.shape[1]}]", list(groups.shape))
+        fits = isinstance(groups, Tensor) and groups.shape == kappa.shape[1:2]
+        shape = list(getattr(groups, "shape", []))
+        require(fits, "groups", f"a Tensor [B] = [{kappa.shape[1]}]", shape or type(groups).__name__)
         names, place = groups.cpu().unique(return_inverse=True)
         kappa = torch.stack([kappa[:, place == index].mean(1) for index in range(len(names))], 1)
     if K > 2:
