@@ -25,21 +25,29 @@ copy | --T 5 10000 | unknown argument 10000; see --help
 copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
 copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
 adding | --T 5 --model rotation --hidden 15 | --hidden 15: --model rotation works on pairs, give an even number
-adding | --T 5 --model rotation --gain 2 | --gain 2: for --model factorized or rnn or exprnn or nnrnn, not rotation
-adding | --T 5 --model rotation --message-clip 1 | --message-clip 1: for --model factorized or rnn or exprnn or nnrnn
-adding | --T 5 --model rotation --precision bf16 | --precision bf16: for --model factorized or rnn or exprnn or
-adding | --T 5 --model rnn --margin 0 | --margin 0: for --model factorized or rotation, not rnn
-adding | --T 5 --preset paper --model lstm --nonlinearity relu | --nonlinearity relu: for --model factorized or rnn
-adding | --T 5 --model gru --learned-h0 | --learned-h0: for --model factorized or rnn or exprnn or nnrnn or rotation
-adding | --T 5 --optimizer adam --alpha 0.9 | --alpha 0.9: for --optimizer rmsprop or --geodesic rmsprop, not adam
-copy | --T 5 --schedule constant --patience 3 | --patience 3: for --schedule plateau, not constant
+adding | --T 5 --model rotation --gain 2 | --gain 2: only with --model factorized or rnn or exprnn or nnrnn, not
+adding | --T 5 --model rotation --message-clip 1 | --message-clip 1: only with --model factorized or rnn or exprnn or
+adding | --T 5 --model rotation --precision bf16 | --precision bf16: only with --model factorized or rnn or exprnn or
+adding | --T 5 --model rnn --margin 0 | --margin 0: only with --model factorized or rotation, not rnn
+adding | --T 5 --preset paper --model lstm --nonlinearity relu | --nonlinearity relu: only with --model factorized or
+adding | --T 5 --model gru --learned-h0 | --learned-h0: only with --model factorized or rnn or exprnn or nnrnn or
+adding | --T 5 --optimizer adam --alpha 0.9 | --alpha 0.9: only with --optimizer rmsprop or with --geodesic rmsprop, not
+copy | --T 5 --model rotation --init identity | --init identity: only with --model factorized or rnn or lstm
+copy | --T 5 --model lstm --max-angle 0.1 | --max-angle 0.1: only with --model factorized or rnn or exprnn or rotation
+copy | --T 5 --model lstm --last-step-gradient | --last-step-gradient: only with --model factorized or rnn or exprnn
+copy | --T 5 --marker 9 | --marker 9: only with --input scalar, not onehot
+copy | --T 5 --model rnn --geodesic-lr 0 | --geodesic-lr 0: only with --model factorized, not rnn
+char_lm | --data {ptb} --model rnn --alpha 0.3 | --alpha 0.3: only with --optimizer rmsprop or with --geodesic rmsprop,
+char_lm | --data {ptb} --bptt 9 --length 9 | --length 9: only without --bptt
+pixel_mnist | --data {mnist} --permutation-seed 5 | --permutation-seed 5: only with --permuted
+copy | --T 5 --schedule constant --patience 3 | --patience 3: only with --schedule plateau, not constant
 copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
 copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': with message_clip the recurrence runs
 copy | --T 5 --algorithm modal --model lstm | --algorithm modal: not for --model lstm
 adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
-adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: for --model factorized, not rnn
+adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: only with --model factorized, not rnn
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
 adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
 adding | --schedule inverse | --schedule inverse with --lr-decay 0: the rates never decrease; accepted: --lr-decay
@@ -47,10 +55,10 @@ adding | --last-step-gradient | --last-step-gradient: the task adding has no sep
 adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
-adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: for --model nnrnn, not exprnn
+adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: only with --model nnrnn, not exprnn
 adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
 adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
-adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: for --model factorized or rnn
+adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: only with --model factorized or rnn
 pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
 adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
 stacked_mnist | --data {mnist} --units 7 | --units 7: rotations work on pairs
@@ -70,10 +78,10 @@ char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentenc
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
 char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
 random_permutation | --init glorot-uniform | give --margin none
-random_permutation | --sigma 0.1 | --sigma 0.1: for --model rnn, not factorized
+random_permutation | --sigma 0.1 | --sigma 0.1: only with --model rnn, not factorized
 deep_mnist | --data {short} | train-images
-deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: for --init normal or learned, not orthogonal
-deep_mnist | --data {mnist} --alpha 0.9 | --alpha 0.9: for --optimizer rmsprop, not sgd
+deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: only with --init normal or learned, not
+deep_mnist | --data {mnist} --alpha 0.9 | --alpha 0.9: only with --optimizer rmsprop, not sgd
 deep_mnist | --data {mnist} --validation 60 --batch 201 | --batch 201: there are 200 training images
 deep_mnist | --data {mnist} --validation 60 --backend cpu | unknown option --backend
 """

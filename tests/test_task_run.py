@@ -51,6 +51,11 @@ def test_none_is_a_value(tmp_path: Path) -> None:
     assert result.settings["margin"] is None and result.settings["backend"]
 
 
+def test_a_switch_that_is_off_overrides_a_preset(tmp_path: Path) -> None:
+    options = {"preset": "paper", "learned_h0": False, "hidden": 8, "T": 5, "batch": 2, "iterations": 1, "plots": False}
+    assert tasks.run("adding", tmp_path, threads=1, **options).settings["learned_h0"] is False
+
+
 @pytest.mark.parametrize(
     ("task", "settings", "text"),
     [

@@ -100,7 +100,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         option = name.replace("_", "-")
         if not isinstance(value, bool):
             words.append(f"--{option}={'none' if value is None else value}")
-        elif value != usual[name]:
+        else:
             words.append(f"--{option}" if value else f"--no-{option}")
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):

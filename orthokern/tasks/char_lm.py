@@ -49,9 +49,11 @@ class CharOptions(StartOptions, DataOptions):
     GROUP = "the task"
     HIDDEN = frozenset({"sigma"})
     data: str = data_option("the Penn Treebank's text files")
-    length: int = option(75, "without --bptt: omit sentences longer than N characters", low=4, basic=True)
+    length: int = option(75, "omit sentences longer than N characters", low=4, basic=True, only={"bptt": (None,)})
     bucket: int = option(
-        16, "without --bptt: number of batches whose sentences are sorted by length together; 1: random batches"
+        16,
+        "number of batches whose sentences are sorted by length together; 1: random batches",
+        only={"bptt": (None,)},
     )
     bptt: int | None = option(
         None,

@@ -66,7 +66,7 @@ class CopyOptions(DrawnOptions):
         "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
         choices=INPUTS,
     )
-    marker: float = option(-1.0, "value of the marker in scalar input: -1 or 9 in released codes")
+    marker: float = option(-1.0, "value of the marker: -1 or 9 in released codes", only={"input": ("scalar",)})
     goal: float = option(
         99.9,
         "recall accuracy on new sequences at which training ends",
@@ -88,7 +88,9 @@ class CopyOptions(DrawnOptions):
         choices=ALGORITHMS,
     )
     learn_blank: bool = option(
-        False, "initialise and train the input column of the blank like the others (default: fixed at zero)"
+        False,
+        "initialise and train the input column of the blank like the others (default: fixed at zero)",
+        only={"input": ("onehot",)},
     )
     nonlinearity: str = "identity"
     margin: float | None = 0.001

@@ -19,7 +19,7 @@ from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
 from orthokern.nn.rnn import NONLINEARITIES
 from orthokern.training.cli import RunOptions
-from orthokern.training.options import check_effect, option
+from orthokern.training.options import changed, check_effect, option
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ MODELS = {
     ),
     "rotation": Model(
         RotationRNN,
-        "linear, W of scaled rotations of pairs of units; without --nonlinearity and --init",
+        "linear, W of scaled rotations of pairs of units",
         ops=("rotation_scan",),
     ),
 }
@@ -62,8 +62,7 @@ EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential
 # Activations with a slope, learned or not, and those that work on pairs of units.
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
-
-ROTATIONS = tuple(init.SKEW_ANGLES)
+ROTATIONS = ", ".join(init.SKEW_ANGLES)
 
 # settings that fail for models that do not have them, also if a preset sets them
 _REQUIRED = ("sigma", "spectrum_prior", "soft_orthogonality", "modulus_penalty", "triangle_decay")
@@ -74,6 +73,7 @@ class NetworkOptions(RunOptions):
     """The recurrent network."""
 
     GROUP = "the network"
+    last_step_gradient: bool = changed(RunOptions, "last_step_gradient", only={"model": (*UNGATED, "gru")})
     model: str = option(
         "factorized",
         "; ".join(f"{name}: {model.help}" for name, model in MODELS.items()),
@@ -98,14 +98,15 @@ class NetworkOptions(RunOptions):
         f"initial recurrent matrix: {', '.join(init.INITS)}; initial exp(A) in exprnn and nnrnn: "
         f"{', '.join(SCHUR_INITS)} (the last for nnrnn)",
         choices=tuple(dict.fromkeys((*init.INITS, *SCHUR_INITS))),
+        only={"model": tuple(name for name in MODELS if name != "rotation")},
     )
     max_angle: float | None = option(
         None,
-        "largest angle, in radians per step, by which the initial matrix rotates, also of --model rotation; none: "
-        "that of --init, in rotation pi",
+        f"largest angle, in radians per step, by which a rotation or the matrix of --init {ROTATIONS} first rotates; "
+        "none: that of --init, in rotation pi",
         above=0.0,
         high=math.pi,
-        only={"init": ROTATIONS, "model": ("rotation",)},
+        only={"model": ("factorized", "rnn", "exprnn", "rotation")},
     )
     rank: int | None = option(
         None, "columns of U and V", metavar="K", shown="as many as hidden units", only={"model": ("factorized",)}

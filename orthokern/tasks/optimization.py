@@ -69,11 +69,17 @@ class DescentOptions(RunOptions):
     beta1: float = option(0.9, "decay of the running mean", low=0.0, below=1.0, only=_ADAM)
     beta2: float = option(0.999, "decay of the running mean square", low=0.0, below=1.0, only=_ADAM)
     decoupled_decay: float = option(
-        0.0, "weight decay of AdamW; not of bounded spectra, generators, moduli and angles", low=0.0, only=_ADAM
+        0.0,
+        "weight decay of AdamW; not of bounded spectra, generators, moduli and angles",
+        low=0.0,
+        only=_ADAM,
+        off=0.0,
     )
     momentum: float = option(0.9, "momentum", low=0.0, high=1.0, only={"optimizer": ("sgd",)})
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
-    lr_decay: float = option(0.0, "D, above 0; of cosine, at most 1", low=0.0, metavar="D", only={"schedule": CURVES})
+    lr_decay: float = option(
+        0.0, "D, above 0; of cosine, at most 1", low=0.0, metavar="D", only={"schedule": CURVES}, off=0.0
+    )
     plateau_factor: float = option(0.5, "factor of all learning rates", above=0.0, below=1.0, only=_PLATEAU)
     patience: int = option(1, "after N evaluations in a row without a new best", only=_PLATEAU)
     warmup: int = option(0, "increase all learning rates linearly over N iterations", low=0)
@@ -134,15 +140,18 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         "add X ||W^T W - I||^2 of the recurrent matrix to the loss",
         low=0.0,
         only={"model": ("factorized", "rnn", "nnrnn")},
+        off=0.0,
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     spectrum_prior: float = option(
-        0.0, "add X sum (s - 1)^2 of the singular values to the loss", low=0.0, only=_FACTORIZED
+        0.0, "add X sum (s - 1)^2 of the singular values to the loss", low=0.0, only=_FACTORIZED, off=0.0
     )
-    modulus_penalty: float = option(0.0, "add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, only=_NNRNN)
+    modulus_penalty: float = option(
+        0.0, "add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, only=_NNRNN, off=0.0
+    )
     modulus_norm: str = option("l2", "l2: as above; l1: X sum |gamma - 1|", choices=MODULUS_NORMS, only=_NNRNN)
     triangle_decay: float = option(
-        0.0, "add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0, only=_NNRNN
+        0.0, "add X / 2 ||T||^2 to the loss, which is weight decay X on T", low=0.0, only=_NNRNN, off=0.0
     )
 
     def complete(self) -> None:

@@ -31,7 +31,7 @@ class PixelOptions(StartOptions, DigitsOptions):
 
     GROUP = "the task"
     permuted: bool = option(False, "read the pixels in one random order", basic=True)
-    permutation_seed: int = option(0, "seed of the order of --permuted", low=0)
+    permutation_seed: int = option(0, "seed of the order", low=0, only={"permuted": (True,)})
     pool: int = option(1, "average N x N pixels, for shorter sequences: 1, 2, 4, 7 or 14")
     standardize: bool = option(
         False, "scale each pixel to mean 0 and variance 1 over the training images, instead of to [0, 1]"

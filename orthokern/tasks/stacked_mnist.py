@@ -35,7 +35,7 @@ class StackOptions(DigitsOptions, DescentOptions):
 
     GROUP = "the network"
     permuted: bool = option(False, "read the pixels in one random order", basic=True)
-    permutation_seed: int = option(0, "seed of the order of --permuted", low=0)
+    permutation_seed: int = option(0, "seed of the order", low=0, only={"permuted": (True,)})
     hidden: int = option(256, "units of the recurrence over pixels, an even number", basic=True)
     stride: int = option(28, "pixels from one state that is used to the next; 784: the last state only", high=PIXELS)
     width: int = option(96, "features of a step between the recurrences", basic=True)
@@ -44,7 +44,7 @@ class StackOptions(DigitsOptions, DescentOptions):
     margin: float | None = option(
         None, "radii of the rotations over pixels stay in 1 ± X, and start at 1; none: below 1", low=0.0, below=1.0
     )
-    radius: float = option(0.999, "without --margin: largest initial radius", above=0.5, below=1.0)
+    radius: float = option(0.999, "largest initial radius", above=0.5, below=1.0, only={"margin": (None,)})
     max_angle: float = option(math.pi, "largest initial angle, in radians per step", above=0.0, high=math.pi)
     dropout: float = option(0.1, "dropout in every layer", low=0.0, below=1.0)
     batch: int = changed(DescentOptions, "batch", default=100, help="images per batch")

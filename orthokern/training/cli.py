@@ -27,7 +27,16 @@ from orthokern.dispatch import BACKENDS, ENVIRONMENT_VARIABLE, requested
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.checkpoint import seed_all
 from orthokern.training.loop import LoopSettings, train
-from orthokern.training.options import Options, add_options, check_effect, check_stored, complete, defaults, option
+from orthokern.training.options import (
+    Options,
+    add_options,
+    check_effect,
+    check_stored,
+    complete,
+    dashed,
+    defaults,
+    option,
+)
 from orthokern.training.rundir import RunFolder
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
@@ -113,17 +122,13 @@ def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings]
     return settings
 
 
-def _dashed(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _change(key: str, given: Any, stored: Any) -> str:
     """The message for an option that differs from the run to resume, with option and values as they are typed."""
-    dashed = _dashed(key)
-    if isinstance(given, bool):  # a switch, which is only given to change its default
-        return f"{dashed if given else _dashed('no_' + key)}: the run to resume was started without it"
+    typed = dashed(key)
+    if isinstance(given, bool):
+        return f"{typed if given else dashed('no_' + key)}: the run to resume was started without it"
     new, old = ("none" if value is None else value for value in (given, stored))
-    return f"{dashed} {new}: the run to resume has {dashed} {old}"
+    return f"{typed} {new}: the run to resume has {typed} {old}"
 
 
 # messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows

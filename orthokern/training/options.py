@@ -40,6 +40,7 @@ class Option:
         basic: whether --help shows the option; --help-all shows all.
         only: the values of another setting with which the option has an effect, by the name of that setting; empty:
             always. Of several settings, one suffices. The help starts with the values of the first.
+        off: a value that may be given where the option has no effect, besides none and a switch that is off.
     """
 
     help: str
@@ -52,7 +53,8 @@ class Option:
     metavar: str | None = None
     shown: str | None = None
     basic: bool = False
-    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    off: float | None = None
 
     def argument(self, name: str, annotation: str) -> tuple[Callable[[str], Any], str]:
         """The argparse type and the metavar."""
@@ -129,18 +131,35 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
 
 
 def check_effect(settings: Options, names: Iterable[str]) -> None:
-    """InputError if one of these options has no effect with the other settings, unless its value is none."""
-    declared = declarations(type(settings))
+    """InputError if one of these options has no effect with the other settings, unless its value asks for none."""
+    declared = {name: each for name, (_, each) in declarations(type(settings)).items()}
+
+    def acts(name: str) -> bool:
+        only = {other: values for other, values in declared[name].only.items() if other in declared}
+        return not only or any(getattr(settings, other) in only[other] and acts(other) for other in only)
+
     for name in names:
-        stated = declared[name][1].only if name in declared else {}
-        only = {other: values for other, values in stated.items() if hasattr(settings, other)}
         value = getattr(settings, name, None)
-        if value is None or not only or any(getattr(settings, other) in only[other] for other in only):
+        if name not in declared or value in (None, declared[name].off) or value is False or acts(name):
             continue
-        dashed, shown = name.replace("_", "-"), f"{value:g}" if isinstance(value, float) else str(value)
-        needed = " or ".join(f"--{other} {' or '.join(values)}" for other, values in only.items())
-        given = f"--{dashed}" if isinstance(value, bool) else f"--{dashed} {shown}"
-        raise InputError(f"{given}: for {needed}, not {getattr(settings, next(iter(only)))}")
+        only = {other: values for other, values in declared[name].only.items() if other in declared}
+        needed = " or ".join(_with(other, values) for other, values in only.items())
+        given = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
+        first = getattr(settings, next(iter(only)))
+        rest = "" if first is None or isinstance(first, bool) else f", not {first}"
+        raise InputError(f"{dashed(name)}{given}: only {needed}{rest}")
+
+
+def _with(name: str, values: tuple[Any, ...]) -> str:
+    """The text for a setting that has one of these values."""
+    if values == (None,):
+        return f"without {dashed(name)}"
+    return f"with {dashed(name)}" if values == (True,) else f"with {dashed(name)} {' or '.join(values)}"
+
+
+def dashed(name: str) -> str:
+    """An option as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_stored(options: type[Options], stored: Mapping[str, Any]) -> None:
@@ -163,6 +182,16 @@ def check_stored(options: type[Options], stored: Mapping[str, Any]) -> None:
             raise InputError(f"{name}: {value!r} is not a value of this setting")
 
 
+def _scope(options: type[Options], declared: Option) -> str:
+    """The start of the help of an option that does not always have an effect."""
+    for other, values in declared.only.items():
+        if not isinstance(values[0], str):
+            return f"{_with(other, values)}: "
+        rest = [name for name in declarations(options)[other][1].choices if name not in values]
+        return f"not {rest[0]}: " if len(rest) == 1 else f"{', '.join(values)}: "
+    return ""
+
+
 def add_options(
     parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
@@ -172,20 +201,20 @@ def add_options(
     groups = {title: parser.add_argument_group(title) for title in titles}
     for name, (title, declared) in declarations(options).items():
         default, annotation = fields[name].default, str(fields[name].type)
-        dashed, shown = name.replace("_", "-"), declared.shown
-        help = ": ".join([*(", ".join(values) for values in list(declared.only.values())[:1]), declared.help])
+        typed, shown = dashed(name), declared.shown
+        help = _scope(options, declared) + declared.help
         if shown is None or (name == "iterations" and default is not None):
             shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
         if declared.basic:
             parser.basic.add(name)
-        if annotation == "bool":
-            flag = f"--no-{dashed}" if default else f"--{dashed}"
-            action = "store_false" if default else "store_true"
-            groups[title].add_argument(flag, dest=name, action=action, help=help.replace("%", "%%"))
+        if annotation == "bool":  # the help shows the switch that changes the default
+            for flag, value, action in ((typed, True, "store_true"), (dashed(f"no_{name}"), False, "store_false")):
+                text = argparse.SUPPRESS if value == default else help.replace("%", "%%")
+                groups[title].add_argument(flag, dest=name, action=action, help=text)
         else:
             convert, metavar = declared.argument(name, annotation)
             text = (help + (f" (default {shown})" if shown else "")).replace("%", "%%")
-            groups[title].add_argument(f"--{dashed}", type=convert, metavar=metavar, help=text)
+            groups[title].add_argument(typed, type=convert, metavar=metavar, help=text)
     if presets:
         lines = "; ".join(f"{name}: {text}" for name, text in (preset_help or {}).items()).replace("%", "%%")
         parser.add_argument("--preset", type=one_of("preset", presets), metavar="NAME", help=lines)
