@@ -14,7 +14,7 @@ from module_kinds import D, N, made
 from torch import Tensor, nn
 from torch.export import Dim, export, save
 
-from orthokern.nn import RNN, FactorizedRNN
+from orthokern.nn import GRU, LSTM, RNN, FactorizedRNN, RotationRNN
 
 LAYERS = 2
 KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru")
@@ -94,6 +94,15 @@ def test_lengths_with_any_number_of_steps(kind: str) -> None:
 class WithLoss(WithReadout):
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return self.rnn.loss(x, self.readout, target)
+
+
+@pytest.mark.parametrize("make", [RNN, GRU, LSTM, RotationRNN])
+def test_token_ids_with_any_number_of_steps(make: Any) -> None:
+    """Of a vocabulary with more ids than the example has steps, and fewer than the program then reads."""
+    module, ids = make(50, N), torch.randint(0, 50, (40, 4))
+    dynamic = ({0: Dim("T", min=2, max=10_000), 1: Dim("B", min=2, max=1000)},)
+    program = export(module, (ids[:7, :3].contiguous(),), dynamic_shapes=dynamic).module()
+    torch.testing.assert_close(program(ids), module(ids))
 
 
 @pytest.mark.parametrize("nonlinearity", ["tanh", "identity"])

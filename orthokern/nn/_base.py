@@ -236,7 +236,8 @@ class Layers(nn.Module):
         check_ids(x, self.input_size)
         if bias is None:
             return nn.functional.embedding(x, weight.mT)
-        if x.numel() < weight.shape[1]:  # a large vocabulary
+        # a large vocabulary; a graph would hold for these sizes only, and it fuses the sum
+        if torch.compiler.is_compiling() or x.numel() < weight.shape[1]:
             return nn.functional.embedding(x, weight.mT) + bias
         return nn.functional.embedding(x, weight.mT + bias)
 
