@@ -234,12 +234,11 @@ class Layers(nn.Module):
         if x.is_floating_point():
             return linear(x, weight, bias)
         check_ids(x, self.input_size)
-        if bias is None:
-            return nn.functional.embedding(x, weight.mT)
-        # a large vocabulary; a graph would hold for these sizes only, and it fuses the sum
-        if torch.compiler.is_compiling() or x.numel() < weight.shape[1]:
-            return nn.functional.embedding(x, weight.mT) + bias
-        return nn.functional.embedding(x, weight.mT + bias)
+        # fewer sums with a small vocabulary; a graph, which fuses the sum, would hold for these sizes only
+        if bias is not None and not torch.compiler.is_compiling() and x.numel() >= weight.shape[1]:
+            return nn.functional.embedding(x, weight.mT + bias)
+        rows = nn.functional.embedding(x, weight.mT)
+        return rows if bias is None else rows + bias
 
     def _initial_state(self, suffix: str, hx: Tensor | None, index: int, layout: Layout) -> Tensor | None:
         """h0 [B,S] of one recurrence, the index-th of hx."""

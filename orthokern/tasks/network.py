@@ -64,6 +64,10 @@ SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not
 ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 ROTATIONS = ", ".join(init.SKEW_ANGLES)
 
+# the models of options, see `Option.only`
+FACTORIZED = {"model": ("factorized",)}
+_WITHOUT_GATES = {"model": UNGATED}
+
 # settings that fail for models that do not have them, also if a preset sets them
 _REQUIRED = ("sigma", "spectrum_prior", "soft_orthogonality", "modulus_penalty", "triangle_decay")
 
@@ -82,10 +86,10 @@ class NetworkOptions(RunOptions):
     )
     hidden: int = option(128, "hidden units", basic=True)
     nonlinearity: str = option(
-        "tanh", ", ".join(NONLINEARITIES), choices=NONLINEARITIES, basic=True, only={"model": UNGATED}
+        "tanh", ", ".join(NONLINEARITIES), choices=NONLINEARITIES, basic=True, only=_WITHOUT_GATES
     )
     slope: float = option(0.25, "slope for negative values, of prelu the initial one", only={"nonlinearity": SLOPED})
-    gain: float = option(1.0, "factor of the recurrent matrix", above=0.0, only={"model": UNGATED})
+    gain: float = option(1.0, "factor of the recurrent matrix", above=0.0, only=_WITHOUT_GATES)
     margin: float | None = option(
         0.1,
         "singular values, in rotation radii, stay in 1 ± X; none: no bound, radii below 1",
@@ -108,25 +112,23 @@ class NetworkOptions(RunOptions):
         high=math.pi,
         only={"model": ("factorized", "rnn", "exprnn", "rotation")},
     )
-    rank: int | None = option(
-        None, "columns of U and V", metavar="K", shown="as many as hidden units", only={"model": ("factorized",)}
-    )
+    rank: int | None = option(None, "columns of U and V", metavar="K", shown="as many as hidden units", only=FACTORIZED)
     apply: str = option(
         "factored",
         "multiply by V, S and U (factored), or by their product (composed)",
         choices=APPLY,
-        only={"model": ("factorized",)},
+        only=FACTORIZED,
     )
     learned_h0: bool = option(False, "learn the initial state, initially zero", only={"model": (*UNGATED, "rotation")})
     message_clip: float | None = option(
-        None, "clip every element of the adjoint at every time step; none", above=0.0, only={"model": UNGATED}
+        None, "clip every element of the adjoint at every time step; none", above=0.0, only=_WITHOUT_GATES
     )
     precision: str = option(
         "ieee",
         f"lowest precision of float32 products in the recurrence: {', '.join(PRECISIONS)}; a CPU has ieee and, with "
         "AVX512_BF16, bf16",
         choices=PRECISIONS,
-        only={"model": UNGATED},
+        only=_WITHOUT_GATES,
     )
     rebase_every: int | None = option(
         None,
@@ -153,7 +155,7 @@ class NetworkOptions(RunOptions):
         accepted = MODELS[self.model].inits
         if self.init not in accepted:
             raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
-        check_effect(self, [name for name in _REQUIRED if getattr(self, name, None)])
+        check_effect(self, _REQUIRED)
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:

@@ -21,7 +21,7 @@ from orthokern.penalties import (
     spectrum_prior,
     triangular_decay,
 )
-from orthokern.tasks.network import EXPONENTIALS, NetworkOptions
+from orthokern.tasks.network import EXPONENTIALS, FACTORIZED, NetworkOptions
 from orthokern.training.cli import RunOptions
 from orthokern.training.options import option
 
@@ -36,7 +36,6 @@ _DECAYED = ("weight_ih_l0", "parametrizations.weight_ih_l0.original", "weight_hh
 _RMSPROP = {"optimizer": ("rmsprop",), "geodesic": ("rmsprop",)}
 _ADAM = {"optimizer": ("adam",)}
 _PLATEAU = {"schedule": ("plateau",)}
-_FACTORIZED = {"model": ("factorized",)}
 _NNRNN = {"model": ("nnrnn",)}
 CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the iteration only
 SCHEDULES = ("constant", *CURVES, "plateau")
@@ -125,14 +124,14 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         "update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them divided by its "
         "running RMS",
         choices=GEODESICS,
-        only=_FACTORIZED,
+        only=FACTORIZED,
     )
-    geodesic_lr: float = option(1e-6, "rate of the geodesic steps on U and V", low=0.0, only=_FACTORIZED)
+    geodesic_lr: float = option(1e-6, "rate of the geodesic steps on U and V", low=0.0, only=FACTORIZED)
     skew_lr: float | None = option(
         None, "rate of A in the orthogonal exp(A)", low=0.0, shown="a tenth of --lr", only={"model": EXPONENTIALS}
     )
     basis_clip: float | None = option(
-        None, "clip the joint norm of the gradients of U and V; none", above=0.0, only=_FACTORIZED
+        None, "clip the joint norm of the gradients of U and V; none", above=0.0, only=FACTORIZED
     )
     weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
     soft_orthogonality: float = option(
@@ -144,7 +143,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     soft_orthogonality_norm: str = option("squared", "squared: as above; plain: the norm, not squared", choices=NORMS)
     spectrum_prior: float = option(
-        0.0, "add X sum (s - 1)^2 of the singular values to the loss", low=0.0, only=_FACTORIZED, off=0.0
+        0.0, "add X sum (s - 1)^2 of the singular values to the loss", low=0.0, only=FACTORIZED, off=0.0
     )
     modulus_penalty: float = option(
         0.0, "add X sum (gamma - 1)^2 of the moduli to the loss", low=0.0, only=_NNRNN, off=0.0

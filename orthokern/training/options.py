@@ -133,19 +133,23 @@ def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
 def check_effect(settings: Options, names: Iterable[str]) -> None:
     """InputError if one of these options has no effect with the other settings, unless its value asks for none."""
     declared = {name: each for name, (_, each) in declarations(type(settings)).items()}
+    only = {
+        name: {other: values for other, values in each.only.items() if other in declared}
+        for name, each in declared.items()
+    }
 
     def acts(name: str) -> bool:
-        only = {other: values for other, values in declared[name].only.items() if other in declared}
-        return not only or any(getattr(settings, other) in only[other] and acts(other) for other in only)
+        return not only[name] or any(
+            getattr(settings, other) in values and acts(other) for other, values in only[name].items()
+        )
 
     for name in names:
         value = getattr(settings, name, None)
         if name not in declared or value in (None, declared[name].off) or value is False or acts(name):
             continue
-        only = {other: values for other, values in declared[name].only.items() if other in declared}
-        needed = " or ".join(_with(other, values) for other, values in only.items())
+        needed = " or ".join(_with(other, values) for other, values in only[name].items())
         given = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
-        first = getattr(settings, next(iter(only)))
+        first = getattr(settings, next(iter(only[name])))
         rest = "" if first is None or isinstance(first, bool) else f", not {first}"
         raise InputError(f"{dashed(name)}{given}: only {needed}{rest}")
 

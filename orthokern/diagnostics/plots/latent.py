@@ -46,10 +46,8 @@ def plot_latent(
     """
     if not hasattr(module, "latent_matrix"):
         raise InputError(f"module is a {type(module).__name__}; accepted: a FactorizedRNN")
-    N = module.hidden_size
-    shape = list(getattr(states, "shape", []))
-    require(isinstance(states, Tensor) and len(shape) == 3, "states", f"a Tensor [T, B, {N}]", shape)
     kappa = module.latent(states, layer, reverse).double().cpu()  # [T, B, K]
+    require(kappa.dim() == 3, "states", f"[T, B, {module.hidden_size}]", list(states.shape))
     require(bool(kappa.isfinite().all()), "states", "finite", "NaN or infinity")
     names, K = None, kappa.shape[2]
     if axes is None:
