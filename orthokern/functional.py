@@ -13,6 +13,7 @@ RuntimeError that names the argument to change.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
             check.same_device("lr", lr, "m", m)
         check.is_float("lr", lr)
         lr = lr.detach()
-    elif isinstance(lr, bool) or not isinstance(lr, (int, float, torch.SymInt, torch.SymFloat)):
+    elif isinstance(lr, bool) or not isinstance(lr, (int, float, Real, torch.SymInt, torch.SymFloat)):
         raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
     if not torch.compiler.is_compiling():
         # values on a GPU are not read, since that would synchronise
