@@ -282,20 +282,6 @@ def low_rank(machine: Machine, N: int, K: int, T: int = 1000, leak: bool = False
     return {"value": 1e3 * ms / (2 * T), "unit": "us", **machine.kernels(step)}
 
 
-def delayed_products(machine: Machine, N: int) -> Result:
-    """The products of the gradients beside the scan: in order, concurrent, and concurrent after a delay."""
-    from orthokern.cuda import _scan
-
-    saved, ms = (_scan._OVERLAPPED_STEPS, _scan._PRODUCT_DELAY), {}
-    try:
-        for name, *settings in (("in order", 1 << 30, 0), ("concurrent", 0, 0), ("delayed", 0, 10_000)):
-            _scan._OVERLAPPED_STEPS, _scan._PRODUCT_DELAY = settings
-            ms[name] = machine.milliseconds(scan_call(machine, N, "dense", 2000, "tanh"))
-    finally:
-        _scan._OVERLAPPED_STEPS, _scan._PRODUCT_DELAY = saved
-    return {"value": ms["delayed"], "unit": "ms", **ms}
-
-
 def against_triton(machine: Machine, op: str, N: int) -> Result:
     """The time of the Triton kernels over that of the CUDA kernels, T = 400; CUDA's twice in a dry run."""
     N, T, B = machine.units(N), machine.size(400, 3), machine.size(BATCH, 2)
@@ -408,8 +394,6 @@ def measurements() -> dict[str, Case]:
         table[f"leak-rank8-N{N}"] = of(low_rank, N=N, K=8, leak=True)
     for N in (128, 500):
         table[f"leak-N{N}"] = of(low_rank, N=N, K=N, leak=True)
-    for N in (500, 1000):
-        table[f"products-N{N}"] = of(delayed_products, N=N)
     for op, N in (("RNN", 64), ("RNN", 128), ("FactorizedRNN", 128), ("GRU", 64), ("GRU", 128)):
         table[f"triton-{op}-N{N}"] = of(against_triton, op=op, N=N)
     table["linear-cross-entropy"] = linear_cross_entropy
