@@ -22,9 +22,9 @@ copy | --T 5 --epochs 5 | unknown option --epochs: did you mean --iterations?
 music | --data {ptb} --collection jsb | missing data file jsb_chorales.npz (nor JSB_Chorales.mat)
 music | --data {ptb} --lr 1e-3 --lr-floor 0.01 | --lr 0.001: below --lr-floor, 0.01, at which training ends
 copy | --T 5 10000 | unknown argument 10000; see --help
-copy | --T 5 --rank 20 --hidden 16 | --rank 20: at most --hidden, which is 16
-copy | --T 5 --nonlinearity oplu --hidden 15 | --hidden 15: --nonlinearity oplu works on pairs, give an even number
-adding | --T 5 --model rotation --hidden 15 | --hidden 15: --model rotation works on pairs, give an even number
+copy | --T 5 --rank 20 --hidden 16 | rank must be at most hidden_size = 16, got 20
+copy | --T 5 --nonlinearity oplu --hidden 15 | hidden_size must be even for nonlinearity 'oplu'
+adding | --T 5 --model rotation --hidden 15 | hidden_size must be even (pairs of units), got 15
 adding | --T 5 --model rotation --gain 2 | --gain 2: only with --model factorized or rnn or exprnn or nnrnn, not
 adding | --T 5 --model rotation --message-clip 1 | --message-clip 1: only with --model factorized or rnn or exprnn or
 adding | --T 5 --model rotation --precision bf16 | --precision bf16: only with --model factorized or rnn or exprnn or
@@ -41,7 +41,7 @@ char_lm | --data {ptb} --model rnn --alpha 0.3 | --alpha 0.3: only with --optimi
 char_lm | --data {ptb} --bptt 9 --length 9 | --length 9: only without --bptt
 pixel_mnist | --data {mnist} --permutation-seed 5 | --permutation-seed 5: only with --permuted
 copy | --T 5 --schedule constant --patience 3 | --patience 3: only with --schedule plateau, not constant
-copy | --T 5 --init glorot | --init glorot with --margin 0.001: a Glorot matrix has singular values from 0 to 2
+copy | --T 5 --init glorot | init 'glorot' needs margin=None (its singular values are free in
 copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factored_scan
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
 copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': with message_clip the recurrence runs
@@ -56,19 +56,19 @@ adding | --lr 1e39 | --lr: '1e39' is beyond 1e+30
 adding | --model rnn --start silent --sigma 0.1 | --sigma 0.1 with --start silent: each sets all weights
 adding | --batch 9007199254740992 | batch must be small enough for a tensor
 adding | --T 10 --model exprnn --modulus-penalty 1 | --modulus-penalty 1: only with --model nnrnn, not exprnn
-adding | --T 10 --model rnn --init torus | --init torus: not for --model rnn; accepted: orthogonal
-adding | --T 10 --model exprnn --init glorot | --init glorot: not for --model exprnn; accepted: henaff
+adding | --T 10 --model rnn --init torus | unknown init 'torus': accepted: orthogonal, henaff, cayley
+adding | --T 10 --model exprnn --init glorot | unknown init 'glorot': accepted: henaff, cayley, torus
 adding | --T 10 --model exprnn --soft-orthogonality 1 | --soft-orthogonality 1: only with --model factorized or rnn
 pixel_mnist | --data {mnist} --model exprnn --rebase-every 5 --average 0.9 | --average with --rebase-every
 adding | --hidden 10000000 | cannot hold u_l0 of shape [10000000, 10000000]
-stacked_mnist | --data {mnist} --units 7 | --units 7: rotations work on pairs
+stacked_mnist | --data {mnist} --validation 60 --units 7 | hidden_size must be even
 stacked_mnist | --data {mnist} --margin 1 | below 1
 pixel_mnist |  | --data is needed: the folder with the four MNIST files
 pixel_mnist | --data {mnist}/.. | has it
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
 pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
-pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | at most 900719925474099, of 10
+pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | is not an integer from 1 to 1000000
 char_lm | --data {mnist} | ptb.train.txt
 char_lm | --data {ptb} --length 4 | no sentence of at most
 char_lm | --data {ptb} --epochs 2 --iterations 3 | --epochs 2 and --iterations 3: give one of the two
@@ -76,8 +76,8 @@ char_lm | --data {ptb} --schedule exponential | --schedule exponential with --lr
 char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at most 2, the batches of an epoch
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
-char_lm | --data {ptb} --bptt 5 --batch 3000 | --batch 3000: accepted: at most 996
-random_permutation | --init glorot-uniform | give --margin none
+char_lm | --data {ptb} --bptt 5 --batch 3000 | tokens in 3000 rows: a row needs 2 at least
+random_permutation | --init glorot-uniform | needs margin=None
 random_permutation | --sigma 0.1 | --sigma 0.1: only with --model rnn, not factorized
 deep_mnist | --data {short} | train-images
 deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: only with --init normal or learned, not

@@ -28,7 +28,7 @@ from orthokern.data.ptb_stream import STREAM_ALPHABET
 from orthokern.errors import InputError
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.command import task_command
-from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, stream_seed, training_rows
+from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
@@ -263,7 +263,7 @@ class CharStream(CharTask):
         self.data_digest = digest(data.train)
         assert settings.bptt is not None  # see _task
         self.length = settings.bptt
-        rows = {"train": training_rows(data.train, settings.batch)}
+        rows = {"train": stream_rows(data.train, settings.batch)}
         for part, text in (("validation", data.validation), ("test", data.test)):
             if len(text) < 2 * STREAM_ROWS:
                 raise InputError(

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern._files import LARGEST_INTEGER
-from orthokern.data import stream_rows
 from orthokern.errors import InputError
 from orthokern.optim import CombinedOptimizer
 from orthokern.tasks.optimization import build_schedules
@@ -101,7 +99,7 @@ class DataOptions(RunOptions):
 
     GROUP = "the task"
     data: str = data_option("the task's files")
-    epochs: int = option(20, "stop after N epochs", basic=True)  # None with --iterations
+    epochs: int = option(20, "stop after N epochs", high=10**6, basic=True)  # None with --iterations
 
     def complete(self) -> None:
         super().complete()
@@ -131,14 +129,6 @@ def digest(*data: Tensor) -> int:
     return result
 
 
-def training_rows(tokens: Tensor, batch: int) -> Tensor:
-    """`stream_rows` of a training text in --batch rows."""
-    most = len(tokens) // 2
-    if batch > most:
-        raise InputError(f"--batch {batch}: accepted: at most {most}: a row needs 2 of {len(tokens)} training tokens")
-    return stream_rows(tokens, batch)
-
-
 def count_epochs(settings: DataOptions, batches: int) -> int:
     """The number of iterations of an epoch of `batches` batches. Converts the epochs in the settings to iterations."""
     if settings.accumulate > batches:
@@ -146,7 +136,4 @@ def count_epochs(settings: DataOptions, batches: int) -> int:
     per_epoch: int = batches // settings.accumulate
     if settings.epochs is not None:
         settings.iterations = settings.epochs * per_epoch
-        if settings.iterations > LARGEST_INTEGER:  # which --iterations, as the run records it, does not take
-            most = LARGEST_INTEGER // per_epoch
-            raise InputError(f"--epochs {settings.epochs}: accepted: at most {most}, of {per_epoch} iterations each")
     return per_epoch

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from orthokern import init
 from orthokern._activations import ACTIVATIONS
-from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS
 from orthokern.nn import GRU, LSTM, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
-from orthokern.nn.exprnn import INITS
 from orthokern.nn.factorized import APPLY
 from orthokern.nn.nonnormal import INITS as SCHUR_INITS
 from orthokern.nn.rnn import NONLINEARITIES
@@ -29,39 +27,26 @@ class Model:
     module: type[Any]
     help: str
     gates: int = 0  # products with a recurrent matrix per step of a gated cell; 0: one matrix, without gates
-    ops: tuple[str, ...] = ()  # ops that its `backend` selects a kernel for; (): it has no such argument
-    inits: tuple[str, ...] = tuple(init.INITS)  # accepted by --init
     exponential: bool = False  # its matrix contains exp(A), around a base that can move
 
 
 MODELS = {
-    "factorized": Model(FactorizedRNN, "W = U S V^T", ops=("factored_scan", "cayley")),
-    "rnn": Model(RNN, "a plain matrix W", ops=("dense_scan",)),
+    "factorized": Model(FactorizedRNN, "W = U S V^T"),
+    "rnn": Model(RNN, "a plain matrix W"),
     "lstm": Model(LSTM, "as torch.nn.LSTM", gates=4),
     "peephole-lstm": Model(PeepholeLSTM, "gates read the cell", gates=4),
-    "gru": Model(GRU, "as torch.nn.GRU", gates=3, ops=("gru_scan",)),
-    "exprnn": Model(ExpRNN, "W = exp(A), orthogonal", ops=("dense_scan",), inits=INITS, exponential=True),
-    "nnrnn": Model(
-        NonNormalRNN,
-        "W = P (rotations + T) P^T, with learned moduli of its eigenvalues",
-        ops=("dense_scan",),
-        inits=SCHUR_INITS,
-        exponential=True,
-    ),
-    "rotation": Model(
-        RotationRNN,
-        "linear, W of scaled rotations of pairs of units",
-        ops=("rotation_scan",),
-    ),
+    "gru": Model(GRU, "as torch.nn.GRU", gates=3),
+    "exprnn": Model(ExpRNN, "W = exp(A), orthogonal", exponential=True),
+    "nnrnn": Model(NonNormalRNN, "W = P (rotations + T) P^T, with learned moduli of its eigenvalues", exponential=True),
+    "rotation": Model(RotationRNN, "linear, W of scaled rotations of pairs of units"),
 }
 LSTMS = tuple(name for name, model in MODELS.items() if model.gates == 4)
 GATED = tuple(name for name, model in MODELS.items() if model.gates)
 UNGATED = tuple(name for name in MODELS if name not in (*GATED, "rotation"))  # with a matrix and a non-linearity
 EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential)
 
-# Activations with a slope, learned or not, and those that work on pairs of units.
+# activations with a slope, learned or not
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
-ON_PAIRS = tuple(name for name, row in ACTIVATIONS.items() if row.pairs)
 ROTATIONS = ", ".join(init.SKEW_ANGLES)
 
 # the models of options, see `Option.only`
@@ -140,21 +125,6 @@ class NetworkOptions(RunOptions):
 
     def complete(self) -> None:
         super().complete()
-        if self.rank is not None and self.rank > self.hidden:
-            raise InputError(f"--rank {self.rank}: at most --hidden, which is {self.hidden}")
-        pairs = {"model": self.model == "rotation", "nonlinearity": self.nonlinearity in ON_PAIRS}
-        for name, works_on_pairs in pairs.items():
-            if works_on_pairs and self.hidden % 2:
-                what = f"--{name} {getattr(self, name)}"
-                raise InputError(f"--hidden {self.hidden}: {what} works on pairs, give an even number")
-        if self.model == "factorized" and self.init in init.UNCONSTRAINED and self.margin is not None:
-            raise InputError(
-                f"--init {self.init} with --margin {self.margin:g}: a Glorot matrix has singular values "
-                "from 0 to 2, give --margin none"
-            )
-        accepted = MODELS[self.model].inits
-        if self.init not in accepted:
-            raise InputError(f"--init {self.init}: not for --model {self.model}; accepted: {', '.join(accepted)}")
         check_effect(self, _REQUIRED)
 
 
@@ -163,11 +133,9 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
     hidden, module = settings.hidden, MODELS[settings.model].module
     rnn: Any
     options: dict[str, Any]
-    if settings.model in LSTMS:
-        rnn = module(inputs, hidden, bias=bias)
-        _initialize_lstm(rnn, settings)
-    elif settings.model in GATED:
-        rnn = module(inputs, hidden, bias=bias, variant="torch", backend=settings.backend)
+    if settings.model in GATED:
+        options = {} if settings.model in LSTMS else {"variant": "torch", "backend": settings.backend}
+        rnn = module(inputs, hidden, bias=bias, **options)
         _initialize_gates(rnn, settings)
     elif settings.model == "rotation":
         # a horizon of 1: inputs are not scaled, as in a FactorizedRNN, whose start the tasks choose
@@ -196,22 +164,16 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
 
 @torch.no_grad()
 def _initialize_gates(rnn: LSTM | GRU, settings: NetworkOptions) -> None:
-    """Initialises the recurrent matrix of every gate by `init`, and the biases to 0."""
+    """Initialises the recurrent matrix of every gate by `init`, and the biases to 0; that of an LSTM's forget gate to 1
+    (Vorontsov et al. 2017, section 3.1.2)."""
     n = rnn.hidden_size
     for gate in rnn.get_parameter("weight_hh_l0").view(-1, n, n):
         init.initialize_(gate, settings.init)
     for name, parameter in rnn.named_parameters():
         if name.startswith("bias"):
             parameter.zero_()
-
-
-@torch.no_grad()
-def _initialize_lstm(lstm: LSTM, settings: NetworkOptions) -> None:
-    """`_initialize_gates`, and the bias of the forget gate is 1 (Vorontsov et al. 2017, section 3.1.2)."""
-    _initialize_gates(lstm, settings)
-    if lstm.bias:
-        n = lstm.hidden_size
-        lstm.get_parameter("bias_ih_l0")[n : 2 * n] = 1.0
+    if rnn.bias and settings.model in LSTMS:
+        rnn.get_parameter("bias_ih_l0")[n : 2 * n] = 1.0
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:

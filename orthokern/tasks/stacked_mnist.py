@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from orthokern.data import pixel_permutation
-from orthokern.errors import InputError
 from orthokern.nn import RotationRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.command import task_command
@@ -59,12 +58,6 @@ class StackOptions(DigitsOptions, DescentOptions):
     average: float | None = 0.999
     validation: int = 5000
     diagnose_every: int = 100
-
-    def complete(self) -> None:
-        super().complete()
-        for name in ("hidden", "units"):
-            if getattr(self, name) % 2:
-                raise InputError(f"--{name} {getattr(self, name)}: rotations work on pairs, give an even number")
 
 
 class Block(nn.Module):

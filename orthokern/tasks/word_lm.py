@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.data import load_words
+from orthokern.data import load_words, stream_rows
 from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.command import task_command
-from orthokern.tasks.epochs import count_epochs, data_option, digest, training_rows
+from orthokern.tasks.epochs import count_epochs, data_option, digest
 from orthokern.tasks.gru import GruOptions, GruTask, build_gru
 from orthokern.training.options import option
 
@@ -87,7 +87,7 @@ class WordLm(GruTask):
         self.data = load_words(settings.data)
         self.data_digest = digest(self.data.train)
         words = len(self.data.vocabulary)
-        self.streams = training_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
+        self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)
         self.windows_per_epoch = -(-(len(self.streams) - 1) // settings.window)
         self.iterations_per_epoch = count_epochs(settings, self.windows_per_epoch)
