@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -31,8 +32,6 @@ from orthokern.training.options import (
     Options,
     add_options,
     check_effect,
-    check_stored,
-    complete,
     dashed,
     defaults,
     option,
@@ -178,8 +177,12 @@ class TaskCommand(Generic[Chosen]):
         return defaults(self.options)
 
     def complete(self, settings: Settings) -> Chosen:
-        """Settings by name as an object: with the defaults of the others, and with those that depend on settings."""
-        return complete(self.options, {**self.defaults, **settings})
+        """Settings by name as an object: with the defaults of the others, and with those that depend on settings. Names
+        that the task does not have (from other versions) are left out."""
+        known = {each.name for each in fields(self.options)}
+        result = self.options(**{name: value for name, value in settings.items() if name in known})
+        result.complete()
+        return result
 
     def parser(self) -> Parser:
         parser = Parser(
@@ -238,14 +241,13 @@ class TaskCommand(Generic[Chosen]):
 
     def settings(self, given: Settings, run: RunFolder | None = None) -> Chosen:
         """The complete settings of a command line, checked; of one that resumes a run with this folder."""
-        stored = None
-        if run is not None:
-            stored = run.config["settings"]
-            try:
-                check_stored(self.options, stored)
-            except InputError as error:
-                raise CheckpointError(f"{run.path / 'config.json'}: {error}") from None
+        stored = None if run is None else run.config["settings"]
         settings = self.complete(resolve(given, self.defaults, self.presets, stored))
+        if run is not None:
+            try:
+                device(settings.device)  # the run may be of another machine
+            except ArgumentTypeError as error:
+                raise CheckpointError(f"{run.path / 'config.json'}: device: {error}") from None
         check_effect(settings, given)
         return settings
 

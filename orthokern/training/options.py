@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
@@ -100,9 +100,6 @@ class Options:
         it calls that of its base class."""
 
 
-Chosen = TypeVar("Chosen", bound=Options)
-
-
 def declarations(options: type[Options]) -> dict[str, tuple[str, Option]]:
     """The options of a class by name, each with the heading of the class that declares it first and its declaration in
     the most derived class that has one."""
@@ -120,14 +117,6 @@ def defaults(options: type[Options]) -> Settings:
     """The defaults of a command line, by name."""
     names = declarations(options)
     return {field.name: field.default for field in dataclasses.fields(options) if field.name in names}
-
-
-def complete(options: type[Chosen], settings: Mapping[str, Any]) -> Chosen:
-    """Settings as an object, complete. Names that the class does not have (from other versions) are left out."""
-    known = {field.name for field in dataclasses.fields(options)}
-    chosen = options(**{name: value for name, value in settings.items() if name in known})
-    chosen.complete()
-    return chosen
 
 
 def check_effect(settings: Options, names: Iterable[str]) -> None:
@@ -164,26 +153,6 @@ def _with(name: str, values: tuple[Any, ...]) -> str:
 def dashed(name: str) -> str:
     """An option as it is typed."""
     return f"--{name.replace('_', '-')}"
-
-
-def check_stored(options: type[Options], stored: Mapping[str, Any]) -> None:
-    """InputError, which names the setting, unless every value in config.json is one that the parser returns."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    for name, (_, declared) in declarations(options).items():
-        if name not in stored:  # an option of a later version
-            continue
-        value, default, annotation = stored[name], fields[name].default, str(fields[name].type)
-        if annotation == "bool":
-            fits = isinstance(value, bool)
-        elif value is None:  # a run with --iterations has no epochs; `iterations` is recorded in any run
-            fits = name == "epochs" or (name != "iterations" and (default is None or "None" in annotation))
-        else:
-            try:
-                fits = declared.argument(name, annotation)[0](str(value)) == value
-            except argparse.ArgumentTypeError as error:
-                raise InputError(f"{name}: {error}") from None
-        if not fits:
-            raise InputError(f"{name}: {value!r} is not a value of this setting")
 
 
 def _scope(options: type[Options], declared: Option) -> str:
