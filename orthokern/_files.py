@@ -5,39 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from orthokern.errors import InputError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 LARGEST_INTEGER = 2**53  # above any size or count; exact as float64, so that torch and JSON readers accept it
 NUMBER_LIMIT = 1e100  # products and squares of such numbers stay finite
 
 
-def read_file(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {(error.strerror or type(error).__name__).lower()}") from None
-
-
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it cannot be read, or does not hold a JSON object.
-    """
-    value = parsed_object(read_file(path))
+    """The JSON object in a file; {} without the file. InputError if the file holds something else."""
+    try:
+        value = parsed_object(path.read_bytes())
+    except FileNotFoundError:
+        return {}
     if value is None:
         raise InputError(f"{path} is damaged: not a JSON object")
     return value
@@ -50,6 +39,11 @@ def parsed_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file of the package."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -91,8 +85,3 @@ def number(value: Any) -> float | None:
         (3.0, None, None)
     """
     return float(value) if type(value) in (int, float) and abs(value) <= NUMBER_LIMIT else None
-
-
-def count(value: Any, minimum: int = 0) -> int | None:
-    """A value of a record or a result as an integer in [minimum, 2^53]; None for everything else."""
-    return value if type(value) is int and minimum <= value <= LARGEST_INTEGER else None

@@ -109,10 +109,6 @@ def test_wrong_arguments(folder: Path) -> None:
         load_mnist(folder / "nowhere")
     with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
         load_mnist(folder, validation=12)
-    (folder / TRAIN_LABELS).unlink()
-    (folder / TRAIN_LABELS).mkdir()
-    with pytest.raises(InputError, match=f"{TRAIN_LABELS} cannot be read: is a directory"):
-        load_mnist(folder, validation=2)
 
 
 def test_permutation() -> None:

@@ -295,8 +295,8 @@ def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "nothing to resume in .*run: no config.json"),
-        (b"", "nothing to resume in .*config.json is damaged: not a JSON object"),
-        (b"\xff", "nothing to resume in .*config.json is damaged: not a JSON object"),
+        (b"", "config.json is damaged: not a JSON object"),
+        (b"\xff", "config.json is damaged: not a JSON object"),
         (b'{"task": "toy", "settings": []}', "must hold a run of the task 'toy', got 'toy'"),
         (b'{"task": "adding", "settings": {}}', "must hold a run of the task 'toy', got 'adding'"),
     ],
@@ -306,7 +306,7 @@ def test_nothing_to_resume(tmp_path: Path, content: bytes | None, message: str) 
     path.mkdir()
     if content is not None:
         (path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message) as error:
+    with pytest.raises(InputError, match=message) as error:
         RunFolder.open(path, "toy")
     one_line(error)
 
@@ -316,9 +316,8 @@ def test_folders_that_cannot_be_used(whole: Path, tmp_path: Path) -> None:
         RunFolder.create(whole, "toy", SETTINGS)
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(InputError, match="the run folder .* cannot be written") as error:
+        with pytest.raises(OSError, match=str(tmp_path / "file")):  # one line of the command line
             RunFolder.create(path, "toy", SETTINGS)
-        one_line(error)
 
 
 def test_the_default_folder_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

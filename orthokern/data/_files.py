@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from orthokern._files import read_file
 from orthokern.errors import InputError
 
 
@@ -14,7 +13,7 @@ def read_first(folder: str | Path, names: Sequence[str]) -> tuple[Path, bytes]:
     folder = Path(folder)
     for path in (folder / name for name in names):
         try:
-            return path, read_file(path)
+            return path, path.read_bytes()
         except FileNotFoundError:
             continue
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""

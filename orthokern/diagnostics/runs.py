@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orthokern._files import count, number, parsed_object, read_file, read_object
+from orthokern._files import number, parsed_object, read_object
 from orthokern.errors import InputError
 
 Record = dict[str, Any]
@@ -49,7 +49,7 @@ class RunRecord:
         """Time steps per sequence: "time_steps" of the records, else of the configuration. None if it is unknown or not
         the same for all sequences."""
         for places in (self.records, [self.config]):
-            steps = {value for place in places if (value := count(place.get("time_steps"), 1)) is not None}
+            steps = {place["time_steps"] for place in places if place.get("time_steps")}
             if steps:
                 return steps.pop() if len(steps) == 1 else None
         return None
@@ -112,24 +112,24 @@ def load_run(folder: Path | str) -> RunRecord:
     path = Path(folder)
     if not os.path.isdir(path):
         raise InputError(f"no such run folder: {path}")
-    config = _object(path / "config.json")
-    if config is None:
+    config = read_object(path / "config.json")
+    if not config:
         inside = sum(1 for _ in path.glob("*/config.json"))
         hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
         raise InputError(f"{path} is not a run folder: no config.json there{hint}")
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
         raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
     records = read_metrics(path / "metrics.jsonl")
-    result = _object(path / "result.json") or {}
-    ended = count(result.get("iteration"))
+    result = read_object(path / "result.json")
+    ended = result.get("iteration")
     if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
         result = {}
     return RunRecord(path, config, config["settings"], config["task"], records, result)
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All complete records of a metrics file, in order; [] if there is no file. A record is a JSON object whose
-    "iteration" is an integer. InputError, which names the line, for anything else.
+    """All complete records of a metrics file, in order; [] if there is no file. A record is a JSON object with
+    an "iteration". InputError, which names the line, for anything else.
 
     Example::
 
@@ -137,12 +137,12 @@ def read_metrics(path: Path) -> list[Record]:
         []
     """
     try:
-        lines = read_file(path).split(b"\n")[:-1]  # without a line that is being written
+        lines = path.read_bytes().split(b"\n")[:-1]  # without a line that is being written
     except FileNotFoundError:
         return []
     records = [parsed_object(content) for content in lines]
     for line, record in enumerate(records, 1):
-        if record is None or count(record.get("iteration")) is None:
+        if record is None or "iteration" not in record:
             raise InputError(f"{path} is damaged: line {line} is not a JSON object with an iteration")
     return records  # type: ignore[return-value]
 
@@ -155,21 +155,3 @@ def number_at(record: Record, quantity: str) -> float | None:
         inner = record.get(name)
         value = inner.get(part) if isinstance(inner, dict) else None
     return number(value)
-
-
-def numbers_at(record: Record, name: str) -> list[float | None] | None:
-    """The list of numbers in a field of a record, with None for null. None if the field is not a list, is an empty
-    list, or has other elements than numbers and null."""
-    values = record.get(name)
-    if not isinstance(values, list) or not values:
-        return None
-    numbers = [number(value) for value in values]
-    return numbers if numbers.count(None) == values.count(None) else None
-
-
-def _object(file: Path) -> dict[str, Any] | None:
-    """A JSON object from a file, or None if there is no file."""
-    try:
-        return read_object(file)
-    except FileNotFoundError:
-        return None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orthokern._files import read_object
 from orthokern.errors import InputError
 from orthokern.reproduce.page import (
     Outcome,
@@ -16,7 +17,6 @@ from orthokern.reproduce.page import (
     paragraph,
     picture,
     publish,
-    read_json,
     table,
 )
 from orthokern.reproduce.report import Row, spread
@@ -60,7 +60,7 @@ def _cell(experiment: Experiment, rows: Sequence[Row], seeds: int) -> str:
 def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Writes the joint page of the experiments constraint-NAME."""
     folder, names = output_folder(args), [f"constraint-{subject['name']}" for subject in spec["subjects"]]
-    reports = [read_json(folder / f"{name}.json") for name in names]
+    reports = [read_object(folder / f"{name}.json") for name in names]
     if not any(reports):
         raise InputError(f"no reports in {folder}: first train {', '.join(names)}")
     return Outcome(_written(folder, spec, names, reports))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from orthokern._files import read_object, write_atomically
+from orthokern._files import write_atomically
 from orthokern._version import __version__
 from orthokern.commandline import one_line, say
 from orthokern.diagnostics import plots
@@ -88,14 +88,6 @@ def rounded(value: Any, digits: int = 6) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 10**digits:
         return int(value)
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} without the file."""
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        return {}
 
 
 def written(folder: Path, name: str, text: str, summary: dict[str, Any], figure: Path | None = None) -> list[Path]:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from orthokern._files import write_atomically
+from orthokern._files import read_object, write_atomically
 from orthokern.commandline import EXIT_BAD_INPUT, say
 from orthokern.errors import InputError
-from orthokern.reproduce.page import read_json
 from orthokern.reproduce.spec import Run, each_once, planned
 from orthokern.training.loop import EXIT_DIVERGED
 from orthokern.training.signals import StopRequest
@@ -93,23 +92,11 @@ def chosen(runs: Sequence[Run], only: str, experiment: str) -> list[Run]:
     return result
 
 
-def result_of(folder: Path) -> dict[str, Any]:
-    """The content of the result.json in a run folder; {} if it is missing or damaged."""
-    try:
-        return read_json(folder / "result.json")
-    except InputError:
-        return {}
-
-
 def is_done(folder: Path, length: Sequence[str] = ()) -> bool:
     """Whether the run in a folder is finished: its result.json says so, for at least the requested number of epochs or
     iterations."""
-    result = result_of(folder)
-    try:
-        settings = read_json(folder / "config.json").get("settings")
-    except InputError:
-        return False
-    if not result or not isinstance(settings, dict):
+    result, settings = read_object(folder / "result.json"), read_object(folder / "config.json").get("settings")
+    if not result or settings is None:
         return False
     minutes = settings.get("minutes")
     if result.get("diverged") or result.get("reached") or (minutes and result.get("seconds", 0.0) >= 60.0 * minutes):
@@ -195,6 +182,6 @@ def _next(chain: Sequence[Run], plan: Plan) -> Run | None:
     for run in chain:
         if not plan.is_done(run):
             return run
-        if not result_of(plan.run_folder(run)).get("reached"):
+        if not read_object(plan.run_folder(run) / "result.json").get("reached"):
             return None
     return None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orthokern._files import read_object
 from orthokern.diagnostics.runs import number_at, read_metrics
 from orthokern.reproduce.page import (
     Outcome,
@@ -18,12 +19,11 @@ from orthokern.reproduce.page import (
     paragraph,
     picture,
     publish,
-    read_json,
     rounded,
     table,
 )
 from orthokern.reproduce.report import Row, machine_of, trained_for
-from orthokern.reproduce.runner import Plan, chosen, is_done, result_of, train_all
+from orthokern.reproduce.runner import Plan, chosen, is_done, train_all
 from orthokern.reproduce.spec import Run, planned
 
 STEP, LONGEST, QUICK_LONGEST = 10, 500, 30  # increment of T, and the largest T that is tried
@@ -83,7 +83,7 @@ def look(search: Run, plan: Plan) -> Row:
         if not plan.begun(run):
             return state
         folder = plan.run_folder(run)
-        result, config = result_of(folder), read_json(folder / "config.json")
+        result, config = read_object(folder / "result.json"), read_object(folder / "config.json")
         state["length"] = trained_for(config.get("settings", {}), result.get("iteration", 0), planned(run, plan.quick))
         state["machine"] = machine_of(config)
         if result.get("reached"):

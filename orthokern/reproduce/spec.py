@@ -14,17 +14,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+from orthokern._files import read_toml
 from orthokern.errors import InputError
 
 # settings that may differ between two parts of a run, and the length of a run
@@ -132,7 +127,7 @@ def read_specs() -> dict[str, dict[str, Any]]:
     """The content of specs/*.toml, by name of the file: the order of --help."""
     names = ("vorontsov", "oinit", "nnrnn", "kanai", "constraint")
     folder = Path(__file__).parent / "specs"
-    return {name: tomllib.loads((folder / f"{name}.toml").read_text(encoding="utf-8")) for name in names}
+    return {name: read_toml(folder / f"{name}.toml") for name in names}
 
 
 def read_experiments(specs: Mapping[str, dict[str, Any]]) -> dict[str, Experiment]:

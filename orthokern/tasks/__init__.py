@@ -110,11 +110,6 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     if code == 2:
         raise InputError(message.removeprefix("error: "))
     folder = Path(out)
-    values: dict[str, Any] = {}
-    chosen = dict(settings)
-    # A run that diverged or was interrupted has no result.json.
-    with contextlib.suppress(FileNotFoundError):
-        values = read_object(folder / "result.json")
-    with contextlib.suppress(FileNotFoundError):
-        chosen = read_object(folder / "config.json")["settings"]
+    values = read_object(folder / "result.json")  # a run that diverged or was interrupted has none
+    chosen = read_object(folder / "config.json").get("settings", dict(settings))
     return Result(task, folder, chosen, code, message, values, read_metrics(folder / "metrics.jsonl"))

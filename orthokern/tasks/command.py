@@ -8,20 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orthokern._files import read_toml
 from orthokern.commandline import Parser, Settings
 from orthokern.training.cli import RunOptions, TaskCommand
 from orthokern.training.options import add_options
 from orthokern.training.task import Task
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 @functools.cache
 def _texts() -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "tasks.toml").read_text(encoding="utf-8"))
+    return read_toml(Path(__file__).parent / "tasks.toml")
 
 
 def task_command(name: str, options: type[Any], build: Callable[[Any], Task]) -> TaskCommand[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orthokern._files import count, read_file, read_object, write_atomically
+from orthokern._files import read_object, write_atomically
 from orthokern._version import __version__
 from orthokern.errors import CheckpointError, InputError
 from orthokern.training.metrics import MetricsLog
@@ -45,7 +45,7 @@ class RunFolder:
     ) -> RunFolder:
         """Creates a new folder (None: `runs/<task>-<time>/` in the working directory), locks it and writes config.json
         with all settings of the run, as JSON values, and `facts`, which plots use (`Task.facts`). InputError if the
-        folder has a run with a record, or other files, or cannot be created or written."""
+        folder has a run with a record, or other files; OSError if it cannot be created or written."""
         config = {
             "task": task,
             "settings": settings,
@@ -63,21 +63,16 @@ class RunFolder:
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        try:
-            folder = _new_folder(Path("runs"), task) if path is None else path
-            folder.mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config)
-            # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
-            names = {"config.json", "config.json.tmp", "metrics.jsonl"}
-            left = names if run.metrics.exists() else set()
-            if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
-                raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
-            run.log = MetricsLog(run.metrics)
-            run.write_config()
-        except (OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"the run folder {path or 'runs'} cannot be written: {error}") from None
+        folder = _new_folder(Path("runs"), task) if path is None else path
+        folder.mkdir(parents=True, exist_ok=True)
+        run = cls(folder, config)
+        # a run that ended within its first iteration leaves config.json and an empty metrics.jsonl
+        names = {"config.json", "config.json.tmp", "metrics.jsonl"}
+        left = names if run.metrics.exists() else set()
+        if any(file.name not in left for file in folder.iterdir()) or (left and run.metrics.stat().st_size):
+            raise InputError(f"--out {path} is in use (not empty); give another folder, or --resume to continue")
+        run.log = MetricsLog(run.metrics)
+        run.write_config()
         return run
 
     def write_config(self) -> None:
@@ -88,28 +83,22 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path, task: str) -> RunFolder:
         """Opens the folder of an earlier run, to resume it."""
-        try:
-            config = read_object(path / "config.json")
-        except FileNotFoundError:
+        config = read_object(path / "config.json")
+        if not config:
             runs = sorted(file.parent for file in path.glob("*/config.json"))
             hint = f"; give one of the runs in it, such as {runs[0]}" if runs else ""
-            raise CheckpointError(f"nothing to resume in {path}: no config.json there{hint}") from None
-        except InputError as error:
-            raise CheckpointError(f"nothing to resume in {path}: {error}") from None
+            raise CheckpointError(f"nothing to resume in {path}: no config.json there{hint}")
         if not isinstance(config.get("settings"), dict) or config.get("task") != task:
             raise CheckpointError(f"{path} must hold a run of the task {task!r}, got {config.get('task')!r}")
         run = cls(path, config)
-        every = count(config["settings"].get("checkpoint_every"), 1) or 1
-        done = read_file(run.metrics).count(b"\n") if run.metrics.exists() else 0  # iterations
+        every = config["settings"].get("checkpoint_every") or 1
+        done = run.metrics.read_bytes().count(b"\n") if run.metrics.exists() else 0  # iterations
         if not run.checkpoint.exists() and (done > every or run.result.exists()):
             raise CheckpointError(
                 f"nothing to resume in {path}: no checkpoint.pt there, though metrics.jsonl ends at iteration {done}; "
                 "put it back, or start a new run in another folder"
             )
-        try:
-            run.log = MetricsLog(run.metrics)
-        except OSError as error:
-            raise InputError(f"the run folder {path} cannot be written: {error.strerror or error}") from None
+        run.log = MetricsLog(run.metrics)
         return run
 
     def close(self) -> None:

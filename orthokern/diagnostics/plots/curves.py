@@ -22,7 +22,7 @@ from orthokern.diagnostics.plots._figures import (
     use_log_scale,
     x_axis,
 )
-from orthokern.diagnostics.runs import RunRecord, number_at, numbers_at
+from orthokern.diagnostics.runs import RunRecord, number_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,16 +82,14 @@ def plot_layers(run: RunRecord, *, title: str = "") -> Figure | None:
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
     )
-    rows = [(r["iteration"], [numbers_at(r, key) for key, _ in panels]) for r in run.records]
-    layers = [len(lists[0]) for _, lists in rows if lists[0] is not None][-1:]  # the last record tells how many
-    rows = [(at, lists) for at, lists in rows if [len(values or []) for values in lists] == layers * len(panels)]
-    if not layers or not rows:
+    rows = [r for r in run.records if all(key in r for key, _ in panels)]
+    if not rows:
         return None
     figure, axes = new_figure(2, 1, (7.2, 6.0), title, sharex=True)
-    iterations = np.array([at for at, _ in rows], dtype=float)
-    last = layers[0] - 1
-    for panel, (axis, (_, label)) in enumerate(zip(axes[:, 0], panels, strict=True)):
-        curves = np.array([lists[panel] for _, lists in rows], dtype=float)  # [P, layers], NaN for null
+    iterations = np.array([r["iteration"] for r in rows], dtype=float)
+    last = len(rows[0][panels[0][0]]) - 1
+    for axis, (key, label) in zip(axes[:, 0], panels, strict=True):
+        curves = np.array([r[key] for r in rows], dtype=float)  # [P, layers], NaN for null
         curves = np.where(curves > 0, curves, math.nan)  # zero cannot be drawn on a logarithmic axis
         for index, curve in enumerate(curves.T):
             name = "input" if index == 0 else "readout" if index == last else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.diagnostics.plots._figures import Records, draw_panels
-from orthokern.diagnostics.runs import RunRecord, numbers_at
+from orthokern.diagnostics.runs import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def _profiles(run: RunRecord, key: str) -> Profiles | None:
 
 def _lists(records: Records, key: str) -> tuple[np.ndarray, list[np.ndarray]]:
     """At most HEAT_MAP_COLUMNS evenly spaced iterations with the first and the last, and their lists of numbers."""
-    rows = [(r["iteration"], values) for r in records if (values := numbers_at(r, key)) is not None]
+    rows = [(r["iteration"], values) for r in records if (values := r.get(key))]
     rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)] if rows else []
     return np.asarray([at for at, _ in rows], dtype=float), [np.asarray(values, dtype=float) for _, values in rows]
 
