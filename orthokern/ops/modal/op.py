@@ -14,7 +14,6 @@ from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
-from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
@@ -74,7 +73,7 @@ class _ModalLoss(torch.autograd.Function):
             state_norms, ctx.norms = norms_through_time(len(x), steps, states, adjoints, basis)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
         if grads is not None and modes.backward:
-            save_tensors(ctx, x if table is None else table, z0, weight, *grads)
+            ctx.save_for_backward(x if table is None else table, z0, weight, *grads)
         return loss, hits
 
     @staticmethod
@@ -83,7 +82,7 @@ class _ModalLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 9
-        rows, z0, weight, x, re, im, grad_z0, table, grad_pairs, grad_weight, bias = saved_tensors(ctx)
+        rows, z0, weight, x, re, im, grad_z0, table, grad_pairs, grad_weight, bias = ctx.saved_tensors
         modes: Modes = ctx.modes
         if ctx.norms is not None:
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
@@ -124,7 +123,7 @@ class _ModalStates(torch.autograd.Function):
         hs = without_padding(hs, alive)  # a state that grew out of range there would make the zeros of d NaN
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.steps = modes, steps
-        save_tensors(ctx, alive, h0, hs)
+        ctx.save_for_backward(alive, h0, hs)
         return hs
 
     @staticmethod
@@ -133,7 +132,7 @@ class _ModalStates(torch.autograd.Function):
     def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_hs is None:
             return (None,) * 5
-        alive, h0, hs = saved_tensors(ctx)
+        alive, h0, hs = ctx.saved_tensors
         basis, backend, dtype = ctx.modes.basis, ctx.modes.backend, hs.dtype
         left, right = basis.left.to(dtype), basis.right.to(dtype)
         d, later = hs.new_empty(hs.shape), h0.new_zeros(len(h0), right.shape[1])
