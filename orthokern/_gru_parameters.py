@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orthokern._products import add_product, ieee_products
 from orthokern._scan_contract import GruArgs
-from orthokern.errors import unknown_name
+from orthokern.errors import one_of
 
 CONSTRAINED_INPUTS = ("upper", "all", "none")
 
@@ -30,8 +30,7 @@ def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
         >>> constrained_weights(("l0", "l1"), "upper")
         ['weight_hh_l0', 'weight_hh_l1', 'weight_ih_l1']
     """
-    if inputs not in CONSTRAINED_INPUTS:
-        raise unknown_name("inputs", inputs, CONSTRAINED_INPUTS)
+    one_of("inputs", inputs, CONSTRAINED_INPUTS)
     suffixes = list(suffixes)
     bound = [suffix for suffix in suffixes if inputs == "all" or (inputs == "upper" and not suffix.startswith("l0"))]
     return [*(f"weight_hh_{suffix}" for suffix in suffixes), *(f"weight_ih_{suffix}" for suffix in bound)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from orthokern.errors import BackendUnavailable, unknown_name
+from orthokern.errors import BackendUnavailable, one_of, unknown_name
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 _LEAVES = {name: f"orthokern.{name}" for name in BACKENDS} | {"triton": "orthokern.triton_kernels"}
@@ -259,8 +259,7 @@ def explain_call(op: str, backend: str | None, call: Call) -> str:
     Raises:
         InputError: for an unknown op or backend.
     """
-    if op not in _tables:
-        raise unknown_name("op", op, _tables)
+    one_of("op", op, _tables)
     asked, head = requested(backend), f"{op} ({call})"
     try:
         chosen = choose(op, backend, call)

@@ -20,7 +20,7 @@ from orthokern import dispatch, errors, ops
 from orthokern._scan_contract import FEATURES
 from orthokern.commandline import Parser, command, integer, names, say
 from orthokern.dispatch import Call
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, require
 from orthokern.ops import _checks as check
 
 # Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
@@ -87,8 +87,7 @@ def explain(
     kinds = [("op", [op], ops.NAMES), ("size", sizes, LETTERS), ("algorithm", [algorithm], check.ALGORITHMS)]
     for kind, given, known in [*kinds, ("feature", features, FEATURES)]:
         for name in given:
-            if name not in known:
-                raise unknown_name(kind, name, known)
+            errors.one_of(kind, name, known)
     sizes = {letter: errors.integer(letter, size, 0) for letter, size in sizes.items()}
     if "N" in sizes:
         sizes.setdefault("K", sizes["N"])

@@ -16,13 +16,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast
 from orthokern._autocast import widened
-from orthokern.errors import InputError, integer, require
+from orthokern.errors import InputError, integer, number, require
 from orthokern.nn._checks import (
     check_dtype,
     check_ids,
     flag,
     new_parameter,
-    number,
 )
 from orthokern.nn._draws import draw
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
-from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
+from orthokern.errors import InputError, OutOfRange, number, one_of, require
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -40,15 +39,6 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(
-    name: str, value: Any, accepted: str = "a finite number", fits: Callable[[float], bool] = math.isfinite
-) -> float:
-    """A finite number for which `fits` is true."""
-    result = float(value) if is_number(value) else math.nan
-    require(math.isfinite(result) and fits(result), name, accepted, repr(value)[:80])
-    return result
-
-
 def at_least_zero(name: str, value: Any) -> float:
     return number(name, value, "a finite number, 0 or more", lambda result: result >= 0.0)
 
@@ -59,13 +49,6 @@ def above_zero(name: str, value: Any) -> float:
 
 def share(name: str, value: Any) -> float:
     return number(name, value, "a number in (0, 1]", lambda result: 0.0 < result <= 1.0)
-
-
-def one_of(name: str, value: Any, names: Iterable[str]) -> str:
-    names = list(names)
-    if value not in names:
-        raise unknown_name(name, value, names)
-    return str(value)
 
 
 def check_backend(name: str, value: str | None) -> str | None:

@@ -44,14 +44,8 @@ from typing_extensions import Unpack
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_eigh
-from orthokern.errors import InputError, integer
-from orthokern.nn._checks import (
-    check_exponential,
-    check_loaded_orthogonal,
-    largest_deviation,
-    new_parameter,
-    one_of,
-)
+from orthokern.errors import InputError, integer, one_of
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, new_parameter
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._checks import whole
 from orthokern.ops._linear import linear

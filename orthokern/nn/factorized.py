@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from orthokern import _autocast, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, integer, require
-from orthokern.nn._checks import at_least_zero, largest_deviation, one_of, warn_unless_orthonormal
+from orthokern.errors import InputError, integer, one_of, require
+from orthokern.nn._checks import at_least_zero, largest_deviation, warn_unless_orthonormal
 from orthokern.nn._margin import ModelMargin
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._dispatcher import no_dispatch_modes

@@ -15,7 +15,7 @@ from orthokern import _autocast
 from orthokern._decompositions import robust_svd
 from orthokern._products import ieee_products
 from orthokern.dispatch import requested
-from orthokern.errors import InputError, integer, is_number, require
+from orthokern.errors import InputError, integer, number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
 from orthokern.optim._checks import check_range, check_rate, parameter_label
@@ -373,9 +373,8 @@ def _check_options(group: dict[str, Any]) -> None:
         check_range("max_grad_norm", group["max_grad_norm"], above=True)
     integer("correct_every", group["correct_every"], 0)
     if "alpha" in group:
-        alpha, eps = group["alpha"], group["eps"]
-        require(is_number(alpha) and 0.0 <= alpha < 1.0, "alpha", "a number in [0, 1)", repr(alpha))
-        check_range("eps", eps, above=True)
+        number("alpha", group["alpha"], "a number in [0, 1)", lambda value: 0.0 <= value < 1.0)
+        check_range("eps", group["eps"], above=True)
 
 
 @_autocast.keeps_dtype
