@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
-from orthokern.ops.modal.norms import norms_through_time
 from orthokern.ops.modal.reference import Inputs, entering
 from orthokern.reference._scan import running, without_padding
 from orthokern.reference.rotation_scan import turn
@@ -40,6 +40,22 @@ def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor |
         raise InputError(f"{argument} has dtype {str(ids.dtype).removeprefix('torch.')}: accepted is one of {names}")
     if not ids.is_cuda:
         check_range(argument, without_padding(ids, alive), size, what)
+
+
+def _norms_through_time(
+    T: int, steps: Sequence[int], states: Tensor, adjoints: Tensor, basis: Basis
+) -> tuple[Tensor, Tensor]:
+    """(norms of h_t, norms of dL/dh_t): Frobenius norms over [B, N], [T], in the dtype of the call, NaN except at
+    ``steps``. states, adjoints: z_t and dL/dz_t [K, B, 2M] at these steps; then h = R z and dL/dh = R^-T dL/dz."""
+    right, left = basis.right.to(states.dtype), basis.left.to(states.dtype)
+    return _spread(T, steps, states @ right.mT), _spread(T, steps, adjoints @ left)
+
+
+def _spread(T: int, steps: Sequence[int], values: Tensor) -> Tensor:
+    """The norms of values [K, B, N] over its last dimensions at ``steps`` of [T], NaN elsewhere."""
+    norms = values.new_full((T,), torch.nan)
+    norms[steps] = torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64).to(norms.dtype)
+    return norms
 
 
 class _ModalLoss(torch.autograd.Function):
@@ -70,7 +86,7 @@ class _ModalLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.has_table, ctx.norms = modes, table is not None, None
         if tapped:
-            state_norms, ctx.norms = norms_through_time(len(x), steps, states, adjoints, basis)
+            state_norms, ctx.norms = _norms_through_time(len(x), steps, states, adjoints, basis)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
         if grads is not None and modes.backward:
             ctx.save_for_backward(x if table is None else table, z0, weight, *grads)
