@@ -17,13 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast
 from orthokern._autocast import widened
 from orthokern.errors import InputError, integer, number, require
-from orthokern.nn._checks import (
-    check_dtype,
-    check_ids,
-    flag,
-    new_parameter,
-)
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_dtype, check_ids, draw, flag, new_parameter
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States
 from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear

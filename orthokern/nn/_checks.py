@@ -1,9 +1,10 @@
-"""Checks of arguments shared by the modules. Each returns the value or raises an InputError of one line."""
+"""Checks of arguments, and new and random parameters, shared by the modules. Each check returns the value or raises an
+InputError of one line."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
-from orthokern.errors import InputError, OutOfRange, number, one_of, require
+from orthokern.errors import InputError, OutOfRange, cpu_generator, number, one_of, require
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -82,6 +83,28 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
             f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} "
             f"({reason}); accepted: a device that is present, as cpu or cuda, and sizes that fit"
         ) from None
+
+
+def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torch.Generator | None) -> None:
+    """fill(tensor, *args, generator=generator), where fill is a function of torch.nn.init.
+
+    None draws with the global generator of the tensor's device. Numbers of a given generator are drawn on the CPU and
+    copied to the tensor, so that a seed gives the same values on every device. Tensors on the meta device then do not
+    change, and nothing is drawn.
+
+    Raises:
+        InputError: for a generator that is not on the CPU, or an object that is no generator.
+    """
+    if generator is None:
+        fill(tensor, *args, generator=None)
+        return
+    cpu_generator(generator)
+    if tensor.is_meta:
+        return
+    drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fill(drawn, *args, generator=generator)
+    with torch.no_grad():
+        tensor.copy_(drawn)
 
 
 @torch.no_grad()

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, integer, one_of, require
-from orthokern.nn._checks import check_backend, flag, new_parameter
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_backend, draw, flag, new_parameter
 
 REDUCTIONS = ("mean", "sum")
 

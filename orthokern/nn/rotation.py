@@ -12,8 +12,7 @@ from typing_extensions import Unpack
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError, integer, number, require
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import check_backend, flag
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_backend, draw, flag
 from orthokern.nn._layouts import Resets, zero_padding
 from orthokern.nn._margin import ModelMargin
 from orthokern.ops.rotation_scan import scan
