@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orthokern import _autocast
-from orthokern._decompositions import robust_svd
+from orthokern._decompositions import polar
 from orthokern._products import ieee_products
 from orthokern.dispatch import requested
 from orthokern.errors import InputError, integer, number, require
@@ -353,8 +353,7 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
         if not drift > tolerance:
             return m, first
         if drift * m.shape[-1] > 0.5:  # too far for the series
-            u, _, vh = robust_svd(m.double())
-            corrected = (u @ vh).to(m.dtype)
+            corrected = polar(m.double()).to(m.dtype)
         else:
             # M (3/2 I - 1/2 M^T M), rounded against the small correction instead of against M
             corrected = m - 0.5 * (m @ excess)
