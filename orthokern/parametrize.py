@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import _autocast, dispatch, functional
+from orthokern import _autocast, functional
 from orthokern._decompositions import polar, robust_svd
 from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
+from orthokern.nn.exprnn import exponential
 from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
@@ -83,7 +84,7 @@ class _Trivialized(_Based):
 
 def _exponential(name: str, x: Tensor) -> Tensor:
     """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
-    p = functional.skew_exp(2 * x.tril(-1), backend=dispatch.auxiliary_backend(None))
+    p = exponential(x)
     check_exponential(f"{name}: the parameter", x, p)
     return p
 

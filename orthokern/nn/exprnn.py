@@ -69,6 +69,12 @@ def skew_from(parameter: Tensor) -> Tensor:
     return lower - lower.mT
 
 
+def exponential(parameter: Tensor, backend: str | None = None) -> Tensor:
+    """exp(L - L^T) [N,N] of the strict lower triangle L of a parameter [N,N], differentiable."""
+    # the op uses the skew part of its argument: that of 2 L is L - L^T
+    return functional.skew_exp(2 * parameter.tril(-1), backend=dispatch.auxiliary_backend(backend))
+
+
 def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
     """Transforms a sum of gradients of A to the chart around exp(A); Note [Optimizer state at a move].
 
@@ -147,18 +153,14 @@ class _Exponential(Recurrent):
         name = "identity" if self.init == "legacy" else self.init
         init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
         if self.rebase_every is not None and not parameter.is_meta:
-            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)))
+            base.copy_(exponential(parameter.double()))
             nn.init.zeros_(parameter)
 
     @_autocast.keeps_dtype
     def _orthogonal(self, suffix: str) -> Tensor:
         """P [N,N] of one recurrence, differentiable."""
         parameter = self._tensor(f"skew_{suffix}")
-        p = functional.skew_exp(
-            # the op uses the skew part of its argument: that of 2 L is L - L^T
-            2 * parameter.tril(-1),
-            backend=dispatch.auxiliary_backend(self.backend),
-        )
+        p = exponential(parameter, self.backend)
         check_exponential(f"skew_{suffix}", parameter, p)
         return linear(self._tensor(f"base_{suffix}"), p.mT)
 
@@ -220,9 +222,7 @@ class _Exponential(Recurrent):
         self._rebases += 1
         self._uses = 0
         for parameter, base in skews:
-            moved = base.double() @ functional.skew_exp(
-                skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)
-            )
+            moved = base.double() @ exponential(parameter.double())
             if self._rebases % self.project_every == 0:
                 moved = _nearest_orthogonal(moved)
             for optimizer in _followed[self]:
