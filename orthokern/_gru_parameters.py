@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from orthokern._products import add_product, ieee_products
-from orthokern._scan_contract import GruArgs
+from orthokern._scan_contract import GruArgs, started
 from orthokern.errors import one_of
 
 CONSTRAINED_INPUTS = ("upper", "all", "none")
@@ -49,8 +49,7 @@ def parameter_gradients(args: GruArgs, hs: Tensor, grad_x: Tensor, factor: Tenso
     (B, N), rows, rows_n = args.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
     grad_w, first, later, resets = args.w.new_empty(3 * N, N), args.h0, hs[:-1], args.resets
     if resets is not None:
-        start = torch.zeros_like(first) if args.reset_state is None else args.reset_state
-        first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
+        first, later = (started(h, cut, args.reset_state) for h, cut in ((first, resets[0]), (later, resets[1:])))
     later = later.flatten(0, 1)
 
     def set_to_states(total: Tensor, left: Tensor) -> None:

@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from orthokern import _autocast
 from orthokern._autocast import widened
+from orthokern._scan_contract import running, without_padding
 from orthokern.errors import InputError, integer, number, require
 from orthokern.nn._checks import check_dtype, check_ids, draw, flag, new_parameter
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States
 from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear
-from orthokern.reference._scan import running, without_padding
 
 Sequences = TypeVar("Sequences", Tensor, PackedSequence)
 

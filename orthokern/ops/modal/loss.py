@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
+from orthokern._scan_contract import Readout, ScanArgs, join_tensors, running, split_tensors
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_lengths, differentiable_once
 from orthokern.ops._linear import linear
@@ -25,7 +25,6 @@ from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.op import modal_loss
-from orthokern.reference._scan import running
 
 CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
-from orthokern._scan_contract import Readout, ScanArgs
+from orthokern._scan_contract import Readout, ScanArgs, running, without_padding
 from orthokern.errors import InputError
 from orthokern.ops import _taps
 from orthokern.ops._checks import ID_DTYPES
@@ -20,7 +20,6 @@ from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
 from orthokern.ops.modal.reference import Inputs, entering
-from orthokern.reference._scan import running, without_padding
 from orthokern.reference.rotation_scan import turn
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
