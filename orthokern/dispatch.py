@@ -23,7 +23,6 @@ from orthokern.errors import BackendUnavailable, one_of, unknown_name
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 _LEAVES = {name: f"orthokern.{name}" for name in BACKENDS} | {"triton": "orthokern.triton_kernels"}
-_CPU = torch.device("cpu")
 AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
 ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
 
@@ -208,14 +207,6 @@ def resolve(
         if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
             _warn_of_reference(op, call)
     return result
-
-
-def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> Any:
-    """The leaf of the cpu backend if ``resolve`` selects it for a call with CPU tensors, else None."""
-    result = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
-    if result is None:
-        result = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
-    return result if result.__name__.startswith(_LEAVES["cpu"]) else None
 
 
 def _warn_of_reference(op: str, call: Call) -> None:
