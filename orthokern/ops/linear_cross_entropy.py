@@ -64,7 +64,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order. On the CPU, float32 sums over about 4096 rows are added up in float64.
     """
-    if _route.by_reference(backend, hidden, weight, bias) or _route.derived():
+    if _route.by_reference(backend, hidden, weight, bias, served=0):
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
