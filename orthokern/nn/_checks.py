@@ -16,6 +16,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
 from orthokern.errors import InputError, OutOfRange, cpu_generator, number, one_of, require
+from orthokern.ops._common import check_range
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -66,11 +67,9 @@ def check_dtype(dtype: torch.dtype, *, half: bool) -> None:
 
 
 def check_ids(ids: Tensor, size: int) -> None:
-    """Rejects token ids outside of [0, size) that can be read; elsewhere torch's look-up rejects them."""
-    if readable(ids):
-        low, high = (int(v) for v in ids.aminmax())
-        if low < 0 or high >= size:
-            raise InputError(f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {size})")
+    """Rejects token ids of the input outside of [0, size) that can be read; others are left to the op."""
+    if not ids.is_floating_point() and readable(ids):
+        check_range("input", ids, size, "token ids")
 
 
 def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
