@@ -11,9 +11,7 @@ from torch import Tensor
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import Readout, ScanArgs, running, without_padding
-from orthokern.errors import InputError
 from orthokern.ops import _taps
-from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
 from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
@@ -34,9 +32,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor | None) -> None:
     """Raise InputError for ids [T, B] outside of [0, size), except on padding. Kernels of the CPU index with them; on a
     GPU the check would wait for the device, and a wrong id gives NaN."""
-    if ids.dtype not in ID_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ID_DTYPES)
-        raise InputError(f"{argument} has dtype {str(ids.dtype).removeprefix('torch.')}: accepted is one of {names}")
     if not ids.is_cuda:
         check_range(argument, without_padding(ids, alive), size, what)
 
