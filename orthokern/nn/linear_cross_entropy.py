@@ -11,8 +11,7 @@ from orthokern import functional
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, integer, one_of, require
 from orthokern.nn._checks import check_backend, draw, flag, new_parameter
-
-REDUCTIONS = ("mean", "sum")
+from orthokern.ops.linear_cross_entropy import REDUCTIONS
 
 
 class LinearCrossEntropy(nn.Module):
