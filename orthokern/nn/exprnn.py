@@ -48,6 +48,7 @@ from orthokern.errors import InputError, integer, one_of
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, new_parameter
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._checks import whole
+from orthokern.ops._dispatcher import capturing
 from orthokern.ops._linear import linear
 from orthokern.ops._register import untraced
 
@@ -318,15 +319,11 @@ def _rests(rate: Any) -> bool:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # the hook also runs for each part of a combined optimizer
-    if not _followed or _parts(optimizer) != [optimizer] or _capturing():
+    if not _followed or _parts(optimizer) != [optimizer] or capturing():
         return
     for module in [reference() for reference in _followed.keyrefs()]:
         if module is not None and module.rebase_every is not None:
             module._stepped(optimizer)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 register_optimizer_step_post_hook(_after_step)

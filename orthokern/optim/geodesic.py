@@ -18,6 +18,7 @@ from orthokern.dispatch import requested
 from orthokern.errors import InputError, integer, number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
+from orthokern.ops._dispatcher import capturing
 from orthokern.optim._checks import check_range, check_rate, parameter_label
 
 # A matrix with a larger error was not orthonormal from the start.
@@ -276,7 +277,7 @@ class _Work:
         devices = {g.device for _, g in self.batches}
         self.norm: float | Tensor
         if len(devices) == 1 and cayley.read_waits(next(iter(devices))):
-            self.norm, self.measure = torch.stack(norms).norm(), self.measure and not _capturing()
+            self.norm, self.measure = torch.stack(norms).norm(), self.measure and not capturing()
             check = self.measure
         else:
             self.norm, check = math.hypot(*map(float, norms)), True
@@ -304,11 +305,6 @@ def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(group.get("last_grad_norm"), Tensor):
             group["last_grad_norm"] = float(group["last_grad_norm"])
     return state
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which the host cannot wait."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse(group: dict[str, Any]) -> None:
