@@ -379,7 +379,8 @@ def _check_basis(basis: Tensor | None, like: Tensor) -> None:
     if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
         raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
     if basis.dtype != torch.float64 or basis.device != like.device:
-        raise InputError(f"basis is {check.describe(basis)}: accepted is that of an earlier call, float64")
+        got = f"{dtype_name(basis.dtype)} on {basis.device}"
+        raise InputError(f"basis is {got}: accepted is that of an earlier call, float64 on {like.device}")
 
 
 def explain_scan_cross_entropy(
