@@ -17,7 +17,7 @@ import torch
 
 import orthokern
 from orthokern import dispatch, errors, ops
-from orthokern._scan_contract import FEATURES
+from orthokern._scan_contract import FEATURES, between_steps
 from orthokern.commandline import Parser, command, integer, names, say
 from orthokern.dispatch import Call
 from orthokern.errors import InputError, require
@@ -93,6 +93,8 @@ def explain(
         sizes.setdefault("K", sizes["N"])
         if op in ("factored_scan", "cayley") and sizes["K"] > sizes["N"]:
             raise InputError(f"{op}: N={sizes['N']}, K={sizes['K']}; accepted: K of at most N")
+    if algorithm == "modal" and op in ("factored_scan", "dense_scan", "modal"):  # the scans run this op then
+        op, algorithm, features = "modal", "auto", tuple(between_steps(features))
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     return dispatch.explain_call(op, backend, Call(place, _dtype(dtype), sizes, algorithm, features))
 
