@@ -41,6 +41,12 @@ def robust_svd(a: Tensor) -> Svd:
     raise LinAlgError(f"no decomposition of a matrix of shape {list(a.shape)} is accurate")
 
 
+def polar(w: Tensor) -> Tensor:
+    """The matrix with orthonormal columns (rows, if there are fewer) that is nearest to w [..., N, K]."""
+    u, _, vh = robust_svd(w)
+    return u @ vh
+
+
 def robust_svdvals(a: Tensor) -> Tensor:
     """``torch.linalg.svdvals(a)``, differentiable once where the driver fails."""
     try:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orthokern._map_gradients import gradients_of_products, map_gradients, without_m
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
-from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps
+from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps, running, started
 
 # Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
 # such windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
@@ -32,13 +32,6 @@ WINDOW_ELEMENTS = 1 << 23
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
 _LONGEST_CHUNK = 128
-
-
-def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
-    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true."""
-    if resets is None:
-        return h
-    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
 
 
 def composed(args: ScanArgs) -> Tensor:
@@ -278,11 +271,9 @@ class _Sums:
 
     def __init__(self, scan: Scan, steps: int, needs: Any) -> None:
         args = scan.args
-        x, lengths = args.x, args.lengths
+        x, alive = args.x, running(steps, args.lengths)
         self.scan, self.args, self.steps, self.needs = scan, args, steps, needs
-        self.alive = None  # bool [T, B, 1], False on padding
-        if lengths is not None:
-            self.alive = (torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths).unsqueeze(-1)
+        self.alive = None if alive is None else alive.unsqueeze(-1)  # bool [T, B, 1], False on padding
         K = args.second.shape[1]
         self.thin = args.first is not None and without_m(steps * args.h0.shape[0], args.h0.shape[1], K)
         self.m: Tensor | None = None

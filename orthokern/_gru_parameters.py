@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from orthokern._products import add_product, ieee_products
-from orthokern._scan_contract import GruArgs
-from orthokern.errors import unknown_name
+from orthokern._scan_contract import GruArgs, started
+from orthokern.errors import one_of
 
 CONSTRAINED_INPUTS = ("upper", "all", "none")
 
@@ -30,8 +30,7 @@ def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
         >>> constrained_weights(("l0", "l1"), "upper")
         ['weight_hh_l0', 'weight_hh_l1', 'weight_ih_l1']
     """
-    if inputs not in CONSTRAINED_INPUTS:
-        raise unknown_name("inputs", inputs, CONSTRAINED_INPUTS)
+    one_of("inputs", inputs, CONSTRAINED_INPUTS)
     suffixes = list(suffixes)
     bound = [suffix for suffix in suffixes if inputs == "all" or (inputs == "upper" and not suffix.startswith("l0"))]
     return [*(f"weight_hh_{suffix}" for suffix in suffixes), *(f"weight_ih_{suffix}" for suffix in bound)]
@@ -50,8 +49,7 @@ def parameter_gradients(args: GruArgs, hs: Tensor, grad_x: Tensor, factor: Tenso
     (B, N), rows, rows_n = args.h0.shape, grad_x.flatten(0, 1), factor.flatten(0, 1)
     grad_w, first, later, resets = args.w.new_empty(3 * N, N), args.h0, hs[:-1], args.resets
     if resets is not None:
-        start = torch.zeros_like(first) if args.reset_state is None else args.reset_state
-        first, later = torch.where(resets[0, :, None], start, first), torch.where(resets[1:, :, None], start, later)
+        first, later = (started(h, cut, args.reset_state) for h, cut in ((first, resets[0]), (later, resets[1:])))
     later = later.flatten(0, 1)
 
     def set_to_states(total: Tensor, left: Tensor) -> None:

@@ -30,6 +30,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
@@ -93,6 +94,28 @@ FEATURES = ("lengths", "message_clip", "resets", "leak")
 def between_steps(features: Iterable[str]) -> list[str]:
     """Those that act between steps, on a state or a message: with them, every step waits for the one before."""
     return [name for name in features if name != "lengths"]
+
+
+def running(T: int, lengths: Tensor | None) -> Tensor | None:
+    """Which steps belong to their sequence: bool [T, B], or None for all."""
+    if lengths is None:
+        return None
+    return torch.arange(T, device=lengths.device).unsqueeze(1) < lengths
+
+
+def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
+    """values [T, B], [T, B, N] or [B, N], with zeros wherever alive ([T, B] or [B]) is False."""
+    if alive is None:
+        return values
+    return torch.where(alive.view(*alive.shape, *(1,) * (values.ndim - alive.ndim)), values, torch.zeros_like(values))
+
+
+def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
+    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true: Note [Resets] of the
+    reference."""
+    if resets is None:
+        return h
+    return torch.where(resets.unsqueeze(-1), h.new_zeros(()) if reset_state is None else reset_state, h)
 
 
 class ScanOptions(TypedDict, total=False):

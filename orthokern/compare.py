@@ -312,6 +312,8 @@ def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Erro
         of_torch = run.results(copy.deepcopy(theirs).float(), torch.float32)
     if not len(of_torch[0]) == len(of_ours[0]) == len(exact[0]):
         raise InputError("the model returns another number of tensors in float64: nothing to compare")
+    if not any(t.numel() for t in exact[0]):
+        raise InputError("the outputs of the model are empty, as for a batch of no sequences: nothing to compare")
     if not any(bool(t.isfinite().any()) for t in exact[0]):
         raise InputError("no output of the model is a finite number, also in float64: nothing to compare")
     result = []

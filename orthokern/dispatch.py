@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from orthokern.errors import BackendUnavailable, unknown_name
+from orthokern.errors import BackendUnavailable, one_of, unknown_name
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 _LEAVES = {name: f"orthokern.{name}" for name in BACKENDS} | {"triton": "orthokern.triton_kernels"}
-_CPU = torch.device("cpu")
 AUTO_ORDER = ("cuda", "triton", "cpu", "reference")
 ENVIRONMENT_VARIABLE = "ORTHOKERN_BACKEND"
 
@@ -210,14 +209,6 @@ def resolve(
     return result
 
 
-def cpu_leaf(op: str, backend: str | None, dtype: torch.dtype, **facts: Any) -> Any:
-    """The leaf of the cpu backend if ``resolve`` selects it for a call with CPU tensors, else None."""
-    result = _chosen.get((op, backend, _CPU, dtype, "auto", (), *facts.values()))
-    if result is None:
-        result = resolve(op, backend, device=_CPU, dtype=dtype, **facts)
-    return result if result.__name__.startswith(_LEAVES["cpu"]) else None
-
-
 def _warn_of_reference(op: str, call: Call) -> None:
     """Warn, once per op, that "auto" has no kernel for a call on a GPU; not for ops without GPU kernels."""
     rows = {name: _tables[op][name] for name in AUTO_ORDER if name in ("cuda", "triton")}
@@ -259,8 +250,7 @@ def explain_call(op: str, backend: str | None, call: Call) -> str:
     Raises:
         InputError: for an unknown op or backend.
     """
-    if op not in _tables:
-        raise unknown_name("op", op, _tables)
+    one_of("op", op, _tables)
     asked, head = requested(backend), f"{op} ({call})"
     try:
         chosen = choose(op, backend, call)

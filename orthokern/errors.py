@@ -7,8 +7,9 @@ and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -52,6 +53,14 @@ def unknown_name(argument: str, name: object, choices: Iterable[str]) -> InputEr
     return InputError(f"unknown {argument} {name!r}: {hint}accepted: {', '.join(names)}")
 
 
+def one_of(argument: str, name: object, choices: Iterable[str]) -> str:
+    """The name; InputError unless it is among ``choices``."""
+    names = list(choices)
+    if not isinstance(name, str) or name not in names:
+        raise unknown_name(argument, name, names)
+    return name
+
+
 def require(fits: object, name: str, accepted: object, got: object) -> None:
     """Raise InputError("NAME must be ACCEPTED, got GOT") unless a check has succeeded."""
     if not fits:
@@ -61,6 +70,15 @@ def require(fits: object, name: str, accepted: object, got: object) -> None:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a real number, also one of numpy, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def number(
+    name: str, value: Any, accepted: str = "a finite number", fits: Callable[[float], bool] = math.isfinite
+) -> float:
+    """The value as a float; InputError unless it is a finite number for which `fits` is true."""
+    result = float(value) if is_number(value) else math.nan
+    require(math.isfinite(result) and fits(result), name, accepted, repr(value)[:80])
+    return result
 
 
 def integer(name: str, value: Any, minimum: int = 1, maximum: int = LARGEST_INT64) -> int:

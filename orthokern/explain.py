@@ -17,10 +17,10 @@ import torch
 
 import orthokern
 from orthokern import dispatch, errors, ops
-from orthokern._scan_contract import FEATURES
+from orthokern._scan_contract import FEATURES, between_steps
 from orthokern.commandline import Parser, command, integer, names, say
 from orthokern.dispatch import Call
-from orthokern.errors import InputError, require, unknown_name
+from orthokern.errors import InputError, require
 from orthokern.ops import _checks as check
 
 # Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
@@ -87,13 +87,14 @@ def explain(
     kinds = [("op", [op], ops.NAMES), ("size", sizes, LETTERS), ("algorithm", [algorithm], check.ALGORITHMS)]
     for kind, given, known in [*kinds, ("feature", features, FEATURES)]:
         for name in given:
-            if name not in known:
-                raise unknown_name(kind, name, known)
+            errors.one_of(kind, name, known)
     sizes = {letter: errors.integer(letter, size, 0) for letter, size in sizes.items()}
     if "N" in sizes:
         sizes.setdefault("K", sizes["N"])
         if op in ("factored_scan", "cayley") and sizes["K"] > sizes["N"]:
             raise InputError(f"{op}: N={sizes['N']}, K={sizes['K']}; accepted: K of at most N")
+    if algorithm == "modal" and op in ("factored_scan", "dense_scan", "modal"):  # the scans run this op then
+        op, algorithm, features = "modal", "auto", tuple(between_steps(features))
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     return dispatch.explain_call(op, backend, Call(place, _dtype(dtype), sizes, algorithm, features))
 

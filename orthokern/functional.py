@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from orthokern import dispatch, ops
 from orthokern._scan_contract import FEATURES, Readout, ScanOptions
 from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, integer, is_number, require, unknown_name
+from orthokern.errors import InputError, integer, is_number, one_of, require
 from orthokern.ops import _checks as check
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops._common import values
@@ -274,8 +274,7 @@ def linear_cross_entropy(
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is int64 or int32")
     check.has_shape("target", target, tuple(input.shape[:-1]), "the shape of input without N,")
     check.same_device("target", target, "input", input)
-    if reduction not in ops.linear_cross_entropy.REDUCTIONS:
-        raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
+    one_of("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
     return ops.linear_cross_entropy.linear_cross_entropy(
         input.reshape(-1, N),
         linear_weight,
@@ -352,8 +351,7 @@ def scan_cross_entropy(
         raise InputError(f"target has dtype {dtype_name(target.dtype)}: accepted is uint8, int16, int32 or int64")
     check.has_shape("target", target, tuple(x.shape[:2]), "[T, B]")
     check.same_device("target", target, name, like)
-    if reduction not in ops.linear_cross_entropy.REDUCTIONS:
-        raise unknown_name("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
+    one_of("reduction", reduction, ops.linear_cross_entropy.REDUCTIONS)
     _check_basis(basis, like)
     outputs = Readout(readout, readout_bias, target, reduction)
     return scan_loss(args, outputs, basis)
@@ -382,7 +380,8 @@ def _check_basis(basis: Tensor | None, like: Tensor) -> None:
     if basis.ndim != 2 or basis.shape[0] != N or basis.shape[1] % 2 or not N <= basis.shape[1] <= 2 * N:
         raise InputError(f"basis has shape {list(basis.shape)}: accepted is that of an earlier call, [N, 2M]")
     if basis.dtype != torch.float64 or basis.device != like.device:
-        raise InputError(f"basis is {check.describe(basis)}: accepted is that of an earlier call, float64")
+        got = f"{dtype_name(basis.dtype)} on {basis.device}"
+        raise InputError(f"basis is {got}: accepted is that of an earlier call, float64 on {like.device}")
 
 
 def explain_scan_cross_entropy(
@@ -424,8 +423,7 @@ def explain_scan_cross_entropy(
     _check_basis(basis, like)
     T, B, classes = (integer(name, size) for name, size in (("T", T), ("B", B), ("classes", classes)))
     for name in others:
-        if name not in FEATURES:
-            raise unknown_name("argument", name, FEATURES)
+        one_of("argument", name, FEATURES)
         require(not isinstance(others[name], Tensor), name, "True or False", "a Tensor")
     features = tuple(name for name in FEATURES if others.get(name))
     check.activation_name(activation)
@@ -464,8 +462,7 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
         tensor([1., 1., 1.])
     """
     check.is_float("p", check.is_tensor("p", p))
-    if kind not in SPECTRUM_MAPS:
-        raise unknown_name("kind", kind, SPECTRUM_MAPS)
+    one_of("kind", kind, SPECTRUM_MAPS)
     if margin is None:
         return p
     if not is_number(margin) or not 0 <= margin < float("inf"):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from orthokern._decompositions import robust_svd
 from orthokern._learned_orthogonal import LearnedOrthogonality, check_matrices, learned_orthogonal_
-from orthokern.errors import InputError, cpu_generator, is_number, require, unknown_name
+from orthokern.errors import InputError, cpu_generator, number, one_of
 
 __all__ = [
     "INITS",
@@ -53,13 +53,8 @@ def _fill(t: Tensor, name: str, draw: Callable[[], Tensor], *, square: bool = Fa
 
 
 def _checked_angle(value: Any) -> float:
-    require(
-        is_number(value) and 0.0 < value <= math.pi,
-        "max_angle",
-        "an angle in radians, above 0 and at most pi",
-        repr(value),
-    )
-    return float(value)
+    accepted = "an angle in radians, above 0 and at most pi"
+    return number("max_angle", value, accepted, lambda angle: 0.0 < angle <= math.pi)
 
 
 def _uniform(shape: tuple[int, ...], low: float, high: float, generator: torch.Generator | None) -> Tensor:
@@ -214,7 +209,7 @@ def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> 
         >>> normal_(torch.empty(64, 32), 0.01).shape
         torch.Size([64, 32])
     """
-    require(is_number(std) and 0.0 < std < math.inf, "normal_: std", "finite and above 0", repr(std))
+    number("normal_: std", std, "finite and above 0", lambda value: value > 0.0)
     return _fill(t, "normal_", lambda: _normal(tuple(t.shape), generator) * std)
 
 
@@ -301,8 +296,7 @@ def initialize_(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if name not in list(INITS):  # a list compares, and takes names that cannot be hashed
-        raise unknown_name("init", name, list(INITS))
+    one_of("init", name, INITS)
     if max_angle is None:
         return INITS[name](t, generator)
     check_rotations(name, max_angle)
@@ -343,8 +337,7 @@ def factorized_(
 
     Raises InputError for an unknown name, and for a max_angle that the initialisation does not have.
     """
-    if name not in INITS:
-        raise unknown_name("init", name, list(INITS))
+    one_of("init", name, INITS)
     n, k = u.shape
     if max_angle is not None:
         check_rotations(name, max_angle)
@@ -416,8 +409,7 @@ def skew_generator_(
         True
     """
     check_matrices(t, "skew_generator_", square=True)
-    if name not in SKEW_INITS:
-        raise unknown_name("init", name, SKEW_INITS)
+    one_of("init", name, SKEW_INITS)
     if max_angle is not None:
         check_rotations(name, max_angle, SKEW_ANGLES)
     if t.is_meta:

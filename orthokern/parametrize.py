@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern import _autocast, dispatch, functional
-from orthokern._decompositions import robust_svd
+from orthokern import _autocast, functional
+from orthokern._decompositions import polar, robust_svd
 from orthokern.errors import InputError, integer, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
+from orthokern.nn.exprnn import exponential
 from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
@@ -56,12 +57,6 @@ def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = Non
     return weight.detach().double()
 
 
-def _polar(w: Tensor) -> Tensor:
-    """The matrix with orthonormal columns (rows, if there are fewer) that is nearest to w."""
-    u, _, vh = robust_svd(w)
-    return u @ vh
-
-
 class _Based(nn.Module):
     """An orthogonal matrix B [N,N] as a buffer, checked when it is loaded."""
 
@@ -83,13 +78,13 @@ class _Trivialized(_Based):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] for a base."""
-        self.base.copy_(_polar(_check_weight(type(self).__name__, weight, tuple(self.base.shape))))
+        self.base.copy_(polar(_check_weight(type(self).__name__, weight, tuple(self.base.shape))))
         return torch.zeros_like(self.base)
 
 
 def _exponential(name: str, x: Tensor) -> Tensor:
     """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
-    p = functional.skew_exp(2 * x.tril(-1), backend=dispatch.auxiliary_backend(None))
+    p = exponential(x)
     check_exponential(f"{name}: the parameter", x, p)
     return p
 
@@ -202,7 +197,7 @@ class Householder(nn.Module):
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Reflection vectors [N,K] of the nearest matrix with orthonormal columns (or rows)."""
-        rest = _polar(_check_weight("Householder", weight, self.shape))
+        rest = polar(_check_weight("Householder", weight, self.shape))
         # LAPACK's reflections, with a 1 on the diagonal; tau is 0 in place of the reflection of a unit vector
         packed, tau = torch.geqrf(rest.mT if self.wide else rest)
         signs = packed.diagonal().sign()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast
 from orthokern._decompositions import robust_svdvals
-from orthokern.errors import is_number, require, unknown_name
+from orthokern.errors import number, one_of, require
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
 
@@ -50,8 +49,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
         >>> modulus_penalty(NonNormalRNN(3, 8)).item()
         0.0
     """
-    if norm not in ("l1", "l2"):
-        raise unknown_name("norm", norm, ("l1", "l2"))
+    one_of("norm", norm, ("l1", "l2"))
     moduli = [gamma for part in _modules(module) if hasattr(part, "moduli") for gamma in part.moduli()]
     values = [((gamma - 1).square() if norm == "l2" else (gamma - 1).abs()).sum() for gamma in moduli]
     return _total(values, module, "Schur form, as a NonNormalRNN")
@@ -155,17 +153,14 @@ class OrthogonalPenalty:
     def __init__(
         self, strength: float = 1.0, *, squared: bool = True, on: str | Iterable[str] = ("recurrent", "feedforward")
     ) -> None:
-        valid = is_number(strength) and 0.0 <= strength < math.inf
-        require(valid, "strength", "a finite number of at least 0", repr(strength))
-        self.strength = strength
+        self.strength = number("strength", strength, "a finite number of at least 0", lambda value: value >= 0.0)
         require(isinstance(squared, bool), "squared", "True or False", repr(squared))
         self.squared = squared
         accepted = f"one or both of {', '.join(LAYERS)}"
         require(isinstance(on, Iterable) and on, "on", accepted, repr(on))
         self.on = (on,) if isinstance(on, str) else tuple(on)
         for layer in self.on:
-            if layer not in LAYERS:
-                raise unknown_name("layer", layer, LAYERS)
+            one_of("layer", layer, LAYERS)
 
     def __call__(self, *parts: nn.Module | Tensor) -> Tensor:
         """The penalty, a 0-dim tensor with gradients; the sum over all matrices in `parts`.

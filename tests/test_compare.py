@@ -151,9 +151,11 @@ def test_mistakes(module: Any, options: dict[str, Any], text: str) -> None:
         compare(module, torch.randn(6, 2, 3), **options)
 
 
-def test_numbers_that_are_not_finite_do_not_agree() -> None:
+def test_numbers_that_do_not_exist_or_are_not_finite_do_not_agree() -> None:
     assert not Errors(0.0, float("nan"), 0.0, 1.0).agree
     model = nn.GRU(3, 4)
     nn.init.constant_(model.weight_hh_l0, torch.nan)  # it would agree with anything that is NaN as well
     with pytest.raises(InputError, match="no output of the model is a finite number, also in float64"):
         compare(model, torch.randn(5, 2, 3))
+    with pytest.raises(InputError, match="the outputs of the model are empty, as for a batch of no sequences"):
+        compare(nn.GRU(3, 4), torch.randn(5, 0, 3))

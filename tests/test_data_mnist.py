@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orthokern.data import load_mnist, pixel_permutation
+from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -109,6 +109,9 @@ def test_wrong_arguments(folder: Path) -> None:
         load_mnist(folder / "nowhere")
     with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
         load_mnist(folder, validation=12)
+    for shape in ((3,), (0, 4)):
+        with pytest.raises(InputError, match=r"images must be \[n, P\] with n at least 1, got shape \["):
+            pixel_statistics(torch.zeros(shape))
 
 
 def test_permutation() -> None:

@@ -193,6 +193,14 @@ def test_explain_refuses_what_means_nothing(
     assert capsys.readouterr().out.startswith("cayley (float32 on cpu, N=9, K=3): ")
 
 
+@pytest.mark.parametrize("op", ["factored_scan", "dense_scan", "modal"])
+def test_explain_of_the_modal_algorithm(op: str) -> None:
+    call = {"N": 8, "device": "cpu", "algorithm": "modal", "backend": "reference"}
+    text = orthokern.explain(op, features=("lengths",), **call)
+    assert text.startswith("modal (float32 on cpu, N=8, K=8): backend 'reference' takes reference\n")
+    assert "reference: it does not serve resets" in orthokern.explain(op, features=("lengths", "resets"), **call)
+
+
 def test_one_warning_when_the_reference_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, cuda_serves=False)
 

@@ -25,8 +25,6 @@ Bound by the latency of S sequential pivot searches, each a few reductions over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -154,8 +152,3 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     solved = solve(eye + rate / 2 * system, right)
     stepped: Tensor = bases - rate * (solved if out is None else out @ solved)
     return stepped.view(m.shape)
-
-
-def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
-    """`cayley` of each (m, g, lr), one after the other."""
-    return [cayley(*step) for step in steps]

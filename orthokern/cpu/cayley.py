@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,8 +24,3 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor) -> Tensor:
     )
     call("cayley", m.dtype, {"batch": batch, "N": N, "K": K}, {"m": m, "g": g, "lr": rates, "out": out})
     return out
-
-
-def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
-    """`cayley` of each (m, g, lr), one after the other."""
-    return [cayley(*step) for step in steps]

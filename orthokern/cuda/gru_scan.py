@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._gpu_scans import new_results, started
+from orthokern._gpu_scans import new_results
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._products import ieee_products
-from orthokern._scan_contract import GruArgs, GruGradients, GruStates
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates, started
 from orthokern.cuda import _call as native
 from orthokern.cuda._steps import Steps
 from orthokern.cuda._steps import run as run_steps

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._generator import Generator
-from orthokern.errors import InputError, integer, unknown_name
+from orthokern.errors import InputError, integer, one_of
 
 POSITIONS = ("halves", "pascanu")
 TARGETS = ("sum", "mean")
@@ -39,13 +39,9 @@ class AddingTask(Generator):
     """
 
     def __init__(self, T: int, *, target: str = "sum", positions: str = "halves") -> None:
-        if target not in TARGETS:
-            raise unknown_name("target", target, TARGETS)
-        if positions not in POSITIONS:
-            raise unknown_name("positions", positions, POSITIONS)
+        self.target = one_of("target", target, TARGETS)
+        self.positions = one_of("positions", positions, POSITIONS)
         self.T = integer("T", T)
-        self.target = target
-        self.positions = positions
         self.length = T
         self.num_features = 2
         self._bounds = (0, T // 2, T) if positions == "halves" else (0, T // 10, T // 2)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._files import read_first
-from orthokern.errors import InputError, integer
+from orthokern.errors import InputError, integer, require
 
 SIDE = 28
 PIXELS = SIDE * SIDE
@@ -106,6 +106,7 @@ def pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
         >>> pixel_statistics(torch.tensor([[0, 7], [10, 7]], dtype=torch.uint8))
         (tensor([5., 7.]), tensor([5., 1.]))
     """
+    require(images.ndim == 2 and len(images) > 0, "images", "[n, P] with n at least 1", f"shape {list(images.shape)}")
     parts = map(Tensor.double, images.split(64, 1))  # all images in float64 would be 376 MB
     numbers = [(part.mean(0), part.std(0, correction=0)) for part in parts]
     mean, deviation = (torch.cat(columns).float() for columns in zip(*numbers, strict=True))

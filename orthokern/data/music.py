@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from orthokern.data._files import read_first
-from orthokern.errors import InputError, integer, unknown_name
+from orthokern.errors import InputError, integer, one_of
 
 NOTES = 88
 
@@ -183,9 +183,7 @@ def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
         music = load_music("data/music", "nottingham")
         music.train.notes.shape  # [total steps, 88]
     """
-    if collection not in tuple(COLLECTIONS):  # also for what cannot be hashed
-        raise unknown_name("collection", collection, COLLECTIONS)
-    mat, npz = COLLECTIONS[collection]
+    mat, npz = COLLECTIONS[one_of("collection", collection, COLLECTIONS)]
     path, content = read_first(folder, [f"{npz}.npz", f"{mat}.mat"])
     read = _read_mat if path.suffix == ".mat" else _read_npz
     return Music(*(_rolls(f"{path}: {split} piece", read(path, content, split)) for split in SPLITS))

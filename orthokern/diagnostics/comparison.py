@@ -6,7 +6,7 @@ import numpy as np
 
 from orthokern.commandline import printable
 from orthokern.diagnostics.runs import RunRecord
-from orthokern.errors import unknown_name
+from orthokern.errors import one_of
 
 # These come first in a label: many defaults, such as learning rates, depend on them.
 _FIRST = ("model", "T")
@@ -79,8 +79,7 @@ def check_settings(argument: str, runs: Sequence[RunRecord], names: Iterable[str
     """Raises InputError for a name that is a setting of no run."""
     known = list(dict.fromkeys(name for run in runs for name in run.settings))
     for name in names:
-        if name not in known:
-            raise unknown_name(argument, name, known)
+        one_of(argument, name, known)
 
 
 def setting_text(run: RunRecord, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Checks of arguments shared by the modules. Each returns the value or raises an InputError of one line."""
+"""Checks of arguments, and new and random parameters, shared by the modules. Each check returns the value or raises an
+InputError of one line."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +15,8 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._decompositions import robust_svdvals
 from orthokern.dispatch import BACKENDS
-from orthokern.errors import InputError, OutOfRange, is_number, require, unknown_name
+from orthokern.errors import InputError, OutOfRange, cpu_generator, number, one_of, require
+from orthokern.ops._common import check_range
 
 LOADED_TOLERANCE = 1e-3  # largest |B^T B - I| of a base that is loaded
 FULL, HALF = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -40,15 +41,6 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(
-    name: str, value: Any, accepted: str = "a finite number", fits: Callable[[float], bool] = math.isfinite
-) -> float:
-    """A finite number for which `fits` is true."""
-    result = float(value) if is_number(value) else math.nan
-    require(math.isfinite(result) and fits(result), name, accepted, repr(value)[:80])
-    return result
-
-
 def at_least_zero(name: str, value: Any) -> float:
     return number(name, value, "a finite number, 0 or more", lambda result: result >= 0.0)
 
@@ -59,13 +51,6 @@ def above_zero(name: str, value: Any) -> float:
 
 def share(name: str, value: Any) -> float:
     return number(name, value, "a number in (0, 1]", lambda result: 0.0 < result <= 1.0)
-
-
-def one_of(name: str, value: Any, names: Iterable[str]) -> str:
-    names = list(names)
-    if value not in names:
-        raise unknown_name(name, value, names)
-    return str(value)
 
 
 def check_backend(name: str, value: str | None) -> str | None:
@@ -82,11 +67,9 @@ def check_dtype(dtype: torch.dtype, *, half: bool) -> None:
 
 
 def check_ids(ids: Tensor, size: int) -> None:
-    """Rejects token ids outside of [0, size) that can be read; elsewhere torch's look-up rejects them."""
-    if readable(ids):
-        low, high = (int(v) for v in ids.aminmax())
-        if low < 0 or high >= size:
-            raise InputError(f"input has token ids from {low} to {high}; accepted: ids in [0, input_size = {size})")
+    """Rejects token ids of the input outside of [0, size) that can be read; others are left to the op."""
+    if not ids.is_floating_point() and readable(ids):
+        check_range("input", ids, size, "token ids")
 
 
 def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
@@ -99,6 +82,28 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
             f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} "
             f"({reason}); accepted: a device that is present, as cpu or cuda, and sizes that fit"
         ) from None
+
+
+def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torch.Generator | None) -> None:
+    """fill(tensor, *args, generator=generator), where fill is a function of torch.nn.init.
+
+    None draws with the global generator of the tensor's device. Numbers of a given generator are drawn on the CPU and
+    copied to the tensor, so that a seed gives the same values on every device. Tensors on the meta device then do not
+    change, and nothing is drawn.
+
+    Raises:
+        InputError: for a generator that is not on the CPU, or an object that is no generator.
+    """
+    if generator is None:
+        fill(tensor, *args, generator=None)
+        return
+    cpu_generator(generator)
+    if tensor.is_meta:
+        return
+    drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fill(drawn, *args, generator=generator)
+    with torch.no_grad():
+        tensor.copy_(drawn)
 
 
 @torch.no_grad()

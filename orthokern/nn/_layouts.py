@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from orthokern._scan_contract import running, without_padding
 from orthokern.nn._checks import readable
 from orthokern.ops._common import check_lengths
-from orthokern.reference._scan import running, without_padding
 
 # the states of a recurrence: hs [T,B,N], or (hs, cs)
 States = Tensor | tuple[Tensor, ...]

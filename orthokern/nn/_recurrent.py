@@ -25,9 +25,9 @@ from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
 from orthokern._scan_contract import ScanArgs
-from orthokern.errors import InputError, integer
+from orthokern.errors import InputError, integer, number, one_of
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, number, one_of, share
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, check_ids, flag, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
@@ -48,7 +48,7 @@ class RecurrentOptions(LayerOptions, total=False):
     learned_h0: Annotated[bool, False, flag]
     checkpoint_every: Annotated[int, 0, functools.partial(integer, minimum=0)]
     backend: Annotated[str | None, None, check_backend]
-    precision: Annotated[str, "ieee", functools.partial(one_of, names=functional.PRECISIONS)]
+    precision: Annotated[str, "ieee", functools.partial(one_of, choices=functional.PRECISIONS)]
     message_clip: Annotated[float, 0.0, at_least_zero]
     gain: Annotated[float, 1.0, above_zero]
     negative_slope: Annotated[float, 0.01, number]
@@ -207,6 +207,7 @@ class Recurrent(Layers):
         and bias."""
         if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
+        check_ids(x, self.input_size)  # `loss` has not checked them
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
         term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)

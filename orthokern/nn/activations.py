@@ -12,8 +12,7 @@ from orthokern import functional
 from orthokern._activations import ACTIVATIONS, Parameter
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, integer, require
-from orthokern.nn._checks import check_backend, new_parameter
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_backend, draw, new_parameter
 
 
 def draw_start(tensor: Tensor, parameter: Parameter, generator: torch.Generator | None = None) -> None:

@@ -44,16 +44,11 @@ from typing_extensions import Unpack
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
 from orthokern._decompositions import robust_eigh
-from orthokern.errors import InputError, integer
-from orthokern.nn._checks import (
-    check_exponential,
-    check_loaded_orthogonal,
-    largest_deviation,
-    new_parameter,
-    one_of,
-)
+from orthokern.errors import InputError, integer, one_of
+from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, new_parameter
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._checks import whole
+from orthokern.ops._dispatcher import capturing
 from orthokern.ops._linear import linear
 from orthokern.ops._register import untraced
 
@@ -73,6 +68,12 @@ def skew_from(parameter: Tensor) -> Tensor:
     """A = L - L^T [N,N] from the strict lower triangle L of a parameter [N,N]."""
     lower = parameter.tril(-1)
     return lower - lower.mT
+
+
+def exponential(parameter: Tensor, backend: str | None = None) -> Tensor:
+    """exp(L - L^T) [N,N] of the strict lower triangle L of a parameter [N,N], differentiable."""
+    # the op uses the skew part of its argument: that of 2 L is L - L^T
+    return functional.skew_exp(2 * parameter.tril(-1), backend=dispatch.auxiliary_backend(backend))
 
 
 def transported(momentum: Tensor, parameter: Tensor) -> Tensor:
@@ -153,18 +154,14 @@ class _Exponential(Recurrent):
         name = "identity" if self.init == "legacy" else self.init
         init_.skew_generator_(parameter, name, generator, max_angle=self.max_angle)
         if self.rebase_every is not None and not parameter.is_meta:
-            base.copy_(functional.skew_exp(skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)))
+            base.copy_(exponential(parameter.double()))
             nn.init.zeros_(parameter)
 
     @_autocast.keeps_dtype
     def _orthogonal(self, suffix: str) -> Tensor:
         """P [N,N] of one recurrence, differentiable."""
         parameter = self._tensor(f"skew_{suffix}")
-        p = functional.skew_exp(
-            # the op uses the skew part of its argument: that of 2 L is L - L^T
-            2 * parameter.tril(-1),
-            backend=dispatch.auxiliary_backend(self.backend),
-        )
+        p = exponential(parameter, self.backend)
         check_exponential(f"skew_{suffix}", parameter, p)
         return linear(self._tensor(f"base_{suffix}"), p.mT)
 
@@ -226,9 +223,7 @@ class _Exponential(Recurrent):
         self._rebases += 1
         self._uses = 0
         for parameter, base in skews:
-            moved = base.double() @ functional.skew_exp(
-                skew_from(parameter.double()), backend=dispatch.auxiliary_backend(None)
-            )
+            moved = base.double() @ exponential(parameter.double())
             if self._rebases % self.project_every == 0:
                 moved = _nearest_orthogonal(moved)
             for optimizer in _followed[self]:
@@ -324,15 +319,11 @@ def _rests(rate: Any) -> bool:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     """Runs after every step of every torch optimizer, see Note [Dynamic trivialisation]."""
     # the hook also runs for each part of a combined optimizer
-    if not _followed or _parts(optimizer) != [optimizer] or _capturing():
+    if not _followed or _parts(optimizer) != [optimizer] or capturing():
         return
     for module in [reference() for reference in _followed.keyrefs()]:
         if module is not None and module.rebase_every is not None:
             module._stepped(optimizer)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -10,9 +10,9 @@ from typing_extensions import Unpack
 
 from orthokern import _autocast, functional
 from orthokern import init as init_
-from orthokern._decompositions import robust_svd
-from orthokern.errors import InputError, integer, require
-from orthokern.nn._checks import at_least_zero, largest_deviation, one_of, warn_unless_orthonormal
+from orthokern._decompositions import polar
+from orthokern.errors import InputError, integer, one_of, require
+from orthokern.nn._checks import at_least_zero, largest_deviation, warn_unless_orthonormal
 from orthokern.nn._margin import ModelMargin
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
 from orthokern.ops._dispatcher import no_dispatch_modes
@@ -185,8 +185,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
             if not bool(m.isfinite().all()):
                 raise InputError(f"{name} has NaN or infinite entries; accepted: finite numbers")
         for _, m in self._bases():
-            u, _, vh = robust_svd(m.double())
-            m.copy_(u @ vh)
+            m.copy_(polar(m.double()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

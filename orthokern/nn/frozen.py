@@ -142,7 +142,8 @@ class _Frozen(Layers):
                 raise InputError(f"{name} must have shape {list(size)}, got {list(self._tensor(name).shape)}")
         if not x.is_floating_point() or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
             return None
-        if dispatch.cpu_leaf(op, self.backend, weight.dtype, **sizes) is None:
+        leaf = dispatch.resolve(op, self.backend, device=weight.device, dtype=weight.dtype, **sizes)
+        if dispatch.backend_of(leaf) != "cpu":
             return None
         if len(self._calls) >= 16:
             self._calls.clear()

@@ -11,10 +11,9 @@ from typing_extensions import Unpack
 from orthokern import init as init_
 from orthokern._gru_parameters import constrained_weights
 from orthokern._scan_contract import GruArgs
-from orthokern.errors import InputError
+from orthokern.errors import InputError, one_of
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, check_backend, flag, one_of
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import above_zero, check_backend, draw, flag
 from orthokern.nn._layouts import Resets
 from orthokern.ops._checks import own_parameter
 from orthokern.ops.gru_scan import VARIANTS, scan

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from orthokern import functional
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, integer, require
-from orthokern.nn._checks import check_backend, flag, new_parameter, one_of
-from orthokern.nn._draws import draw
-
-REDUCTIONS = ("mean", "sum")
+from orthokern.errors import InputError, integer, one_of, require
+from orthokern.nn._checks import check_backend, draw, flag, new_parameter
+from orthokern.ops.linear_cross_entropy import REDUCTIONS
 
 
 class LinearCrossEntropy(nn.Module):

@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 
 from orthokern import init as init_
 from orthokern._autocast import widened_inside
-from orthokern.errors import InputError, require
+from orthokern.errors import InputError, number, require
 from orthokern.nn._base import LayerOptions, Layers, Sequences
-from orthokern.nn._checks import number
 from orthokern.nn._layouts import Resets, zero_padding
 from orthokern.ops._common import needs_grad
 from orthokern.ops.peephole_scan import peephole_scan

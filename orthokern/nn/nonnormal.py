@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from orthokern import _autocast
-from orthokern.nn._checks import check_finite, flag
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_finite, draw, flag
 from orthokern.nn.exprnn import INITS as _INITS
 from orthokern.nn.exprnn import ExpOptions, _Exponential
 from orthokern.ops._linear import linear

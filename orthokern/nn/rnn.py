@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from orthokern import init as init_
-from orthokern.nn._checks import one_of
+from orthokern.errors import one_of
 from orthokern.nn._recurrent import NONLINEARITIES, Recurrent, RecurrentOptions
 
 __all__ = ["NONLINEARITIES", "RNN"]

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from orthokern._autocast import keeps_dtype
-from orthokern.errors import InputError, integer, require
+from orthokern.errors import InputError, integer, number, require
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import check_backend, flag, number
-from orthokern.nn._draws import draw
+from orthokern.nn._checks import check_backend, draw, flag
 from orthokern.nn._layouts import Resets, zero_padding
 from orthokern.nn._margin import ModelMargin
 from orthokern.ops.rotation_scan import scan

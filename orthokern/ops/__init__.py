@@ -19,29 +19,16 @@ from orthokern.ops import (
     skew_exp,
 )
 
-NAMES = (
-    "factored_scan",
-    "dense_scan",
-    "gru_scan",
-    "cayley",
-    "activations",
-    "linear_cross_entropy",
-    "skew_exp",
-    "modal",
-    "peephole_scan",
-    "rotation_scan",
-)
-
 __all__ = [
-    "NAMES",
-    "activations",
-    "cayley",
-    "dense_scan",
     "factored_scan",
+    "dense_scan",
     "gru_scan",
+    "cayley",
+    "activations",
     "linear_cross_entropy",
+    "skew_exp",
     "modal",
     "peephole_scan",
     "rotation_scan",
-    "skew_exp",
 ]
+NAMES = tuple(__all__)

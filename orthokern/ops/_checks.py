@@ -16,7 +16,7 @@ from orthokern._activations import ACTIVATIONS
 from orthokern._scan_contract import GRU_VARIANTS as VARIANTS
 from orthokern._scan_contract import GruArgs, ScanArgs, ScanOptions, between_steps
 from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, unknown_name
+from orthokern.errors import InputError, one_of, unknown_name
 from orthokern.ops.activations import NAMES, PARAMETER
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
@@ -115,9 +115,7 @@ def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
 
 def activation_name(name: object) -> str:
     """Return name if it is one of the activations."""
-    if not isinstance(name, str) or name not in NAMES:
-        raise unknown_name("activation", name, NAMES)
-    return name
+    return one_of("activation", name, NAMES)
 
 
 def activation_parameter(
@@ -202,10 +200,8 @@ def _leak(leak: object, N: int, like_name: str, like: Tensor) -> None:
 
 def scan_choices(precision: object, algorithm: object) -> None:
     """precision and algorithm must be known names."""
-    if precision not in PRECISIONS:
-        raise unknown_name("precision", precision, PRECISIONS)
-    if algorithm not in ALGORITHMS:
-        raise unknown_name("algorithm", algorithm, ALGORITHMS)
+    one_of("precision", precision, PRECISIONS)
+    one_of("algorithm", algorithm, ALGORITHMS)
 
 
 def in_chunks(activation: str, features: tuple[str, ...]) -> None:
@@ -328,8 +324,7 @@ def gru_args(args: GruArgs) -> GruArgs:
         fits("h0", h0, (x.shape[1], N), "[B, N]", "w", w)
     if bias is not None:
         fits("bias", bias, (3 * N,), "[3N]", "w", w)
-    if args.variant not in VARIANTS:
-        raise unknown_name("variant", args.variant, VARIANTS)
+    one_of("variant", args.variant, VARIANTS)
     has_lengths(args.lengths, x)
     reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, "w", w)
     h0 = w.new_zeros(x.shape[1], N) if h0 is None else h0

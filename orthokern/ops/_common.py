@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from orthokern import _autocast
+from orthokern._scan_contract import running, without_padding
 from orthokern.errors import InputError
 from orthokern.ops._engine import one_cotangent_at_a_time
-from orthokern.reference._scan import running, without_padding
 
 
 def values(tensor: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ def no_dispatch_modes() -> bool:
     )
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which the host cannot wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def can_bypass_dispatcher(arguments: tuple[Any, ...]) -> bool:
     """Whether a call of an op may bypass the dispatcher: `no_dispatch_modes`, and all tensors are plain ones on a CPU
     or a CUDA device."""

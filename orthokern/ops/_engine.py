@@ -1,9 +1,8 @@
-"""What torch's autograd engine may hand to a backward besides plain tensors of the right dtype.
+"""The batched cotangents that torch's autograd engine may hand to a backward.
 
-Hooks of saved tensors may unpack a tensor in another dtype, to compress it. The vmap of
-``torch.autograd.grad(is_grads_batched=True)`` and ``torch.autograd.functional.hessian(vectorize=True)`` is an older one
-than that of torch.func: it knows few operations, and no functions of this package. Here it is a loop over the
-cotangents.
+The vmap of ``torch.autograd.grad(is_grads_batched=True)`` and ``torch.autograd.functional.hessian(vectorize=True)`` is
+an older one than that of torch.func: it knows few operations, and no functions of this package. Here it is a loop over
+the cotangents.
 """
 
 from __future__ import annotations
@@ -16,31 +15,6 @@ import torch
 from torch import Tensor
 
 from orthokern.ops._dispatcher import vmapped
-
-
-def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward``, and a note of the dtypes, to which `saved_tensors` converts the tensors back."""
-    ctx.save_for_backward(*tensors)
-    ctx.dtypes = _dtypes(tensors)
-
-
-def note_dtypes(ctx: Any) -> None:
-    """Note the dtypes of what is saved for the backward."""
-    ctx.dtypes = _dtypes(ctx.to_save or ())
-
-
-def saved_tensors(ctx: Any) -> Any:
-    """``ctx.saved_tensors`` in the dtypes in which they were saved."""
-    saved: tuple[Any, ...] = ctx.saved_tensors
-    if _dtypes(saved) != ctx.dtypes:
-        with torch.enable_grad():  # a tensor that requires a gradient still does
-            return tuple(None if t is None else t.to(kind) for t, kind in zip(saved, ctx.dtypes, strict=True))
-    return saved
-
-
-def _dtypes(tensors: tuple[Tensor | None, ...]) -> list[Any]:
-    """The dtype of each tensor; True for None. This runs in every call, and is as short as it can be."""
-    return [tensor is None or tensor.dtype for tensor in tensors]
 
 
 def one_cotangent_at_a_time(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import only_needed, schema_of, schema_of_needs, split_needs
+from orthokern._scan_contract import join_tensors, only_needed, schema_of, schema_of_needs, split_needs
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_lengths, no_second_derivative
 from orthokern.ops._dispatcher import can_bypass_dispatcher
@@ -30,6 +30,7 @@ class Recurrence:
 
     arguments: Any  # named tuples of `_scan_contract`
     gradients: Any
+    others: tuple[str, str]  # the states of a forward after hs
     saved: tuple[str, ...]  # the saved states in the schema of the backward
 
     def __init__(self, name: str, support: dispatch.SupportTable) -> None:
@@ -123,12 +124,12 @@ class Recurrence:
     ) -> Any:
         """The results of the backward op, computed by the reference as differentiable functions of all tensors.
 
-        of_states: the gradients of the other states.
+        of_states: the gradients of the other states, where there are some.
         """
         grad_hs = torch.zeros_like(saved[0]) if grad_hs is None else grad_hs
         states = self._of_backend(args, saved)
         result = self._function("bwd", args, "reference")(args, grad_hs, *states, needs, **of_states)
-        if result.norm is not None and all(gradient is None for gradient in of_states.values()):
+        if result.norm is not None and not of_states:
             _taps.record(self.name, result.norm.detach())
         return result
 
@@ -155,5 +156,17 @@ class Recurrence:
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         raise NotImplementedError
 
-    def _derivative(self, ctx: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        raise NotImplementedError
+    def _derivative(self, ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, *others: Any) -> tuple[Any, ...]:
+        of_states = {f"grad_{name}": grad for name, grad in zip(self.others, others, strict=True) if grad is not None}
+        if grad_hs is None and not of_states:
+            return ()
+        count, names = len(self.saved), self.arguments._fields
+        states, args = saved[:count], join_tensors(ctx.options, saved[count:])
+        of = self.arguments._make(ctx.needs_input_grad[: len(names)])
+        needs = self.gradients._make([getattr(of, name, False) for name in self.gradients._fields])
+        needs = needs._replace(reset_state=of.reset_state and args.resets is not None, norm=_taps.needed())
+        if of_states or _route.recording():
+            results = self._differentiable(args, grad_hs, states, needs, **of_states)
+        else:
+            results = self._by_op(args, grad_hs, states, needs)
+        return only_needed([getattr(results, name, None) for name in names], of)

@@ -23,7 +23,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
 from orthokern.ops._common import filled
 from orthokern.ops._dispatcher import can_bypass_dispatcher, vmapped
-from orthokern.ops._engine import note_dtypes, one_cotangent_at_a_time, saved_tensors
+from orthokern.ops._engine import one_cotangent_at_a_time
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -148,13 +148,12 @@ class CustomOp:
                 output = self.kernel(*inputs) if keys is None else op.redispatch(keys, *inputs)
                 if setup_context is not None:
                     setup_context(ctx, inputs, output)
-                note_dtypes(ctx)
             return output
 
         @one_cotangent_at_a_time
         @keeps_dtype
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            saved = saved_tensors(ctx)  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
+            saved = ctx.saved_tensors  # outside of the guard: torch.utils.checkpoint records a forward to unpack them
             recorded = torch.is_grad_enabled() or vmapped() or torch.compiler.is_compiling()
             try:
                 if recorded:

@@ -12,9 +12,9 @@ from orthokern import dispatch
 from orthokern.ops._common import values
 
 
-def by_reference(backend: str | None, *arguments: Any) -> bool:
+def by_reference(backend: str | None, *arguments: Any, served: int = 1) -> bool:
     """Whether a call runs the reference, which torch can differentiate in every way: for an explicit "reference", in
-    forward mode, and under torch.func unless the only derivative is a single one in reverse mode.
+    forward mode, and under torch.func unless it takes at most ``served`` derivatives, in reverse mode.
 
     arguments: those of the op. A tensor that an autograd outside of torch.func tracks needs a second derivative.
     """
@@ -25,17 +25,9 @@ def by_reference(backend: str | None, *arguments: Any) -> bool:
     if not torch._C._are_functorch_transforms_active():
         return forward_ad._current_level >= 0
     levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
-    if "Jvp" in levels or levels.count("Grad") > 1:
+    if "Jvp" in levels or levels.count("Grad") > served:
         return True
     return "Grad" in levels and any(isinstance(a, Tensor) and values(a).requires_grad for a in arguments)
-
-
-def derived() -> bool:
-    """Whether torch.func takes a derivative, for ops that serve none of them."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key().name in ("Grad", "Jvp") for level in levels)
 
 
 def recording() -> bool:

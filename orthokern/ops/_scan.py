@@ -7,17 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import (
-    FEATURES,
-    ScanArgs,
-    ScanGradients,
-    join_tensors,
-    only_needed,
-    split_tensors,
-)
+from orthokern._scan_contract import FEATURES, ScanArgs, ScanGradients, split_tensors
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops import _route, _taps
+from orthokern.ops import _taps
 from orthokern.ops._common import check_leak, check_tokens
 from orthokern.ops._recurrence import Recurrence
 
@@ -34,7 +27,8 @@ class ScanOp(Recurrence):
     """Of the saved states, ``states`` is hs, or ckpt with checkpoints. x may be None in the backward where it is not
     read: without a weight and checkpoints."""
 
-    arguments, gradients, saved = ScanArgs, ScanGradients, ("Tensor states", "Tensor? pre")
+    arguments, gradients, others = ScanArgs, ScanGradients, ("ckpt", "pre")
+    saved = "Tensor states", "Tensor? pre"
 
     def _by_reference(self, args: ScanArgs) -> Tensor:
         return super()._by_reference(args._replace(checkpoint_every=0))  # which change nothing in plain torch code
@@ -79,23 +73,6 @@ class ScanOp(Recurrence):
         x = args.x if args.weight is not None or args.checkpoint_every else None
         ctx.options, tensors = split_tensors(args if x is args.x else args._replace(x=x))
         ctx.save_for_backward(ckpt if args.checkpoint_every else hs, pre, *tensors)
-
-    def _derivative(self, ctx: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        grad_hs, _, grad_pre = grads
-        if grad_hs is None and grad_pre is None:
-            return ()
-        states, pre, *tensors = saved
-        saved = states, pre
-        args: ScanArgs = join_tensors(ctx.options, tensors)
-        of: Any = ScanArgs._make(ctx.needs_input_grad[: len(ScanArgs._fields)])
-        needs: Any = ScanGradients._make([getattr(of, name, False) for name in ScanGradients._fields])
-        needs = needs._replace(reset_state=of.reset_state and args.resets is not None, norm=_taps.needed())
-        if grad_pre is not None or _route.recording():
-            results = self._differentiable(args, grad_hs, saved, needs, grad_pre=grad_pre)
-        else:
-            results = self._by_op(args, grad_hs, saved, needs)
-        of_tensors = [getattr(results, name, None) for name in ScanArgs._fields]
-        return only_needed(of_tensors, of)
 
     def _differentiable(
         self, args: ScanArgs, grad_hs: Tensor | None, saved: tuple[Any, ...], needs: Any, **of_states: Tensor | None

@@ -25,7 +25,7 @@ SUPPORT = {
 }
 dispatch.register("cayley", SUPPORT)
 
-FUNCTIONS = ("cayley", "cayley_of_many")  # of a leaf
+FUNCTIONS = ("cayley",)  # of a leaf
 # lr times the Frobenius norm of g, from which thin steps are those of the reference
 LARGE_TURN = 4.0
 
@@ -103,7 +103,7 @@ def _scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
 
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
     """``cayley`` of each (m, g, lr), of any shapes, without checks and without the torch.library op (except under
-    torch.compile), with one call of `cayley_of_many` for each leaf, dtype and device.
+    torch.compile). Of a leaf with `cayley_of_many`, there is one call for each dtype and device.
 
     m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active. The results
     are bitwise those of separate calls.
@@ -116,7 +116,10 @@ def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str
         leaf, g, lr = _prepared(m, g, lr, backend)
         together.setdefault((leaf, m.dtype, m.device), {})[index] = m, g, lr
     for (leaf, *_), alike in together.items():
-        results.update(zip(alike, leaf.cayley_of_many(list(alike.values())), strict=True))
+        batch = list(alike.values())
+        many = getattr(leaf, "cayley_of_many", None)
+        stepped = [leaf.cayley(*step) for step in batch] if many is None else many(batch)
+        results.update(zip(alike, stepped, strict=True))
     return [results[index] for index in range(len(batches))]
 
 

@@ -7,19 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import (
-    GRU_FEATURES,
-    GRU_VARIANTS,
-    GruArgs,
-    GruGradients,
-    GruStates,
-    join_tensors,
-    only_needed,
-    split_tensors,
-)
+from orthokern._scan_contract import GRU_FEATURES, GRU_VARIANTS, GruArgs, GruGradients, GruStates, split_tensors
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
-from orthokern.ops import _route, _taps
 from orthokern.ops._checks import gru_args
 from orthokern.ops._recurrence import Recurrence
 
@@ -105,7 +95,8 @@ def gru_scan(
 
 
 class _GruOp(Recurrence):
-    arguments, gradients, saved = GruArgs, GruGradients, ("Tensor hs", "Tensor gates", "Tensor? pre")
+    arguments, gradients, others = GruArgs, GruGradients, ("gates", "pre")
+    saved = "Tensor hs", "Tensor gates", "Tensor? pre"
 
     def _forward_fake(self, *fields: Any) -> tuple[Tensor, ...]:
         args: Any = GruArgs(*fields)
@@ -129,21 +120,6 @@ class _GruOp(Recurrence):
         ctx.set_materialize_grads(False)
         ctx.options, tensors = split_tensors(args._replace(x=None))
         ctx.save_for_backward(*output, *tensors)
-
-    def _derivative(self, ctx: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        grad_hs, grad_gates, grad_pre = grads
-        of_saved = grad_gates is not None or grad_pre is not None
-        if grad_hs is None and not of_saved:
-            return ()
-        args: GruArgs = join_tensors(ctx.options, saved[3:])
-        of: Any = GruArgs._make(ctx.needs_input_grad[: len(GruArgs._fields)])
-        needs = GruGradients._make((of.x, of.w, of.h0, of.bias, of.reset_state, _taps.needed()))
-        if of_saved or _route.recording():
-            results = self._differentiable(args, grad_hs, saved[:3], needs, grad_gates=grad_gates, grad_pre=grad_pre)
-        else:
-            results = self._by_op(args, grad_hs, saved[:3], needs)
-        of_state = None if args.resets is None else results.reset_state
-        return only_needed((results.x, results.w, results.h0, results.bias, *(None,) * 4, of_state), of)
 
 
 scan = _GruOp("gru_scan", SUPPORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
 from orthokern.ops import _route
-from orthokern.ops._common import check_range, contiguous, filled, needed, needs_grad
+from orthokern.ops._common import check_range, contiguous, filled, needs_grad
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order. On the CPU, float32 sums over about 4096 rows are added up in float64.
     """
-    if _route.by_reference(backend, hidden, weight, bias) or _route.derived():
+    if _route.by_reference(backend, hidden, weight, bias, served=0):
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
@@ -130,15 +131,17 @@ def _fwd_fake(
     return hidden.new_empty(()), like(hidden), like(weight), like(bias)
 
 
-def _differentiable(grad_loss: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, target, reduction = inputs
+def _differentiable(grad_loss: Tensor, needs: Sequence[bool], *inputs: Any) -> tuple[Tensor | None, ...]:
+    # views, so that the gradient of an input leaves out its other ways into the loss, as hidden states of the weight
+    given: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs[:3]]
+    (rows, weight, bias), (target, reduction) = given, inputs[3:]
     if not _is_read(target):  # on a CPU the forward has checked it
-        hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
+        rows, target = _checked(rows, target, weight.shape[0], for_reference=True)
     reference = dispatch.leaf("linear_cross_entropy", "reference")
-    result: tuple[Tensor | None, ...] = reference.linear_cross_entropy_gradients(
-        grad_loss, hidden, Readout(weight, bias, target, reduction)
-    )
-    return result
+    loss = reference.linear_cross_entropy_fwd(rows, Readout(weight, bias, target, reduction), need_grad=False).loss
+    wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need]
+    grads = iter(torch.autograd.grad(loss, wanted, grad_loss, create_graph=True))
+    return tuple(next(grads) if need else None for need in needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -155,7 +158,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
     needs = ctx.needs_input_grad[:3]
     if _route.recording():
-        return tuple(map(needed, _differentiable(grad_loss, *saved[3:], ctx.reduction), needs))
+        return _differentiable(grad_loss, needs, *saved[3:], ctx.reduction)
     return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
 
 

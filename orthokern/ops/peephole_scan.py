@@ -62,8 +62,8 @@ def peephole_scan(
     """
     if _route.by_reference(backend, x, w, peephole, h0, c0):
         reference = dispatch.leaf("peephole_scan", "reference")
-        states: tuple[Tensor, Tensor] = reference.differentiable_scan(x, w, peephole, h0, c0)
-        return states
+        states: PeepholeStates = reference.peephole_scan_fwd(PeepholeInputs(x, w, peephole, h0, c0), need_gates=False)
+        return states[:2]
     hs, cs, _ = _fwd(x, w, peephole, h0, c0, backend, needs_grad(x, w, peephole, h0, c0))
     return hs, cs
 

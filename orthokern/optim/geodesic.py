@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orthokern import _autocast
-from orthokern._decompositions import robust_svd
+from orthokern._decompositions import polar
 from orthokern._products import ieee_products
 from orthokern.dispatch import requested
-from orthokern.errors import InputError, integer, is_number, require
+from orthokern.errors import InputError, integer, number, require
 from orthokern.ops import cayley
 from orthokern.ops._checks import strided, whole
+from orthokern.ops._dispatcher import capturing
 from orthokern.optim._checks import check_range, check_rate, parameter_label
 
 # A matrix with a larger error was not orthonormal from the start.
@@ -276,7 +277,7 @@ class _Work:
         devices = {g.device for _, g in self.batches}
         self.norm: float | Tensor
         if len(devices) == 1 and cayley.read_waits(next(iter(devices))):
-            self.norm, self.measure = torch.stack(norms).norm(), self.measure and not _capturing()
+            self.norm, self.measure = torch.stack(norms).norm(), self.measure and not capturing()
             check = self.measure
         else:
             self.norm, check = math.hypot(*map(float, norms)), True
@@ -304,11 +305,6 @@ def counters_on_host(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(group.get("last_grad_norm"), Tensor):
             group["last_grad_norm"] = float(group["last_grad_norm"])
     return state
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which the host cannot wait."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _refuse(group: dict[str, Any]) -> None:
@@ -353,8 +349,7 @@ def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
         if not drift > tolerance:
             return m, first
         if drift * m.shape[-1] > 0.5:  # too far for the series
-            u, _, vh = robust_svd(m.double())
-            corrected = (u @ vh).to(m.dtype)
+            corrected = polar(m.double()).to(m.dtype)
         else:
             # M (3/2 I - 1/2 M^T M), rounded against the small correction instead of against M
             corrected = m - 0.5 * (m @ excess)
@@ -373,9 +368,8 @@ def _check_options(group: dict[str, Any]) -> None:
         check_range("max_grad_norm", group["max_grad_norm"], above=True)
     integer("correct_every", group["correct_every"], 0)
     if "alpha" in group:
-        alpha, eps = group["alpha"], group["eps"]
-        require(is_number(alpha) and 0.0 <= alpha < 1.0, "alpha", "a number in [0, 1)", repr(alpha))
-        check_range("eps", eps, above=True)
+        number("alpha", group["alpha"], "a number in [0, 1)", lambda value: 0.0 <= value < 1.0)
+        check_range("eps", group["eps"], above=True)
 
 
 @_autocast.keeps_dtype

@@ -3,7 +3,6 @@ parameters, with separate rates for spectra."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from orthokern._state import shown
-from orthokern.errors import InputError, is_number, require, unknown_name
+from orthokern.errors import InputError, is_number, number, require, unknown_name
 from orthokern.optim._checks import check_range, check_rate
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
@@ -325,7 +324,7 @@ def optimizer_for(
     require(isinstance(geodesic_options, Mapping | None), "geodesic_options", "a dict, or None", repr(geodesic_options))
     model = _unwrapped(model)
     split = _named_split(model)
-    require(is_number(steps) and 1 <= steps < math.inf, "steps", "a number of at least 1", repr(steps))
+    number("steps", steps, "a number of at least 1", lambda value: value >= 1)
     if geodesic_lr is None:
         geodesic_lr = min([0.02 / steps, *(0.4 / entry.parameter.shape[-2] for entry in split["geodesic"])])
     rates = _checked_rates(split, lr, geodesic_lr, {"spectrum": spectrum_lr, "skew": skew_lr})

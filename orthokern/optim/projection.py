@@ -16,7 +16,7 @@ from orthokern._decompositions import robust_eigh, robust_svd
 from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
 from orthokern._state import misfit
-from orthokern.errors import InputError, is_number, unknown_name
+from orthokern.errors import InputError, number, one_of
 from orthokern.ops._checks import own_parameter
 from orthokern.optim._checks import check_constrained
 
@@ -102,12 +102,9 @@ class SpectralNormProjection:
         threshold: str = "2-delta",
         inputs: str = "upper",
     ) -> None:
-        if not is_number(delta) or not 0 < delta < 2:
-            raise InputError(f"delta must be a number in (0, 2), got {delta!r}")
-        if threshold not in THRESHOLDS:
-            raise unknown_name("threshold", threshold, THRESHOLDS)
+        self.delta = number("delta", delta, "a number in (0, 2)", lambda value: 0 < value < 2)
+        self.threshold = one_of("threshold", threshold, THRESHOLDS)
         constrained_weights((), inputs)  # an unknown name is an error for matrices too
-        self.delta, self.threshold = float(delta), threshold
         self.limit = 2 - self.delta  # the new value of large singular values
         self.trigger = self.limit if threshold == "2-delta" else 2.0
         args: Any = constrained
@@ -256,7 +253,7 @@ def _leading(gram: Tensor, v: Tensor, limit: float, bound: float, dtype: torch.d
     allowed = limit * max(torch.finfo(dtype).eps, 1e-13)
     top = bound**2
     rough = gram.to(dtype)
-    for number in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         image = (v.mT @ gram).mT  # a product with few rows costs less than one with few columns
         theta, y = _eigenvectors(v.mT @ image)
         vectors = v @ y
@@ -268,7 +265,7 @@ def _leading(gram: Tensor, v: Tensor, limit: float, bound: float, dtype: torch.d
         errors = (theta.clamp_min(0).sqrt() - limit) * sizes / (theta - theta[-1])
         if bool(large.any()) and float(errors[large].max()) <= allowed:
             return theta, vectors
-        v = _filtered(rough if number < _ROUGH_ROUNDS else gram, vectors, theta, top)
+        v = _filtered(rough if turn < _ROUGH_ROUNDS else gram, vectors, theta, top)
     return None
 
 

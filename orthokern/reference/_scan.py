@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, running, started, without_padding
 from orthokern.reference.activations import activation_fwd, chain, sum_to_param
 
 
@@ -51,20 +51,6 @@ def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     else:
         e = torch.nn.functional.embedding(x, weight.mT)
     return e if bias is None else e + bias
-
-
-def running(T: int, lengths: Tensor | None) -> Tensor | None:
-    """Which steps belong to their sequence: bool [T, B], or None for all."""
-    if lengths is None:
-        return None
-    return torch.arange(T, device=lengths.device).unsqueeze(1) < lengths
-
-
-def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
-    """values [T, B], [T, B, N] or [B, N], with zeros wherever alive ([T, B] or [B]) is False."""
-    if alive is None:
-        return values
-    return torch.where(alive.view(*alive.shape, *(1,) * (values.ndim - alive.ndim)), values, torch.zeros_like(values))
 
 
 def clip_message(message: Tensor, c: float) -> Tensor:
@@ -93,13 +79,6 @@ class ClippedMessage(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent.view_as(tangent)
-
-
-def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
-    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true: Note [Resets]."""
-    if resets is None:
-        return h
-    return torch.where(resets.unsqueeze(-1), torch.zeros_like(h) if reset_state is None else reset_state, h)
 
 
 def product(args: ScanArgs, rows: Tensor) -> Tensor:

@@ -37,8 +37,6 @@ Note [Cayley step]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -68,8 +66,3 @@ def _correction(m: Tensor, g: Tensor, rate: float | Tensor) -> Tensor:
     rate = torch.as_tensor(rate, dtype=m.dtype, device=m.device).clamp(-largest, largest)
     correction: Tensor = rate * torch.linalg.solve(eye + rate / 2 * skew, skew @ m)
     return correction
-
-
-def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> list[Tensor]:
-    """`cayley` of each (m, g, lr), one after the other."""
-    return [cayley(*step) for step in steps]

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._scan_contract import GruArgs, GruGradients, GruStates
-from orthokern.reference._scan import norm_over_batch, running, started, without_padding
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates, running, started, without_padding
+from orthokern.reference._scan import norm_over_batch
 
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:

@@ -47,16 +47,3 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
     return LinearLoss(
         loss, torch.cat(grad_hidden), grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype)
     )
-
-
-def linear_cross_entropy_gradients(
-    grad_loss: Tensor, hidden: Tensor, readout: Readout
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """grad_loss times the gradients of the loss, by differentiable operations. All logits are stored."""
-    weight, bias, target, reduction = readout
-    half = hidden.dtype in (torch.float16, torch.bfloat16)
-    z = torch.nn.functional.linear(hidden, weight, bias)
-    p = torch.softmax(z.float() if half else z, dim=-1)
-    d = p - torch.nn.functional.one_hot(target, weight.shape[0])
-    d = (d * (grad_loss / hidden.shape[0] if reduction == "mean" else grad_loss)).to(hidden.dtype)
-    return d @ weight, d.mT @ hidden, None if bias is None else d.sum(0)

@@ -27,26 +27,20 @@ from orthokern._scan_contract import PeepholeGradients, PeepholeInputs, Peephole
 
 
 def peephole_scan_fwd(inputs: PeepholeInputs, *, need_gates: bool = True) -> PeepholeStates:
-    """See ``orthokern.ops.peephole_scan``. Every step writes into the results."""
-    x, w, p, h0, c0 = inputs
+    """See ``orthokern.ops.peephole_scan``. Autograd can differentiate the states to any order."""
+    x, w, p, h, c = inputs
     assert x is not None
-    n = w.shape[1]
     p_i, p_f, p_o = p.unbind(0)
-    gates = x.new_empty(x.shape)
-    hs, cs = (x.new_empty(*x.shape[:2], n) for _ in range(2))
-    h, c = h0, c0
-    for x_t, a, h_t, c_t in zip(x.unbind(0), gates.unbind(0), hs.unbind(0), cs.unbind(0), strict=True):
-        torch.addmm(x_t, h, w.mT, out=a)
-        i, f, g, o = a.chunk(4, 1)
-        i.addcmul_(p_i, c)
-        f.addcmul_(p_f, c)
-        a[:, : 2 * n].sigmoid_()
-        g.tanh_()
-        torch.mul(f, c, out=c_t).addcmul_(i, g)
-        o.addcmul_(p_o, c_t).sigmoid_()
-        torch.tanh(c_t, out=h_t).mul_(o)
-        h, c = h_t, c_t
-    return PeepholeStates(hs, cs, gates)
+    steps = []
+    for x_t in x.unbind(0):
+        i, f, g, o = torch.addmm(x_t, h, w.mT).chunk(4, 1)
+        i, f, g = torch.sigmoid(i + p_i * c), torch.sigmoid(f + p_f * c), torch.tanh(g)
+        c = f * c + i * g
+        o = torch.sigmoid(o + p_o * c)
+        h = o * torch.tanh(c)
+        steps.append((h, c, torch.cat([i, f, g, o], 1)) if need_gates else (h, c))
+    hs, cs, *gates = (torch.stack(states) for states in zip(*steps, strict=True))
+    return PeepholeStates(hs, cs, gates[0] if gates else None)
 
 
 def peephole_scan_bwd(
@@ -80,16 +74,3 @@ def peephole_scan_bwd(
     grad_w = d.flatten(0, 1).mT @ before_h.flatten(0, 1)
     grad_p = torch.stack([(a * b).sum((0, 1)) for a, b in ((d_i, before_c), (d_f, before_c), (d_o, cs))])
     return PeepholeGradients(d, grad_w, grad_p, dh, dc)
-
-
-def differentiable_scan(x: Tensor, w: Tensor, p: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-    """hs and cs [T, B, N] by operations that autograd can differentiate to any order."""
-    h, c, steps = h0, c0, []
-    p_i, p_f, p_o = p.unbind(0)
-    for x_t in x.unbind(0):
-        i, f, g, o = (x_t + h @ w.mT).chunk(4, 1)
-        c = torch.sigmoid(f + p_f * c) * c + torch.sigmoid(i + p_i * c) * torch.tanh(g)
-        h = torch.sigmoid(o + p_o * c) * torch.tanh(c)
-        steps.append((h, c))
-    hs, cs = (torch.stack(states) for states in zip(*steps, strict=True))
-    return hs, cs

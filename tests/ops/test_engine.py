@@ -56,26 +56,6 @@ def test_vectorized_jacobian_that_is_differentiated(name: str) -> None:
     torch.testing.assert_close(seconds[1], seconds[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", CASES)
-def test_saved_tensors_that_hooks_round(name: str, dtype: torch.dtype) -> None:
-    """The gradients are those of the rounded tensors, in the dtype of the original ones."""
-    given, function = cases()[name]
-    tensors = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in given]
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
-
-    def found(pack: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            out = function(*tensors)
-        return torch.autograd.grad(out, wanted, torch.ones_like(out))
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(dtype).to(t.dtype) if t.is_floating_point() else t
-
-    expected, actual = found(rounded), found(lambda t: t.to(dtype) if t.is_floating_point() else t)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_activation_checkpointing(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

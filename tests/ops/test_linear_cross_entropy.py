@@ -152,6 +152,13 @@ def test_interface_of_torch() -> None:
         torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.mT + bias, target))
 
 
+def test_first_derivative_of_tied_weights_that_is_recorded() -> None:
+    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    loss = functional.linear_cross_entropy(weight.sin(), weight, torch.tensor([0, 2, 1, 4, 3]))
+    expected, actual = (torch.autograd.grad(loss, weight, retain_graph=True, create_graph=c) for c in (False, True))
+    torch.testing.assert_close(actual, expected)
+
+
 def test_no_rows() -> None:
     none, target = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     weight = torch.randn(5, 4, requires_grad=True)
@@ -180,7 +187,7 @@ def test_wrong_classes_where_nobody_reads_them(plain: bool, monkeypatch: pytest.
     """As on a GPU, with the reference: no error and no wait, but NaN in the loss and in all that a wrong row enters."""
     hidden, weight, bias, target = readout()
     if not plain:  # the route of a call without an explicit backend
-        monkeypatch.setattr(_route, "by_reference", lambda *_: False)
+        monkeypatch.setattr(_route, "by_reference", lambda *_, **__: False)
     monkeypatch.setattr(op_module, "_is_read", lambda _: False)
     monkeypatch.setattr(op_module, "check_range", lambda *_: pytest.fail("the classes were read"))
     target[1], target[4] = len(weight), -(2**40)

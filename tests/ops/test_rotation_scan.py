@@ -220,7 +220,7 @@ def test_registration(features: int | None) -> None:
             {"eigenvalues": torch.zeros(0, dtype=torch.complex64), "weight": torch.zeros(0, 6)},
             r"eigenvalues is .*not empty",
         ),
-        ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is .*: accepted is complex \[N / 2\]"),
+        ({"eigenvalues": torch.zeros(3)}, r"eigenvalues is float32 \[3\]: accepted is complex \[N / 2\]"),
         ({"weight": torch.zeros(6, 5)}, r"weight has shape \[6, 5\]: .*\[N, D\]"),
         ({"weight": torch.zeros(6, 6), "bias": torch.zeros(3)}, r"bias has shape \[3\]: .*\[N\]"),
         ({"bias": torch.zeros(6)}, "bias needs a weight"),

@@ -88,20 +88,13 @@ class Call:
         return "W" if len(self.matrix) == 1 else "W = U diag(s) V^T"
 
 
-def matrix_of(args: ScanArgs) -> Matrix:
-    """W of a scan."""
-    if args.first is None or args.scale is None:
-        return (args.second,)
-    return args.second, args.scale, args.first
-
-
 def call_of(args: ScanArgs, readout: Readout | None, start: Tensor | None) -> Call:
     """The call of a scan, or of its loss with a readout."""
     x, layer = args.x, (None, None) if readout is None else readout[:2]
     assert x is not None
     tensors = (value for value in args if isinstance(value, Tensor))
     return Call(
-        matrix_of(args),
+        (args.second,) if args.first is None or args.scale is None else (args.second, args.scale, args.first),
         x.shape[0],
         x.shape[1],
         0 if readout is None else len(readout.weight),

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
-from orthokern._scan_contract import Readout, ScanArgs, join_tensors, split_tensors
+from orthokern._scan_contract import Readout, ScanArgs, join_tensors, running, split_tensors
 from orthokern.ops import _route, _taps
 from orthokern.ops._common import check_lengths, differentiable_once
-from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._linear import linear
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.op import modal_loss
-from orthokern.reference._scan import running
 
 CHUNK = 2**24  # bytes of a chunk's states
 LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
@@ -135,13 +133,13 @@ class _Chunk(torch.autograd.Function):
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.fixed, ctx.norms, ctx.start = fixed, norms, start
-        save_tensors(ctx, target, weight, bias, *tensors)
+        ctx.save_for_backward(target, weight, bias, *tensors)
         return loss, hits, after
 
     @staticmethod
     @differentiable_once("the loss in chunks of states")
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any, grad_after: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs, saved = ctx.needs_input_grad[3:], saved_tensors(ctx)
+        needs, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
         leaves = [None if t is None else t.detach().requires_grad_(n) for t, n in zip(saved, needs, strict=True)]
         target, weight, bias, *tensors = leaves
         assert target is not None and weight is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,19 +10,14 @@ from torch import Tensor
 
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
-from orthokern._scan_contract import Readout, ScanArgs
-from orthokern.errors import InputError
+from orthokern._scan_contract import Readout, ScanArgs, running, without_padding
 from orthokern.ops import _taps
-from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
-from orthokern.ops._engine import save_tensors, saved_tensors
 from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
 from orthokern.ops.modal.gradient import gradient_of_w
-from orthokern.ops.modal.norms import norms_through_time
 from orthokern.ops.modal.reference import Inputs, entering
-from orthokern.reference._scan import running, without_padding
 from orthokern.reference.rotation_scan import turn
 
 # A span of steps has about SPAN_ROWS rows, which fit into the cache, and a multiple of SPAN_STEPS steps.
@@ -36,11 +32,24 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor | None) -> None:
     """Raise InputError for ids [T, B] outside of [0, size), except on padding. Kernels of the CPU index with them; on a
     GPU the check would wait for the device, and a wrong id gives NaN."""
-    if ids.dtype not in ID_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ID_DTYPES)
-        raise InputError(f"{argument} has dtype {str(ids.dtype).removeprefix('torch.')}: accepted is one of {names}")
     if not ids.is_cuda:
         check_range(argument, without_padding(ids, alive), size, what)
+
+
+def _norms_through_time(
+    T: int, steps: Sequence[int], states: Tensor, adjoints: Tensor, basis: Basis
+) -> tuple[Tensor, Tensor]:
+    """(norms of h_t, norms of dL/dh_t): Frobenius norms over [B, N], [T], in the dtype of the call, NaN except at
+    ``steps``. states, adjoints: z_t and dL/dz_t [K, B, 2M] at these steps; then h = R z and dL/dh = R^-T dL/dz."""
+    right, left = basis.right.to(states.dtype), basis.left.to(states.dtype)
+    return _spread(T, steps, states @ right.mT), _spread(T, steps, adjoints @ left)
+
+
+def _spread(T: int, steps: Sequence[int], values: Tensor) -> Tensor:
+    """The norms of values [K, B, N] over its last dimensions at ``steps`` of [T], NaN elsewhere."""
+    norms = values.new_full((T,), torch.nan)
+    norms[steps] = torch.linalg.vector_norm(values, dim=(1, 2), dtype=torch.float64).to(norms.dtype)
+    return norms
 
 
 class _ModalLoss(torch.autograd.Function):
@@ -71,10 +80,10 @@ class _ModalLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.has_table, ctx.norms = modes, table is not None, None
         if tapped:
-            state_norms, ctx.norms = norms_through_time(len(x), steps, states, adjoints, basis)
+            state_norms, ctx.norms = _norms_through_time(len(x), steps, states, adjoints, basis)
             _taps.record_state_norms("modal_cross_entropy", state_norms)
         if grads is not None and modes.backward:
-            save_tensors(ctx, x if table is None else table, z0, weight, *grads)
+            ctx.save_for_backward(x if table is None else table, z0, weight, *grads)
         return loss, hits
 
     @staticmethod
@@ -83,7 +92,7 @@ class _ModalLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 9
-        rows, z0, weight, x, re, im, grad_z0, table, grad_pairs, grad_weight, bias = saved_tensors(ctx)
+        rows, z0, weight, x, re, im, grad_z0, table, grad_pairs, grad_weight, bias = ctx.saved_tensors
         modes: Modes = ctx.modes
         if ctx.norms is not None:
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
@@ -124,7 +133,7 @@ class _ModalStates(torch.autograd.Function):
         hs = without_padding(hs, alive)  # a state that grew out of range there would make the zeros of d NaN
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.steps = modes, steps
-        save_tensors(ctx, alive, h0, hs)
+        ctx.save_for_backward(alive, h0, hs)
         return hs
 
     @staticmethod
@@ -133,7 +142,7 @@ class _ModalStates(torch.autograd.Function):
     def backward(ctx: Any, grad_hs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_hs is None:
             return (None,) * 5
-        alive, h0, hs = saved_tensors(ctx)
+        alive, h0, hs = ctx.saved_tensors
         basis, backend, dtype = ctx.modes.basis, ctx.modes.backend, hs.dtype
         left, right = basis.left.to(dtype), basis.right.to(dtype)
         d, later = hs.new_empty(hs.shape), h0.new_zeros(len(h0), right.shape[1])

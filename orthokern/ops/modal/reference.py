@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from orthokern._products import sum_over_rows
-from orthokern._scan_contract import Readout
-from orthokern.reference._scan import running, without_padding
+from orthokern._scan_contract import Readout, running, without_padding
 from orthokern.reference.rotation_scan import eigenvalue_gradients, scan, states_before, turn
 
 ONE_HOT = 256  # token ids up to which sums by id are a product with a matrix of ones and zeros, else over sorted ids
