@@ -55,7 +55,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
         {"x": torch.zeros(T, B).long(), "weight": None},
         "weight is None: token ids (x of dtype int64) need the table [N, D]",
     ),
-    ({"x": torch.full((T, B), D)}, "x holds 7: token ids must be in [0, 7)"),
+    ({"x": torch.full((T, B), D)}, "the input holds 7: token ids must be in [0, 7)"),
     # weight, bias, h0
     ({"weight": torch.zeros(D, N)}, "weight has shape [7, 6]: accepted is [N, D] with N = 6, D at least 1"),
     (
@@ -215,7 +215,7 @@ def test_ops_refuse_values_without_the_public_function() -> None:
     """Kernels index with these numbers: the op itself checks them too."""
     zeros: list[Tensor] = [torch.zeros(*shape) for shape in ((N, N), (B, N), (N, D))]
     args = ScanArgs(torch.full((T, B), D), None, None, *zeros, None, None, "tanh")
-    with pytest.raises(InputError, match=re.escape("x holds 7: token ids must be in [0, 7)")):
+    with pytest.raises(InputError, match=re.escape("the input holds 7: token ids must be in [0, 7)")):
         torch.ops.orthokern.dense_scan_fwd(*args)
     with pytest.raises(InputError, match=re.escape("lengths holds 5: lengths must be in [1, T] = [1, 4]")):
         torch.ops.orthokern.dense_scan_fwd(*args._replace(lengths=torch.tensor([1, 5, 2])))

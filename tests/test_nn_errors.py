@@ -106,9 +106,9 @@ INPUTS: list[tuple[Any, list[str]]] = [
     (torch.zeros(5, 2, 3, dtype=torch.float64), ["torch.float64", "torch.float32"]),
     (torch.zeros(5, 2, dtype=torch.bool), ["torch.bool", "torch.int64"]),
     (torch.zeros(5, 2, 3, dtype=torch.int64), ["token ids", "(5, 2, 3)", "[T, B]"]),
-    (torch.full((5, 2), 3), ["input holds 3: token ids must be in [0, 3)"]),
+    (torch.full((5, 2), 3), ["the input holds 3: token ids must be in [0, 3)"]),
     (torch.zeros(5, 2, 3).to_mkldnn(), ["mkldnn tensor", "strided"]),
-    (torch.full((5, 2), -1), ["input holds -1: token ids must be in [0, 3)"]),
+    (torch.full((5, 2), -1), ["the input holds -1: token ids must be in [0, 3)"]),
     (torch.zeros(5, 2, 3, device="meta"), ["meta", "cpu"]),
     (torch.zeros(5, 2, 3).to_sparse(), ["sparse_coo", "strided"]),
     (torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(4, 3)]), ["nested", "strided"]),
@@ -116,7 +116,7 @@ INPUTS: list[tuple[Any, list[str]]] = [
     (pack_sequence([torch.zeros(4, 2)]), ["(4, 2)", "input_size = 3"]),
     (pack_sequence([torch.zeros(4, 3, 2)]), ["(4, 3, 2)", "[rows, D]"]),
     (pack_sequence([torch.zeros(4, 3, dtype=torch.int64)]), ["token ids", "(4, 3)", "[rows]"]),
-    (pack_sequence([torch.full((4,), 3)]), ["input holds 3: token ids must be in [0, 3)"]),
+    (pack_sequence([torch.full((4,), 3)]), ["the input holds 3: token ids must be in [0, 3)"]),
 ]
 
 

@@ -226,6 +226,7 @@ class Layers(nn.Module):
     def _weighted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.is_floating_point():
             return linear(x, weight, bias)
+        check_ids(x, self.input_size)
         # fewer sums with a small vocabulary; a graph, which fuses the sum, would hold for these sizes only
         if bias is not None and not torch.compiler.is_compiling() and x.numel() >= weight.shape[1]:
             return nn.functional.embedding(x, weight.mT + bias)
@@ -329,7 +330,6 @@ class Layers(nn.Module):
         return PackedSequence(output, input.batch_sizes, order, input.unsorted_indices), h_n
 
     def _run(self, data: Tensor, hx: Tensor | None, layout: Layout, cuts: Resets | None) -> tuple[Tensor, Tensor]:
-        check_ids(data, self.input_size)
         data, last = self._layers(data, hx, layout, self.num_layers, cuts)
         return data, torch.stack(last) if len(last) > 1 else last[0].unsqueeze(0).clone()
 

@@ -67,9 +67,9 @@ def check_dtype(dtype: torch.dtype, *, half: bool) -> None:
 
 
 def check_ids(ids: Tensor, size: int) -> None:
-    """Rejects token ids of the input outside of [0, size) that can be read; others are left to the op."""
-    if not ids.is_floating_point() and readable(ids):
-        check_range("input", ids, size, "token ids")
+    """Rejects token ids outside of [0, size) that can be read; elsewhere torch's look-up rejects them."""
+    if readable(ids):
+        check_range("the input", ids, size, "token ids")
 
 
 def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:

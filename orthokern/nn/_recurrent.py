@@ -27,7 +27,7 @@ from orthokern._autocast import widened
 from orthokern._scan_contract import ScanArgs
 from orthokern.errors import InputError, integer, number, one_of
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, at_least_zero, check_backend, check_ids, flag, share
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._scan import scan
@@ -207,7 +207,6 @@ class Recurrent(Layers):
         and bias."""
         if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
-        check_ids(x, self.input_size)  # `loss` has not checked them
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
         term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)

@@ -81,7 +81,7 @@ def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None
     """
     if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
         x = without_padding(x, running(x.shape[0], lengths))
-        check_range("x", x, weight.shape[-1], "token ids")
+        check_range("the input", x, weight.shape[-1], "token ids")
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -91,7 +91,7 @@ def test_compiled_code_checks_values_too() -> None:
     problem = scan_problem("dense_scan", B=2, T=3, N=4, D=5, inputs="tokens")
     run = compiled(call_functional)
     problem.x[1, 1] = 5
-    with pytest.raises(InputError, match=r"x holds 5: token ids must be in \[0, 5\)"):
+    with pytest.raises(InputError, match=r"the input holds 5: token ids must be in \[0, 5\)"):
         run(problem, list(problem.inputs()))
     problem.x[1, 1] = 4
     with pytest.raises(InputError, match=r"lengths holds 9: lengths must be in \[1, T\] = \[1, 3\]"):

@@ -169,7 +169,7 @@ def modal_scan(args: ScanArgs) -> Tensor:
     check_lengths(lengths, len(x))
     alive = running(x.shape[0], lengths)
     if weight is not None and not x.is_floating_point():
-        _check_ids("x", x, weight.shape[1], "token ids", alive)
+        _check_ids("the input", x, weight.shape[1], "token ids", alive)
         e = entering(x, weight.mT, alive)
     else:
         e = without_padding(x, alive)  # the gradient of a product reads all of x, and 0 * NaN is NaN
@@ -207,7 +207,7 @@ def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, 
     _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
     modal, readout = _into_modes(args, readout, modes.basis)
     if modal.table is not None:
-        _check_ids("x", modal.x, len(modal.table), "token ids", alive)
+        _check_ids("the input", modal.x, len(modal.table), "token ids", alive)
     loss, hits = _ModalLoss.apply(
         modes, readout, lengths, modes.w, modal.x, modal.z0, modal.table, readout.weight, readout.bias
     )
