@@ -13,7 +13,6 @@ RuntimeError that names the argument to change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -26,14 +25,15 @@ from orthokern.dispatch import dtype_name
 from orthokern.errors import InputError, integer, is_number, one_of, require
 from orthokern.ops import _checks as check
 from orthokern.ops._checks import PRECISIONS
-from orthokern.ops._common import values
 from orthokern.ops.activations import NAMES as ACTIVATIONS
+from orthokern.ops.cayley import cayley
 from orthokern.ops.dense_scan import dense_scan
 from orthokern.ops.factored_scan import factored_scan
 from orthokern.ops.gru_scan import gru_scan
 from orthokern.ops.modal import choice
 from orthokern.ops.modal.loss import ScanLoss, scan_loss
 from orthokern.ops.rotation_scan import rotation_scan
+from orthokern.ops.skew_exp import skew_exp
 
 __all__ = [
     "ACTIVATIONS",
@@ -56,95 +56,6 @@ __all__ = [
 ]
 
 SPECTRUM_MAPS = ("sigmoid", "tanh")
-
-
-def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
-    """One step of descent that keeps the columns of m orthonormal, for one basis or a batch of them.
-
-    M_new = (I + lr/2 A)^-1 (I - lr/2 A) M with A = G M^T - M G^T: Wisdom et al. 2016; Vorontsov et al. 2017, eq. 9
-    (there with a misprinted sign). Mathematics, cost and numerics: ``orthokern.ops.cayley.cayley``.
-
-    Args:
-        m: [..., N, K], K <= N, orthonormal columns (not checked), float32 or float64.
-        g: [..., N, K], the gradient of the loss with respect to m.
-        lr: the rate, a number or a tensor [...] with one number per matrix; negative ascends.
-        backend: see the module's docstring.
-
-    Returns:
-        The new bases [..., N, K], differentiable with ``backend="reference"`` only. They are orthonormal
-        to about eps (1 + lr |g|). On a GPU, for K < N, lr |g| (Frobenius norm) is at most 4, which is not checked.
-
-    Raises:
-        InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
-        BackendUnavailable: the requested backend does not support the call.
-
-    Example::
-
-        >>> u = torch.eye(8, dtype=torch.float64)
-        >>> moved = cayley(u, torch.randn(8, 8, dtype=torch.float64), 1e-2)
-        >>> bool(((moved.mT @ moved - u).abs() < 1e-12).all())
-        True
-    """
-    check.is_tensor("m", m)
-    if m.ndim < 2 or 0 in m.shape or m.shape[-1] > m.shape[-2]:
-        raise InputError(f"m has shape {list(m.shape)}: accepted is [..., N, K] with 1 <= K <= N, nothing empty")
-    if m.dtype not in (torch.float32, torch.float64):
-        raise InputError(
-            f"m has dtype {dtype_name(m.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
-        )
-    check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
-    if isinstance(lr, Tensor):
-        if lr.ndim:  # a 0-dim rate may be on any device
-            check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
-            check.same_device("lr", lr, "m", m)
-        check.is_float("lr", lr)
-        lr = lr.detach()
-    elif isinstance(lr, bool) or not isinstance(lr, (int, float, Real, torch.SymInt, torch.SymFloat)):
-        raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
-    if not torch.compiler.is_compiling():
-        # values on a GPU are not read, since that would synchronise
-        finite = (lr.is_cuda or bool(values(lr).isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
-        if not finite:
-            raise InputError(f"lr is {lr}: accepted are finite numbers")
-        if dispatch.requested(backend) == "reference":  # otherwise the op checks them
-            ops.cayley.check_finite("m", m)
-            ops.cayley.check_finite("g", g)
-    return ops.cayley.cayley(m, g, lr, backend=backend)
-
-
-def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
-    """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
-
-    For a skew x the result is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no
-    device synchronisation. Mathematics, cost and numerics: ``orthokern.ops.skew_exp.skew_exp``.
-
-    Args:
-        x: [..., N, N], float32 or float64.
-        backend: see the module's docstring.
-
-    Returns:
-        [..., N, N], orthogonal to rounding. Differentiable in x, with a skew gradient. NaN for a matrix that holds NaN
-        or infinity, or that is too large (Numerics of the op).
-
-    Raises:
-        InputError: a wrong shape or dtype.
-        BackendUnavailable: the requested backend does not support the call.
-
-    Example::
-
-        >>> x = torch.randn(8, 8, dtype=torch.float64)
-        >>> w = skew_exp(x - x.mT)
-        >>> bool(((w.mT @ w - torch.eye(8)).abs() < 1e-12).all())
-        True
-    """
-    check.is_tensor("x", x)
-    if x.ndim < 2 or 0 in x.shape or x.shape[-1] != x.shape[-2]:
-        raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N, N], nothing empty")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise InputError(
-            f"x has dtype {dtype_name(x.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
-        )
-    return ops.skew_exp.skew_exp(x, backend=backend)
 
 
 def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend: str | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern.dispatch import Support
+from orthokern.dispatch import Support, dtype_name
 from orthokern.errors import InputError
+from orthokern.ops import _checks as check
 from orthokern.ops._common import contiguous, values
 from orthokern.ops._register import custom_op
 
@@ -32,7 +34,9 @@ LARGE_TURN = 4.0
 
 @keeps_dtype
 def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = None) -> Tensor:
-    """One Cayley step on a batch of bases. Inputs are taken as checked (``orthokern.functional`` does).
+    """One step of descent that keeps the columns of m orthonormal, for one basis or a batch of them.
+
+    Wisdom et al. 2016; Vorontsov et al. 2017, eq. 9 (there with a misprinted sign).
 
     Equation:
         A = G M^T - M G^T,    M_new = M - lr (I + lr/2 A)^-1 A M  =  (I + lr/2 A)^-1 (I - lr/2 A) M.
@@ -41,26 +45,61 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         the form of large steps of thin bases.
 
     Args:
-        As in ``orthokern.functional.cayley``.
+        m: [..., N, K], K <= N, orthonormal columns (not checked), float32 or float64.
+        g: [..., N, K], the gradient of the loss with respect to m.
+        lr: the rate, a number or a tensor [...] with one number per matrix; negative ascends.
+        backend: see ``orthokern.functional``.
 
     Returns:
-        [..., N, K], a new tensor. It is not differentiable (a backward raises a RuntimeError), except with an explicit
-        "reference", which runs plain differentiable torch code.
+        The new bases [..., N, K], orthonormal to about eps (1 + lr |g|). On a GPU, for K < N, lr |g| (Frobenius norm)
+        is at most 4, which is not checked. They are not differentiable (a backward raises a RuntimeError), except with
+        an explicit "reference", which runs plain differentiable torch code.
 
-    Saved:
-        Nothing.
+    Raises:
+        InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).
+        BackendUnavailable: the requested backend does not support the call.
 
     Cost:
         Per matrix, K = N: 2 N^3 (A) + 2 N^3 (A M) + 2/3 N^3 (LU) + 2 N^3 (two triangular solves) flops.
         K < N: 8 N K^2 (Q^T P) + 4 N K^2 (Q^T M) + 16/3 K^3 (LU) + 8 K^3 (solves) + 4 N K^2 (P times).
-        I + lr/2 A has symmetric part I, so its LU needs no pivoting.
+        I + lr/2 A has symmetric part I, so its LU needs no pivoting. Nothing is saved for a backward.
 
     Numerics:
         In the dtype of m. The correction has size lr |A|, so the columns lose orthogonality by about eps lr |A| per
-        step plus one rounding of M. NaN or infinity in m or g gives NaN in that matrix; on a CPU
-        ``orthokern.functional`` refuses it first.
+        step plus one rounding of M.
+
+    Example::
+
+        >>> from orthokern.functional import cayley
+        >>> u = torch.eye(8, dtype=torch.float64)
+        >>> moved = cayley(u, torch.randn(8, 8, dtype=torch.float64), 1e-2)
+        >>> bool(((moved.mT @ moved - u).abs() < 1e-12).all())
+        True
     """
+    check.is_tensor("m", m)
+    if m.ndim < 2 or 0 in m.shape or m.shape[-1] > m.shape[-2]:
+        raise InputError(f"m has shape {list(m.shape)}: accepted is [..., N, K] with 1 <= K <= N, nothing empty")
+    if m.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"m has dtype {dtype_name(m.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
+        )
+    check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
+    if isinstance(lr, Tensor):
+        if lr.ndim:  # a 0-dim rate may be on any device
+            check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
+            check.same_device("lr", lr, "m", m)
+        check.is_float("lr", lr)
+        lr = lr.detach()
+    elif isinstance(lr, bool) or not isinstance(lr, (int, float, Real, torch.SymInt, torch.SymFloat)):
+        raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
+    if not torch.compiler.is_compiling():
+        # values on a GPU are not read, since that would synchronise
+        finite = (lr.is_cuda or bool(values(lr).isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
+        if not finite:
+            raise InputError(f"lr is {lr}: accepted are finite numbers")
     if dispatch.plain_reference(backend):
+        check_finite("m", m)  # otherwise the op checks them
+        check_finite("g", g)
         stepped: Tensor = dispatch.leaf("cayley", "reference").cayley(m, g, lr)
         return stepped
     rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=m.device)

@@ -10,7 +10,9 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products
-from orthokern.dispatch import Support
+from orthokern.dispatch import Support, dtype_name
+from orthokern.errors import InputError
+from orthokern.ops import _checks as check
 from orthokern.ops import _route
 from orthokern.ops._common import contiguous, no_second_derivative
 from orthokern.ops._register import custom_op
@@ -29,19 +31,24 @@ dispatch.register("skew_exp", SUPPORT)
 
 @keeps_dtype
 def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
-    """exp of the skew part of every matrix. Inputs are taken as checked (``orthokern.functional`` does).
+    """exp(A) of the skew part A = (X - X^T) / 2 of every matrix: an orthogonal matrix of determinant 1.
 
-    Equation:
-        P = exp(A),    A = (X - X^T) / 2.    P^T P = I, det P = 1.
-        Notes [Exponential of a skew matrix] and [Backward of the exponential of a skew matrix] in
-        ``orthokern/reference/skew_exp.py``.
+    For a skew x the result is exp(x); a symmetric part of x, for example from rounding, has no effect. There is no
+    device synchronisation. Notes [Exponential of a skew matrix] and [Backward of the exponential of a skew matrix] in
+    ``orthokern/reference/skew_exp.py`` have the mathematics.
 
     Args:
-        As in ``orthokern.functional.skew_exp``. An explicit "reference" runs plain differentiable torch code, with the
-        precision of matrix products that is set in torch.
+        x: [..., N, N], float32 or float64.
+        backend: see ``orthokern.functional``. An explicit "reference" runs plain differentiable torch code, with the
+            precision of matrix products that is set in torch.
 
     Returns:
-        [..., N, N], orthogonal. Its gradient with respect to x is skew.
+        [..., N, N], orthogonal to rounding. Differentiable in x, with a skew gradient. NaN for a matrix that holds NaN
+        or infinity, or that is too large (Numerics).
+
+    Raises:
+        InputError: a wrong shape or dtype.
+        BackendUnavailable: the requested backend does not support the call.
 
     Saved:
         8 N^2 numbers per matrix: A, A2, A3, three terms of the polynomial, and two products of them; a reference to x.
@@ -53,9 +60,24 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Numerics:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
-        eps |A|_2 at worst. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN, and so does one that
-        holds NaN or infinity. r is between |A|_2 and N^(1/12) |A|_2, and is |A|_2 where one pair of angles dominates.
+        eps |A|_2 at worst. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN. r is between |A|_2 and
+        N^(1/12) |A|_2, and is |A|_2 where one pair of angles dominates.
+
+    Example::
+
+        >>> from orthokern.functional import skew_exp
+        >>> x = torch.randn(8, 8, dtype=torch.float64)
+        >>> w = skew_exp(x - x.mT)
+        >>> bool(((w.mT @ w - torch.eye(8)).abs() < 1e-12).all())
+        True
     """
+    check.is_tensor("x", x)
+    if x.ndim < 2 or 0 in x.shape or x.shape[-1] != x.shape[-2]:
+        raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N, N], nothing empty")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"x has dtype {dtype_name(x.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
+        )
     if _route.by_reference(backend, x):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
