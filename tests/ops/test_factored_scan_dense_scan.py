@@ -143,6 +143,16 @@ def test_one_thread_and_two_agree(op: str, backend: str, dtype: torch.dtype, sam
 
 
 @each(*SCANS)
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 1e-40), (torch.float64, 1e-310)], ids=["f32", "f64"])
+def test_subnormal_states_are_flushed_to_zero(op: str, backend: str, dtype: torch.dtype, value: float) -> None:
+    problem = scan_problem(op, B=2, T=3, N=17, activation="identity").to(dtype)
+    problem.x, problem.h0 = torch.full_like(problem.x, value), torch.zeros_like(problem.h0)
+    problem.matrices = tuple(map(torch.zeros_like, problem.matrices))
+    assert torch.equal(run_scan(problem, "reference")["hs"], problem.x) and problem.x.all()
+    assert not run_scan(problem, backend)["hs"].any()
+
+
+@each(*SCANS)
 def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
     for inputs in ("dense", "features", "tokens"):
         problem = scan_problem(op, B=3, T=5, N=9, activation="modrelu", inputs=inputs)
