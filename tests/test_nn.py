@@ -250,6 +250,22 @@ def test_a_dropout_without_effect_warns(kind: str) -> None:
     assert Path(caught[0].filename).parent == Path(__file__).parent  # the line that calls the constructor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", EVERY)
+def test_only_an_rnn_runs_in_16_bits(kind: str, dtype: torch.dtype) -> None:
+    module, x = made(kind), torch.randn(5, 2, D)
+    expected = module(x)[0]
+    module.to(dtype)
+    if kind != "rnn":
+        with pytest.raises(InputError, match=f"dtype {dtype} is not supported for parameters"):
+            module(x.to(dtype))
+        return
+    states = module(x.to(dtype))[0]
+    torch.testing.assert_close(states.float(), expected, rtol=0.05, atol=0.05)
+    states.sum().backward()
+    assert states.dtype == dtype and all(p.grad.isfinite().all() for p in module.parameters())
+
+
 def test_noise_is_added_to_the_input_term_in_training() -> None:
     rnn = FactorizedRNN(3, 8, noise=0.5, leak=0.2)
     quiet = FactorizedRNN(8, 8, leak=0.2, bias=False)
