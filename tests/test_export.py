@@ -116,6 +116,15 @@ def test_a_loss_with_any_number_of_steps(kind: Any, nonlinearity: str) -> None:
         torch.testing.assert_close(program(*inputs), model(*inputs))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_program_names_the_backend_of_the_module_and_has_no_checkpoints(backend: str | None) -> None:
+    module = RNN(D, N, checkpoint_every=3, backend=backend)
+    graph = export(module, (torch.randn(4, 2, D),)).graph
+    (node,) = (node for node in graph.nodes if "dense_scan_fwd" in str(node.target))
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
+    assert given.get("backend") == backend and not given.get("checkpoint_every")
+
+
 def test_an_import_of_the_package_enters_the_ops(tmp_path: Path) -> None:
     """Before or after torch.export; `CHILD` has the other order."""
     save(export(made("rnn").frozen(), (torch.randn(4, 2, D),)), tmp_path / "program.pt2")
