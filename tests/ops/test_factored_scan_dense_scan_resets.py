@@ -244,9 +244,8 @@ def test_func_transforms_of_many_rows(op: str) -> None:
     """At least 256 rows, for which gradients of weights are sums of products."""
     if op == "gru":
         gru, x = GRU(16, 8), torch.randn(90, 3, 16)
-        weights, y = list(gru.parameters()), gru(x)[0][-1, 0, :2]
-        batched = torch.vmap(lambda c: torch.autograd.grad(y, weights, c, retain_graph=True))(torch.eye(2))
-        one_by_one = [torch.autograd.grad(value, weights, retain_graph=True) for value in y]
+        leaves, y = tuple(gru.parameters()), gru(x)[0][-1, 0, :2]
+        batched = torch.vmap(lambda c: torch.autograd.grad(y, leaves, c, retain_graph=True))(torch.eye(2))
     else:
         x, (u, v) = torch.randn(90, 3, 256), (torch.linalg.qr(torch.randn(256, 4))[0] for _ in range(2))
 
@@ -255,6 +254,9 @@ def test_func_transforms_of_many_rows(op: str) -> None:
 
         batched = torch.func.jacrev(values, (0, 1))(u, v)
         leaves = u.requires_grad_(), v.requires_grad_()
-        one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in values(*leaves)]
-    for several, *single in zip(batched, *one_by_one, strict=True):
+        y = values(*leaves)
+    again = torch.autograd.grad(y, leaves, torch.eye(2), is_grads_batched=True, retain_graph=True)  # by another vmap
+    one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in y]
+    for several, found, *single in zip(batched, again, *one_by_one, strict=True):
         torch.testing.assert_close(several, torch.stack(single), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, several, rtol=1e-4, atol=1e-6)
