@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -24,11 +23,6 @@ from torch._dynamo import trace_rules
 import orthokern
 from orthokern import cpu
 from orthokern.cpu import _call
-
-# The same examples on every run and machine; a failure prints how to repeat it.
-hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("orthokern")
-
 
 MAX_WORKERS = 8  # each takes some 700 MB, and the longest file sets the time from here on
 FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: not what a worker should end with
