@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fork_server import ForkServer
 from poison import poisoned
 from torch._dynamo import trace_rules
 
@@ -76,12 +75,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dynamo does not trace a method of the C base class that it finds in a closure.
     new_empty = poisoned(torch.Tensor.new_empty, traced=lambda self, *args, **kwargs: self.new_zeros(*args, **kwargs))
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> ForkServer:
-    """Runs of the toy task in processes of their own."""
-    return ForkServer(tmp_path_factory.mktemp("fork_server"))
 
 
 @pytest.fixture(autouse=True)
