@@ -17,7 +17,7 @@ from torch.export import Dim, export, save
 from orthokern.nn import GRU, LSTM, RNN, FactorizedRNN, RotationRNN
 
 LAYERS = 2
-KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru")
+KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru", "rotation")
 # torch.export.load of every program in a folder, and a comparison with the results beside it.
 CHILD = """
 import glob, orthokern, torch
@@ -42,7 +42,7 @@ class WithReadout(nn.Module):
 
 def trained(kind: str) -> WithReadout:
     """After a few steps of training, with settings that concern training alone."""
-    options = {} if kind == "gru" else {"checkpoint_every": 3, "message_clip": 0.5}
+    options = {} if kind in ("gru", "rotation") else {"checkpoint_every": 3, "message_clip": 0.5}
     model = WithReadout(made(kind, num_layers=LAYERS, dropout=0.2, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
