@@ -250,8 +250,6 @@ def run_scan(
     *,
     checkpoint_every: int = 0,
     bwd_backend: str | None = None,
-    need_x: bool = True,
-    need_params: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Forward and backward ops of a problem, where its tensors are: hs, ckpt, pre and every gradient, by name.
@@ -263,19 +261,19 @@ def run_scan(
     hs, ckpt, pre = fwd(*args)
     x_needed = problem.weight is not None or checkpoint_every > 0
     args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
-    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(need_x, need_params), *args)
+    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(), *args)
     return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, grads)}
 
 
 def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
-    """A backward that needs one result has its bits, and no other."""
+    """A backward that needs one result, or all but one, has their bits, and no other."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     args = problem.args(backend=backend)
     hs, _, pre = fwd(*args)
     everything = bwd(problem.grad_hs, hs, pre, *scan_needs(), *args)
-    for name in ("", *ScanGradients._fields):
-        needs = [field == name for field in ScanGradients._fields]
+    for alone, name in itertools.product((True, False), ("", *ScanGradients._fields)):
+        needs = [(field == name) == alone for field in ScanGradients._fields]
         for need, one, full in zip(needs, bwd(problem.grad_hs, hs, pre, *needs, *args), everything, strict=True):
             assert torch.equal(one, full) if need else not one.numel(), name
 

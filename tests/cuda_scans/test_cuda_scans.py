@@ -238,21 +238,12 @@ def test_a_clip_leaves_a_nan() -> None:
     assert grad[:3, 1].isnan().any(-1).all() and not grad[:, [0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_only_what_is_needed(op: str) -> None:
-    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs="features").to(torch.float32)
-    everything = run(problem)
-    for need_x, need_params in ((False, True), (True, False), (False, False)):
-        some = run(problem, need_x=need_x, need_params=need_params)
-        for name, tensor in some.items():
-            wanted = {"grad_x": need_x, "grad_h0": True, "grad_norm": True, "hs": True, "pre": True}.get(
-                name, need_params
-            )
-            if name != "ckpt":
-                assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
-    for inputs in KINDS:
-        problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
-        assert_each_result_alone(with_resets(problem), "cuda")
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
+def test_only_what_is_needed(op: str, path: str, override: Any) -> None:
+    override(path)
+    kind = KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
+    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=kind, leak=17)
+    assert_each_result_alone(with_resets(problem).to(torch.float32), "cuda")
 
 
 def test_many_sequences(harness: Any, override: Any) -> None:

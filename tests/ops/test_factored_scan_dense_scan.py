@@ -157,18 +157,6 @@ def test_subnormal_states_are_flushed_to_zero(op: str, backend: str, dtype: torc
 def test_what_is_not_needed_is_empty(op: str, backend: str) -> None:
     for inputs in ("dense", "features", "tokens"):
         problem = scan_problem(op, B=3, T=5, N=9, activation="modrelu", inputs=inputs)
-        full = run_scan(problem, backend)
-        without_x = run_scan(problem, backend, need_x=False)
-        without_params = run_scan(problem, backend, need_params=False)
-        for name in problem.grad_names():
-            if name == "grad_x":
-                assert without_x[name].numel() == 0
-            else:
-                assert torch.equal(without_x[name], full[name]), name
-            if name in ("grad_x", "grad_h0", "grad_norm"):
-                assert torch.equal(without_params[name], full[name]), name
-            else:
-                assert without_params[name].numel() == 0, name
         assert_each_result_alone(with_resets(problem), backend)
     if op == "factored_scan":
         assert_each_result_alone(with_resets(scan_problem(op, B=3, T=5, N=72, K=9, inputs="features")), backend)
