@@ -438,6 +438,36 @@ def assert_scan_parity(
         )
 
 
+def check_padding(
+    problem: ScanProblem,
+    lengths: Tensor | None,
+    run: Callable[..., dict[str, Tensor]],
+    everys: Sequence[int],
+    **more: Any,
+) -> dict[str, Tensor]:
+    """Zeros on padding, and the same bits whatever it holds and with checkpoints; returns the results.
+
+    Args:
+        lengths: None for no padding.
+        run: the results of a problem and options.
+        everys: values of checkpoint_every.
+    """
+    options = {"lengths": lengths, **more}
+    first, poisoned = run(problem, **options), problem
+    if lengths is not None:
+        padding = torch.arange(len(problem.x)).unsqueeze(1) >= lengths
+        for name in ("hs", "pre", "grad_x"):
+            assert not first[name].numel() or not first[name][padding].any(), name
+        poisoned = problem.with_poisoned_padding(lengths)
+        assert_same_bits(first, run(poisoned, **options))
+    before = torch.cat([problem.h0.unsqueeze(0), first["hs"]])[:-1]
+    for every in everys:
+        again = run(poisoned, checkpoint_every=every, **options)
+        assert_same_bits(first, again, skip=("ckpt", "pre"))
+        assert torch.equal(again["ckpt"], before[::every])
+    return first
+
+
 def batch_in(layout: str) -> tuple[Any, list[Tensor]]:
     """(an input of a recurrent module with three features, the tensors it is made of), float64, in a layout: "time
     first", "batch first", "one sequence", "packed" or "packed, not sorted"."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -24,6 +25,7 @@ from helpers import (
     assert_same_bits,
     backends,
     call_functional,
+    check_padding,
     check_scan,
     each,
     leaf_tensors,
@@ -96,21 +98,6 @@ def test_a_large_table_of_tokens(op: str, backend: str, dtype: torch.dtype) -> N
     """With more ids than tokens and one group of rows, the sums have one part; otherwise several."""
     for B, T in ((3, 5), (2, 1), (220, 2), (40, 35)):
         check_scan(scan_problem(op, B=B, T=T, N=97, D=1301, inputs="tokens"), dtype, backend)
-
-
-@each(*SCANS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
-@pytest.mark.parametrize("activation", NAMES)
-def test_checkpoints_give_the_same_bits(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
-    for inputs in ("dense", "features", "tokens"):
-        problem = scan_problem(op, B=5, T=9, N=34, activation=activation, inputs=inputs, D=11).to(dtype)
-        plain = run_scan(problem, backend)
-        for every in (1, 2, 4, 9, 100):
-            recomputed = run_scan(problem, backend, checkpoint_every=every)
-            assert_same_bits(plain, recomputed, skip=("ckpt", "pre"))
-            assert len(recomputed["ckpt"]) == -(-9 // every)
-            before = torch.cat([problem.h0.unsqueeze(0), plain["hs"]])[0:9:every]
-            assert torch.equal(recomputed["ckpt"], before)
 
 
 @each(*SCANS)
@@ -231,31 +218,18 @@ def test_lengths_and_clip(op: str, case: dict[str, Any], dtype: torch.dtype, bac
 @pytest.mark.parametrize("activation", NAMES)
 def test_padding_plays_no_part(op: str, backend: str, dtype: torch.dtype, activation: str) -> None:
     """Not its contents, not the other lengths, not the checkpoints: the same bits, and zeros on padding."""
-    B, T = 9, 8
-    for inputs in ("dense", "features", "tokens"):
+    B, T, b, run = 9, 9, 4, functools.partial(run_scan, backend=backend)
+    for inputs, order in itertools.product(("dense", "features", "tokens"), ORDERS):
         problem = scan_problem(op, B=B, T=T, N=34, activation=activation, inputs=inputs, D=11, gap=-1.0).to(dtype)
-        for order in ORDERS:
-            lengths = some_lengths(B, T, order)
-            padding = torch.arange(T).unsqueeze(1) >= lengths
-            options: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
-            first = run_scan(problem, backend, **options)
-            for name in ("hs", "pre", "grad_x"):
-                assert not first[name].numel() or not first[name][padding].any(), name
-            poisoned = with_poisoned_padding(problem, lengths)
-            assert_same_bits(first, run_scan(poisoned, backend, **options))
-            for every in (1, 3, 20):
-                again = run_scan(poisoned, backend, checkpoint_every=every, **options)
-                assert_same_bits(first, again, skip=("ckpt", "pre"))
-                before = torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:every]
-                assert torch.equal(again["ckpt"], before)
-            if order == "full":
-                assert_same_bits(first, run_scan(problem, backend, message_clip=0.5))
-            b = B // 2
-            alone = dataclasses.replace(
-                problem, x=problem.x[:, b : b + 1], h0=problem.h0[b : b + 1], grad_hs=problem.grad_hs[:, b : b + 1]
-            )
-            alone_hs = run_scan(alone, backend, lengths=lengths[b : b + 1])["hs"]
-            assert torch.equal(alone_hs[:, 0], first["hs"][:, b])
+        lengths, full = some_lengths(B, T, order), order == "full"
+        clip = 0.0 if full else 0.5
+        first = check_padding(problem, None if full else lengths, run, (1, 3, 4, 20), message_clip=clip)
+        if full:
+            assert_same_bits(first, run(problem, lengths=lengths))
+        alone = dataclasses.replace(
+            problem, x=problem.x[:, b : b + 1], h0=problem.h0[b : b + 1], grad_hs=problem.grad_hs[:, b : b + 1]
+        )
+        assert torch.equal(run(alone, lengths=lengths[b : b + 1])["hs"][:, 0], first["hs"][:, b])
 
 
 @each(*SCANS)

@@ -25,10 +25,10 @@ from helpers import (
     ScanProblem,
     assert_matches_reference,
     assert_scan_parity,
+    check_padding,
     scan_needs,
     scan_problem,
     some_lengths,
-    with_poisoned_padding,
     with_resets,
 )
 from torch import Tensor
@@ -173,21 +173,11 @@ def test_more_units_than_a_panel_has_columns(op: str, resident: bool) -> None:
 def test_padding_and_checkpoints_change_no_bit(op: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros on padding, whatever the inputs hold there. Windows and segments that cross."""
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 2 * 3 * 18)  # windows of 2 steps
-    B, T = 3, 5
     lengths = torch.tensor([3, 1, 4])  # nobody has the last step
-    padding = torch.arange(T).unsqueeze(1) >= lengths
     for activation, inputs in (("prelu", "dense"), ("oplu", "tokens")):
-        problem = contiguous(scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs).to(F32))
-        ragged: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
-        first = check(problem, F32, **ragged)
-        for name in ("hs", "pre", "grad_x"):
-            assert not first[name].numel() or not first[name][padding].any(), name
-        poisoned = with_poisoned_padding(problem, lengths)
-        same_bits(first, run(poisoned, **ragged))
-        for every in (1, 2, 100):
-            again = run(poisoned, checkpoint_every=every, **ragged)
-            same_bits(first, again)
-            assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:every])
+        problem = contiguous(scan_problem(op, B=3, T=5, N=18, activation=activation, inputs=inputs).to(F32))
+        check(problem, F32, lengths=lengths, message_clip=0.5)
+        check_padding(problem, lengths, run, (1, 2, 100), message_clip=0.5)
 
 
 @pytest.mark.parametrize("op", OPS)
