@@ -12,6 +12,7 @@ import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     assert _call._C.select_isa(request.param)
     yield request.param
     assert _call._C.select_isa(before)
+
+
+@pytest.fixture(scope="session")
+def module(request: pytest.FixtureRequest) -> Any:
+    """The host harness of the CUDA kernels (tests/cuda_host), compiled."""
+    from cuda_host import build
+
+    assert request.config.cache is not None
+    return build.load(request.config.cache.mkdir("cuda_host"))
 
 
 @pytest.fixture(scope="session")

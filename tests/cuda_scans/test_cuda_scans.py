@@ -19,17 +19,19 @@ from helpers import (
     assert_matches_reference,
     assert_same_bits,
     check_padding,
+    check_special_values,
     run_scan,
     scan_needs,
     scan_problem,
     some_lengths,
     with_resets,
 )
+from torch import Tensor
 
 from orthokern import _gpu_scans, cpu, dispatch
 from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _scan
-from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
 
@@ -255,14 +257,11 @@ def test_many_sequences(harness: Any, override: Any) -> None:
 
 @pytest.mark.parametrize("activation", NAMES)
 def test_special_values_of_activations(activation: str) -> None:
-    inf, nan, tiny = float("inf"), float("nan"), torch.finfo(torch.float32).tiny
-    x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, nan, 1.0, nan])
-    param = torch.tensor([0.25]) if activation in PARAMETER else None
-    args = ScanArgs(
-        x.view(1, 1, -1), None, None, torch.zeros(14, 14), torch.zeros(1, 14), None, None, param, activation
-    )
-    expected = torch.ops.orthokern.activation_fwd(x, param, activation, "reference")
-    torch.testing.assert_close(_scan.scan_fwd(args).hs.flatten(), expected, equal_nan=True)
+    def run(x: Tensor, param: Tensor | None) -> Tensor:
+        states = x.view(1, 1, -1), None, None, torch.zeros(len(x), len(x)), torch.zeros(1, len(x))
+        return _scan.scan_fwd(ScanArgs(*states, None, None, param, activation)).hs.flatten()
+
+    check_special_values(activation, torch.float32, run)
 
 
 def test_memory_that_is_not_aligned() -> None:
