@@ -563,6 +563,15 @@ def check_cayley(m: Tensor, g: Tensor, lr: Tensor, step: Callable[..., Tensor]) 
     return actual
 
 
+def on_threads(counts: Sequence[int], call: Callable[[], Any]) -> list[Any]:
+    """The results of a call on each number of threads."""
+    results = []
+    for count in counts:
+        torch.set_num_threads(count)
+        results.append(call())
+    return results
+
+
 def batch_in(layout: str) -> tuple[Any, list[Tensor]]:
     """(an input of a recurrent module with three features, the tensors it is made of), float64, in a layout: "time
     first", "batch first", "one sequence", "packed" or "packed, not sorted"."""

@@ -23,8 +23,8 @@ from float_products import FloatProducts
 from helpers import (
     GruProblem,
     ScanProblem,
-    assert_matches_reference,
     assert_scan_parity,
+    check_gru,
     check_padding,
     scan_needs,
     scan_problem,
@@ -229,23 +229,10 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
 # ------------------------------------------------------------------------------------------------------------------ GRU
 
 
-def run_gru(
-    p: GruProblem, fwd: str = "triton", bwd: str = "triton", *, need_params: bool = True, lengths: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Forward and backward of the leaves, everything that comes out."""
-    leaves = leaf("gru_scan", fwd), leaf("gru_scan", bwd)
-    found: dict[str, Tensor] = p.run_leaves(*leaves, need_params=need_params, lengths=lengths)
+def run_gru(p: GruProblem, **options: Any) -> dict[str, Tensor]:
+    """Forward and backward of the leaf, everything that comes out."""
+    found: dict[str, Tensor] = p.run_leaves(leaf("gru_scan", "triton"), **options)
     return found
-
-
-def check_gru(p: GruProblem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
-    inexact = p.map(lambda t: t.to(dtype))
-    exact = inexact.map(Tensor.double)
-    expected, plain = (run_gru(q, "reference", "reference", lengths=lengths) for q in (exact, inexact))
-    actual = run_gru(inexact, lengths=lengths)
-    for name, tensor in actual.items():
-        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
-    return actual
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -253,12 +240,12 @@ def test_gru_parity(variant: str, resident: bool) -> None:
     turn = VARIANTS.index(variant)
     for index, (B, T, N) in enumerate([(1, 1, 1), (3, 3, 3), (2, 2, 34)]):
         problem = GruProblem.random(variant, T, B, N, bias=(index + turn) % 3 != 0, seed=index)
-        check_gru(problem, DTYPES[(turn + index) % 2])
+        check_gru(problem, DTYPES[(turn + index) % 2], run_gru)
         lengths = some_lengths(B, T, "any", seed=index)
         lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
-        check_gru(problem, DTYPES[(turn + index + 1) % 2], lengths)
+        check_gru(problem, DTYPES[(turn + index + 1) % 2], run_gru, lengths)
         cut = problem.with_resets(state=index != 1, seed=index + turn)
-        check_gru(cut, DTYPES[(turn + index) % 2], lengths if index % 2 else None)
+        check_gru(cut, DTYPES[(turn + index) % 2], run_gru, lengths if index % 2 else None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
