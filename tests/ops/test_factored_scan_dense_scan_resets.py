@@ -137,13 +137,17 @@ def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("backend", SERVED[1:])
 def test_parity_with_resets(op: str, backend: str) -> None:
-    """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints."""
+    """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints; and
+    these sizes without resets."""
     sizes = [(5, 9, 33, 0), (130, 7, 20, 3), (64, 260, 128, 0), (64, 260, 128, 17), (1, 40, 1, 8)]
     for i, (B, T, N, every) in enumerate(sizes):
-        problem = scan_problem(op, B=B, T=T, N=N, activation=("tanh", "prelu")[i % 2], inputs="dense", gap=-1.0)
+        activation, inputs, dtype = (("tanh", "dense", torch.float32), ("prelu", "features", torch.float64))[i % 2]
+        problem = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=inputs, gap=-1.0)
+        lengths = some_lengths(B, T, ("falling", "any")[i % 2])
+        check_scan(problem, dtype, backend, checkpoint_every=every, lengths=lengths, message_clip=0.5)
         problem = with_resets(problem, 0.1, state=i % 2 == 0, gap=-1.0)
-        lengths = some_lengths(B, T, "any") if i % 3 == 1 else None
-        check_scan(problem, torch.float64, backend, checkpoint_every=every, lengths=lengths)
+        ragged = {"lengths": lengths} if i % 3 == 1 else {}
+        check_scan(problem, torch.float64, backend, checkpoint_every=every, **ragged)
 
 
 @pytest.mark.parametrize("op", SCANS)
