@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import dispatch, functional
 from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients
+from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES, PARAMETER
 from orthokern.reference._scan import input_term, started
 from orthokern.reference.activations import activation_fwd
@@ -561,6 +562,15 @@ def check_cayley(m: Tensor, g: Tensor, lr: Tensor, step: Callable[..., Tensor]) 
     gram = actual.double().mT @ actual.double() - torch.eye(m.shape[-1], dtype=torch.float64)
     assert gram.abs().max() < 64 * torch.finfo(m.dtype).eps * max(1.0, m.shape[-2] ** 0.5)
     return actual
+
+
+def refused(call: Callable[[], Any], *parts: str) -> str:
+    """The message of the InputError that a call raises: one line, with these parts."""
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+    return message
 
 
 def on_threads(counts: Sequence[int], call: Callable[[], Any]) -> list[Any]:
