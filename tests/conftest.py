@@ -12,23 +12,17 @@ import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from fork_server import ForkServer
 from poison import poisoned
 from torch._dynamo import trace_rules
 
 import orthokern
 from orthokern import cpu
 from orthokern.cpu import _call
-
-# The same examples on every run and machine; a failure prints how to repeat it.
-hypothesis.settings.register_profile("orthokern", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("orthokern")
-
 
 MAX_WORKERS = 8  # each takes some 700 MB, and the longest file sets the time from here on
 FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: not what a worker should end with
@@ -84,12 +78,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> ForkServer:
-    """Runs of the toy task in processes of their own."""
-    return ForkServer(tmp_path_factory.mktemp("fork_server"))
-
-
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
     """Seed every generator, and give back what a run in this process changes: thread count, flushing of denormals."""
@@ -110,6 +98,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     assert _call._C.select_isa(request.param)
     yield request.param
     assert _call._C.select_isa(before)
+
+
+@pytest.fixture(scope="session")
+def module(request: pytest.FixtureRequest) -> Any:
+    """The host harness of the CUDA kernels (tests/cuda_host), compiled."""
+    from cuda_host import build
+
+    assert request.config.cache is not None
+    return build.load(request.config.cache.mkdir("cuda_host"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A small recurrent module of every kind: `KINDS`, and `EVERY`, with the LSTM, which has fewer options."""
+"""A small recurrent module of every kind: `KINDS`, and `EVERY`, with those that have fewer options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
 
 D, N = 3, 6
 KINDS: dict[str, Callable[..., nn.Module]] = {
@@ -20,7 +20,7 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "non-normal": NonNormalRNN,
     "gru": lambda *args, **options: GRU(*args, bias=True, **options),
 }
-EVERY = {**KINDS, "peephole": PeepholeLSTM}
+EVERY = {**KINDS, "peephole": PeepholeLSTM, "rotation": RotationRNN}
 
 
 def made(kind: str, **options: Any) -> nn.Module:

@@ -99,6 +99,27 @@ def test_sharded_parameters_are_refused(one_process: Any) -> None:
         rnn.rebase()
 
 
+def test_training_in_several_processes_and_with_scaled_gradients(one_process: Any) -> None:
+    """The parameters are those of a plain loop: a mean over one process and a power of two change no bit."""
+    results = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        rnn = FactorizedRNN(3, 6)
+        model = nn.parallel.DistributedDataParallel(rnn) if scaled else rnn
+        optimizer = optimizer_for(model, lr=1e-2, geodesic_lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 2, 3))[0].square().mean()
+            scaler.scale(torch.inf * loss if scaled and step == 3 else loss).backward()
+            if scaled or step < 3:  # the scaler leaves out the last one
+                scaler.step(optimizer)
+            scaler.update()
+        assert rnn.orthogonality_error() < 1e-5 and scaler.get_scale() == (2.0**9 if scaled else 1.0)
+        results.append([parameter.detach() for parameter in rnn.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("apply", ["factored", "composed"])
 def test_training_with_a_plain_optimizer_warns_once(apply: str) -> None:
     rnn = FactorizedRNN(3, 8, apply=apply)

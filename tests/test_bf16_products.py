@@ -10,11 +10,22 @@ here at least ROUNDED.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers import SCANS, ScanProblem, assert_same_bits, run_scan, scan_needs, scan_problem, some_lengths, with_resets
+from helpers import (
+    SCANS,
+    ScanProblem,
+    assert_same_bits,
+    on_threads,
+    run_scan,
+    scan_needs,
+    scan_problem,
+    some_lengths,
+    with_resets,
+)
 from torch import Tensor
 
 from orthokern import cpu, functional, nn
@@ -201,10 +212,7 @@ def test_threads(op: str) -> None:
     gradients are sums whose order depends on it, as those of exact factors."""
     for B, T, N in ((1, 19, 297), (7, 9, 33), (3, 9, 297)):
         problem = problem_of(op, {"B": B, "T": T, "N": N, "K": N - 2}, "tanh", "dense")
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(leaf_results(problem))
+        results = on_threads((1, 2, 5), functools.partial(leaf_results, problem))
         for other in results[1:]:
             assert_same_bits(
                 results[0], other, rounded=("grad_first", "grad_scale", "grad_second", "grad_norm", "delta")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_host import build
-from helpers import SHORT, assert_matches_reference, strided
+from helpers import SHORT, bases, check_cayley, strided
 from torch import Tensor
 
 from orthokern import functional
@@ -21,11 +21,6 @@ from orthokern.errors import InputError
 
 DTYPES = (torch.float32, torch.float64)
 NAN = float("nan")
-
-
-@pytest.fixture(scope="session")
-def module(request: pytest.FixtureRequest) -> Any:
-    return build.load(request.config.cache.mkdir("cuda_host"))
 
 
 @pytest.fixture(autouse=True)
@@ -190,19 +185,8 @@ SHAPES = [(1, 1), (2, 2), (5, 3), (7, 7), (17, 1), (31, 31), (33, 33), (50, 7), 
 SHAPES += [(2, 3, 12, 5), (65, 64), (65, 65), (66, 65), (120, 63)]
 
 
-def bases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Orthonormal columns and a random gradient."""
-    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype), torch.randn(*shape, dtype=dtype)
-
-
-def check_cayley(m: Tensor, g: Tensor, lr: Tensor) -> Tensor:
-    step = torch.ops.orthokern.cayley
-    actual, plain = step(m, g, lr, "cuda"), step(m, g, lr, "reference")
-    assert_matches_reference(actual, step(m.double(), g.double(), lr, "reference"), plain, name=f"lr={lr}")
-    # the columns are orthonormal to rounding, whatever the step
-    gram = actual.double().mT @ actual.double() - torch.eye(m.shape[-1], dtype=torch.float64)
-    assert gram.abs().max() < 64 * torch.finfo(m.dtype).eps * max(1.0, m.shape[-2] ** 0.5)
-    return actual
+def cayley_by_cuda(m: Tensor, g: Tensor, lr: Tensor) -> Tensor:
+    return torch.ops.orthokern.cayley(m, g, lr, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
@@ -212,7 +196,7 @@ def test_cayley_parity(cuda: Any, dtype: torch.dtype, shape: tuple[int, ...]) ->
     rates = [*map(torch.tensor, (1e-6, 1e-2, 1.0, -0.1)), torch.rand(shape[:-2], dtype=dtype)]
     for lr, order in zip(rates, [*build.ORDERS, "reverse", "random"], strict=True):
         cuda.set_schedule(*build.ORDERS[order])
-        actual = check_cayley(m, g, lr)
+        actual = check_cayley(m, g, lr, cayley_by_cuda)
         cuda.set_schedule(*build.ORDERS["forward"])
         assert torch.equal(actual, torch.ops.orthokern.cayley(strided(m), strided(g), lr, "cuda"))
 
@@ -258,7 +242,7 @@ def test_cayley_by_series_and_by_elimination(cuda: Any, workspaces: list[Tensor]
     rates = torch.tensor([small[0], 0.0, *small[1:], 1e-3, 0.05, 3.0], dtype=dtype)
     m, g = bases((len(rates), 130, 130), dtype)
     cuda.set_schedule(*build.ORDERS["random"])
-    together = check_cayley(m, g, rates)
+    together = check_cayley(m, g, rates, cayley_by_cuda)
     # Elimination would hide a series that goes wrong. The workspace begins with sums of 5 stages and 3 x 3 tiles, then
     # come the decisions after each stage: 0 go on, 1 converged, 2 eliminate, 3 eliminate, and the step is large.
     begin = -(-len(rates) * 5 * 9 * 8 // 256) * 256

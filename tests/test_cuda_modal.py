@@ -25,11 +25,6 @@ from orthokern.reference import rotation_scan as exact_scan
 DTYPES = (torch.float32, torch.float64)
 
 
-@pytest.fixture(scope="session")
-def module(request: pytest.FixtureRequest) -> Any:
-    return build.load(request.config.cache.mkdir("cuda_host"))
-
-
 @pytest.fixture(autouse=True)
 def harness(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend "cuda" on CPU tensors, with chunks of 4 steps."""

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import gram_error
 from runs import build, records, run
 
 
 @pytest.fixture
 def small(mnist: Path) -> list[str]:
     return f"--data {mnist} --validation 60 --hidden 16 --threads 1 --no-plots --diagnose-every 5".split()
-
-
-def distance(w: torch.Tensor) -> float:
-    """||W W^T - I||_F^2 of the smaller Gram matrix."""
-    wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach().double()
-    return float((wide @ wide.mT - torch.eye(len(wide), dtype=torch.float64)).square().sum())
 
 
 @pytest.mark.parametrize(("preset", "learns"), [("ff", False), ("open", True), ("oinit", True)])
@@ -50,7 +45,7 @@ def test_starts(small: list[str]) -> None:
         task = build("deep_mnist", [*small, "--init", name, *sigma, "--layers", "3"])
         weights = task.model.weights()
         assert [tuple(w.shape) for w in weights] == [(16, 784), (16, 16), (16, 16), (10, 16)]
-        assert all((distance(w) < 1e-6) == orthogonal for w in weights), name
+        assert all((gram_error(w) < 1e-6) == orthogonal for w in weights), name
         assert not any(p.any() for label, p in task.model.named_parameters() if "bias" in label)
         if name == "normal":
             assert float(weights[0].detach().std()) == pytest.approx(0.02, rel=0.05)
@@ -60,7 +55,7 @@ def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:
     task = build("deep_mnist", [*small, "--init", "normal", "--layers", "2", "--penalty", "0.5"])
     batch = task.next_batch()
     added = task.loss(batch)[0] - task.model(*batch)[0]
-    assert added.item() == pytest.approx(0.5 * sum(distance(w) for w in task.model.weights()), rel=1e-4)
+    assert added.item() == pytest.approx(0.5 * float(sum(map(gram_error, task.model.weights()))), rel=1e-4)
 
 
 def test_pixels_are_standardised_by_the_training_images_alone(small: list[str]) -> None:

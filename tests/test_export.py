@@ -17,7 +17,7 @@ from torch.export import Dim, export, save
 from orthokern.nn import GRU, LSTM, RNN, FactorizedRNN, RotationRNN
 
 LAYERS = 2
-KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru")
+KINDS = ("rnn", "low rank", "exponential", "non-normal", "gru", "rotation")
 # torch.export.load of every program in a folder, and a comparison with the results beside it.
 CHILD = """
 import glob, orthokern, torch
@@ -42,7 +42,7 @@ class WithReadout(nn.Module):
 
 def trained(kind: str) -> WithReadout:
     """After a few steps of training, with settings that concern training alone."""
-    options = {} if kind == "gru" else {"checkpoint_every": 3, "message_clip": 0.5}
+    options = {} if kind in ("gru", "rotation") else {"checkpoint_every": 3, "message_clip": 0.5}
     model = WithReadout(made(kind, num_layers=LAYERS, dropout=0.2, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -114,6 +114,15 @@ def test_a_loss_with_any_number_of_steps(kind: Any, nonlinearity: str) -> None:
     for steps, batch in ((4, 2), (9, 7)):
         inputs = torch.randn(steps, batch, D), torch.randint(2, (steps, batch))
         torch.testing.assert_close(program(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_program_names_the_backend_of_the_module_and_has_no_checkpoints(backend: str | None) -> None:
+    module = RNN(D, N, checkpoint_every=3, backend=backend)
+    graph = export(module, (torch.randn(4, 2, D),)).graph
+    (node,) = (node for node in graph.nodes if "dense_scan_fwd" in str(node.target))
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False))
+    assert given.get("backend") == backend and not given.get("checkpoint_every")
 
 
 def test_an_import_of_the_package_enters_the_ops(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_margin_after_a_change_of_dtype() -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 6])], ids=["", "lengths"])
-@pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal"])
+@pytest.mark.parametrize("kind", ["peephole", "low rank, checkpoints", "non-normal", "rotation"])
 def test_compile(kind: str, lengths: Tensor | None) -> None:
     """In one graph, with the gradients of an ordinary call."""
     module, x = made(kind), torch.randn(6, 2, D)

@@ -119,7 +119,7 @@ def test_token_ids_are_one_hot_input_of_other_modules(make: Any, vocabulary: int
 @pytest.mark.parametrize("kind", EVERY)
 def test_copies(kind: str) -> None:
     options = {} if kind == "peephole" else {"learned_h0": True}
-    options |= {} if kind in ("gru", "peephole") else {"nonlinearity": "modrelu"}
+    options |= {} if kind in ("gru", "peephole", "rotation") else {"nonlinearity": "modrelu"}
     module, x = made(kind, num_layers=2, **options), torch.randn(5, 2, D)
     expected, saved, buffer = module(x)[0], EVERY[kind](D, N, 2, **options), io.BytesIO()
     assert all(type(value) is Tensor for value in module.state_dict().values())  # as safetensors needs it
@@ -194,7 +194,7 @@ def test_token_ids_in_a_compiled_module(kind: Any) -> None:
 @pytest.mark.parametrize("kind", EVERY)
 def test_made_on_the_meta_device_and_loaded(kind: str, assign: bool) -> None:
     """All that a module computes with is in its constructor's arguments or in its state_dict."""
-    options = {"nonlinearity": "leaky_relu", "negative_slope": 0.2} if kind not in ("gru", "peephole") else {}
+    options = {} if kind in ("gru", "peephole", "rotation") else {"nonlinearity": "leaky_relu", "negative_slope": 0.2}
     module, x = made(kind, **options), torch.randn(5, 2, D)
     with torch.device("meta"):
         other = EVERY[kind](D, N, **options)
@@ -250,6 +250,22 @@ def test_a_dropout_without_effect_warns(kind: str) -> None:
     assert Path(caught[0].filename).parent == Path(__file__).parent  # the line that calls the constructor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", EVERY)
+def test_only_an_rnn_runs_in_16_bits(kind: str, dtype: torch.dtype) -> None:
+    module, x = made(kind), torch.randn(5, 2, D)
+    expected = module(x)[0]
+    module.to(dtype)
+    if kind != "rnn":
+        with pytest.raises(InputError, match=f"dtype {dtype} is not supported for parameters"):
+            module(x.to(dtype))
+        return
+    states = module(x.to(dtype))[0]
+    torch.testing.assert_close(states.float(), expected, rtol=0.05, atol=0.05)
+    states.sum().backward()
+    assert states.dtype == dtype and all(p.grad.isfinite().all() for p in module.parameters())
+
+
 def test_noise_is_added_to_the_input_term_in_training() -> None:
     rnn = FactorizedRNN(3, 8, noise=0.5, leak=0.2)
     quiet = FactorizedRNN(8, 8, leak=0.2, bias=False)
@@ -278,11 +294,15 @@ def test_a_learned_leak_stays_above_zero() -> None:
 
 
 def test_the_loss_has_the_leak_and_the_noise() -> None:
-    rnn, readout = FactorizedRNN(5, 8, nonlinearity="identity", leak=0.4, noise=0.1), torch.nn.Linear(8, 3)
+    options: dict[str, Any] = {"leak": 0.4, "learned_leak": True, "noise": 0.1, "dtype": torch.float64}
+    rnn = FactorizedRNN(5, 8, nonlinearity="identity", **options)
+    readout = torch.nn.Linear(8, 3, dtype=torch.float64)
     tokens, target = torch.randint(0, 5, (9, 4)), torch.randint(0, 3, (9, 4))
     torch.manual_seed(1)
     loss, _ = rnn.loss(tokens, readout, target)
     torch.manual_seed(1)
     expected = torch.nn.functional.cross_entropy(readout(rnn(tokens)[0]).flatten(0, 1), target.flatten())
     torch.testing.assert_close(loss, expected)
+    leaves = [*rnn.parameters(), *readout.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
     assert "leak" in rnn.explain_loss(1000, 4, 3)[1]

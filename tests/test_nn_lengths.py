@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from orthokern import InputError
-from orthokern.nn import FactorizedRNN, RotationRNN
+from orthokern.nn import FactorizedRNN
 
 T, B = 9, 4
 LENGTHS = torch.tensor([3, T, 1, 5])
@@ -52,7 +52,7 @@ def test_ids_states_and_resets_are_those_of_each_sequence(kind: str) -> None:
             assert not states[length:, b].any()
 
 
-@pytest.mark.parametrize("module", [*map(made, EVERY), RotationRNN(D, N), FactorizedRNN(D, N, noise=0.0, leak=0.5)])
+@pytest.mark.parametrize("module", [*map(made, EVERY), FactorizedRNN(D, N, noise=0.0, leak=0.5)])
 def test_the_padding_may_have_any_ids(module: nn.Module) -> None:
     ids = torch.randint(0, D, (T, B))
     padded = ids.masked_fill(torch.arange(T).unsqueeze(1) >= LENGTHS, -1)

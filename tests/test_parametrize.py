@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import refused
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
@@ -169,10 +170,8 @@ def test_states_that_would_break_the_constraint(
     linear = layer(4, 4, kind)
     before, name = linear.weight.detach().clone(), f"parametrizations.weight.{entry}"
     state = {**linear.state_dict(), name: value * linear.state_dict()[name]}
-    with pytest.raises(InputError) as caught:
-        linear.load_state_dict(state)
-    assert str(caught.value).startswith(name.rpartition(".")[0]) and message in str(caught.value)
-    assert "\n" not in str(caught.value) and torch.equal(linear.weight, before)
+    assert refused(lambda: linear.load_state_dict(state), message).startswith(name.rpartition(".")[0])
+    assert torch.equal(linear.weight, before)
 
 
 @pytest.mark.parametrize("kind", [Exponential, SchurForm])
@@ -205,9 +204,7 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
     ],
 )
 def test_refusals(call: Callable[[], object], words: list[str]) -> None:
-    with pytest.raises(InputError) as caught:
-        call()
-    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words)
+    refused(call, *words)
 
 
 @pytest.mark.parametrize("kind", [Cayley, Exponential, FactorizedSpectrum, Householder, SchurForm])

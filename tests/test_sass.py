@@ -1,4 +1,4 @@
-"""bench/sass.py: its parser on stored machine code, and, if there is nvcc, the hot loops of the kernels."""
+"""bench/sass.py: its parser on machine code, and, if there is nvcc, the hot loops of the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from orthokern import cuda
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 sass = pytest.importorskip("sass", reason="not a source tree with benchmarks")
-STORED = Path(__file__).resolve().parent / "sass"
 # Those that the build is limited to, if it is.
 BUILT = os.environ.get("ORTHOKERN_CUDA_ARCHS", "").replace(".", "")
 ARCHITECTURES = [arch for arch in sass.ARCHITECTURES if not BUILT or arch in BUILT]
@@ -57,18 +56,10 @@ def test_faults_of_a_loop() -> None:
     loop = hot_loop(BAD)
     assert loop.function.label == "some_kernel 1 8"
     assert loop.faults == {"division": 2, "function call": 1, "access to local memory": 2}
+    counts = collections.Counter(instruction.base for instruction in loop.path())
+    assert (counts["FFMA"], counts["BAR"]) == (8, 1) and "FFMA" in sass.MULTIPLY_ADDS
     assert loop.gaps() == [2], "the placeholder @!PT is not executed"
     assert "function call" not in hot_loop(BAD.replace("$__cuda_sm20_div_s64", "$__cuda_sm70_shflsync_bfly_p")).faults
-
-
-def test_stored_machine_code() -> None:
-    """A step of a dense map of 128 units, tanh, forward, of which the numbers were counted by hand."""
-    loop = hot_loop((STORED / "dense_step_sm_90.sass").read_text())
-    counts = collections.Counter(instruction.base for instruction in loop.path())
-    # 64 products of a tile of 4 x 16, and of them 4 that begin a sum; 6 of tanh
-    assert sum(counts[base] for base in sass.MULTIPLY_ADDS) == 66
-    assert (counts["SHFL"], counts["BAR"], counts["MUFU"]) == (4, 1, 2)
-    assert not loop.faults and loop.gaps() == [0]
 
 
 # Instructions between the store of a state (or of y, or adjoints) and the barrier, at most. A block of several

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gram_error
 from runs import assert_resumes, build, records, run
 
 from orthokern.tasks import epochs
@@ -17,12 +18,6 @@ TASKS = ("temporal_order", "random_permutation")
 SMALL = (
     "--T 10 --hidden 16 --iterations 30 --eval-every 10 --eval-sequences 60 --batch 20 --threads 1 --no-plots".split()
 )
-
-
-def distance(w: torch.Tensor) -> float:
-    """||W W^T - I||_F^2 of the smaller Gram matrix."""
-    wide = (w if w.shape[0] <= w.shape[1] else w.mT).detach()
-    return float((wide @ wide.mT - torch.eye(len(wide))).square().sum())
 
 
 @pytest.mark.parametrize(
@@ -85,14 +80,14 @@ def test_presets_start_as_the_paper_says(task: str) -> None:
         experiment = build(task, ["--T", "20", "--preset", preset])
         weights = [experiment.rnn.weight_ih_l0, experiment.rnn.weight_hh_l0, experiment.readout.weight]
         for w in weights:
-            assert (distance(w) < 1e-6) == (preset == "oinit")
+            assert (gram_error(w) < 1e-6) == (preset == "oinit")
             if preset != "oinit":
                 limit = (6 / sum(w.shape)) ** 0.5
                 assert 0.97 * limit < float(w.detach().abs().max()) <= limit
         assert not any(p.any() for name, p in experiment.model.named_parameters() if "bias" in name)
         batch = experiment.next_batch()
         added = experiment.loss(batch)[0] - experiment.model(*batch)[0]
-        expected = distance(weights[1]) ** 0.5 if preset == "open" else 0.0
+        expected = float(gram_error(weights[1])) ** 0.5 if preset == "open" else 0.0
         assert added.item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

@@ -10,7 +10,6 @@ import torch
 from runs import assert_resumes, build, run
 from torch import nn
 
-from orthokern.nn import FactorizedRNN
 from orthokern.training.averaging import Average
 
 
@@ -40,22 +39,6 @@ def test_weights() -> None:
     assert other.updates == 30 and all(map(torch.equal, other.values, average.values))
 
 
-def test_bases_are_the_nearest_orthonormal_matrices() -> None:
-    rnn = FactorizedRNN(3, 12, rank=7, dtype=torch.float64)
-    average = Average(rnn, 0.9)
-    u, _ = torch.linalg.qr(torch.randn(12, 7, dtype=torch.float64))
-    with torch.no_grad():
-        rnn.u_l0.copy_(u)
-    average.update()
-    before = {name: value.clone() for name, value in rnn.state_dict().items()}
-    mean = average.values[[name for name, _ in rnn.named_parameters()].index("u_l0")]
-    with average.in_model():
-        assert rnn.orthogonality_error() < 1e-12
-        left, _, right = torch.linalg.svd(mean, full_matrices=False)
-        torch.testing.assert_close(rnn.u_l0.detach(), left @ right, rtol=1e-10, atol=1e-10)
-    assert all(torch.equal(value, before[name]) for name, value in rnn.state_dict().items())
-
-
 @pytest.mark.parametrize("model", ["factorized", "exprnn"])
 def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
@@ -68,7 +51,8 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
         raw = task.evaluate(30)
         with task.average.in_model():
             averaged = task.evaluate(30)
-        assert averaged == last["evaluation"] != raw
+            assert model != "factorized" or task.rnn.orthogonality_error() < 1e-5
+        assert averaged == last["evaluation"] != raw == task.evaluate(30)
         task.model.load_state_dict(best["model"])
         assert json.loads((folder / "result.json").read_text())["test"] == task.test()
 

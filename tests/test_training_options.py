@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import toy_task
-from runs import build, records
+from runs import build, records, same
 from runs import run as run_task
 from torch import Tensor
 from toy_task import Toy, ToyOptions
@@ -203,6 +203,22 @@ def test_a_device_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run("--resume", folder) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: device: 'cuda:99': this machine has ") and error.count("\n") == 1
+
+
+def test_a_version_with_more_settings_continues_an_old_run(tmp_path: Path) -> None:
+    """With the default of a setting that neither config.json nor the checkpoint names."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert run(*OPTIONS, "--out", whole) == 0
+    assert run(*OPTIONS, "--iterations", 8, "--out", folder) == 0
+    config = json.loads((folder / "config.json").read_text())
+    payload = load_checkpoint(folder / "checkpoint.pt")
+    for settings in (config["settings"], payload["settings"]):
+        assert settings.pop("accumulate") == 1
+    (folder / "config.json").write_text(json.dumps(config))
+    save_checkpoint(folder / "checkpoint.pt", payload)
+    assert run("--resume", folder, "--iterations", 20) == 0
+    resumed, expected = (load_checkpoint(each / "checkpoint.pt") for each in (folder, whole))
+    assert resumed["settings"]["accumulate"] == 1 and same(resumed["model"], expected["model"])
 
 
 class Terminal(io.StringIO):

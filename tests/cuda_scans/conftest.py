@@ -13,12 +13,6 @@ from cuda_host import build
 from orthokern.cuda import _call
 
 
-@pytest.fixture(scope="session")
-def module(request: pytest.FixtureRequest) -> Any:
-    assert request.config.cache is not None
-    return build.load(request.config.cache.mkdir("cuda_host"))
-
-
 @pytest.fixture(autouse=True)
 def harness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = request.getfixturevalue("module")

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import helpers
 import torch
 from cuda_host import build
-from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_same_bits, assert_scan_parity, run_scan
+from helpers import GruProblem, ScanProblem, assert_same_bits, assert_scan_parity, assert_unchanged, run_scan
 from torch import Tensor
 
 from orthokern._scan_contract import ScanArgs
@@ -39,25 +40,15 @@ run = functools.partial(run_scan, backend="cuda")
 def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
     """Parity of everything that comes out of one problem; returns it."""
     inexact = problem.to(torch.float32)
-    untouched = inexact.map(torch.clone)
-    actual = run(inexact, **options)
+    before, actual = inexact.clone(), run(inexact, **options)
     assert_scan_parity(inexact, actual, lambda p, **same: run_scan(p, "reference", **same), options)
-    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
-        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
+    assert_unchanged(inexact, before)
     return actual
 
 
 def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, Tensor]:
     """Parity of everything that comes out of one problem; returns it."""
-    inexact = problem.map(Tensor.float)
-    untouched = inexact.map(torch.clone)
-    expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
-    actual = inexact.run("cuda", lengths=lengths)
-    for name, tensor in actual.items():
-        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
-    for before, after in zip(untouched.inputs(), inexact.inputs(), strict=True):
-        assert (before is None) == (after is None) and (before is None or torch.equal(before, after))
-    return actual
+    return helpers.check_gru(problem, torch.float32, functools.partial(GruProblem.run, backend="cuda"), lengths)
 
 
 def in_every_order(harness: Any, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

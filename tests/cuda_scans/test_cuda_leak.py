@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import check, run
-from helpers import assert_each_result_alone, assert_same_bits, run_scan, scan_problem, with_resets
+from helpers import assert_same_bits, run_scan, scan_problem, with_resets
 
 from orthokern import _gpu_scans
 from orthokern.cuda import _scan
@@ -48,10 +48,3 @@ def test_the_state_of_library_steps_is_float32(op: str, override: Any) -> None:
     assert_same_bits({"hs": tf32["hs"]}, {"hs": bf16["hs"]})
     exact = run_scan(problem, "reference")["hs"]
     assert (bf16["hs"] - exact).abs().max() < 1e-2 * exact.abs().max()
-
-
-@pytest.mark.parametrize("path", ["resident", "cluster-4", "library", "low-rank"])
-def test_each_result_alone(path: str, override: Any) -> None:
-    override(path)
-    problem = with_resets(scan_problem("factored_scan", B=3, T=9, N=34, K=8, activation="prelu", leak=34))
-    assert_each_result_alone(problem.to(torch.float32), "cuda")

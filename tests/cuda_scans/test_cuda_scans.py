@@ -18,31 +18,35 @@ from helpers import (
     assert_each_result_alone,
     assert_matches_reference,
     assert_same_bits,
+    check_padding,
+    check_special_values,
     run_scan,
     scan_needs,
     scan_problem,
     some_lengths,
-    with_poisoned_padding,
     with_resets,
 )
+from torch import Tensor
 
 from orthokern import _gpu_scans, cpu, dispatch
 from orthokern._scan_contract import ScanArgs
 from orthokern.cuda import _scan
-from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
 
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
-    """Without a leak and with one: alone, with a clip, and with both it and lengths. A leak also with resets, which
-    have the same bits with checkpoints."""
+    """Without a leak and with one: alone, with a clip, with both it and lengths, and with resets, which have the same
+    bits with checkpoints. Every width of the resident kernels."""
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
-    n, inputs = 34 if activation == "oplu" else 33, KINDS[index % 3]
+    n, inputs = (33, 9, 100, 140)[index % 4] if path.startswith("resident") else 33, KINDS[index % 3]
+    n += n % 2 if activation == "oplu" else 0
     rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
-    B, T = 5, (4, 19)[index % 2]  # more steps than inputs are fetched ahead, and than squares are summed at a time
+    # more steps than inputs are fetched ahead, than squares are summed, and than flags are read at a time
+    B, T = 5, 70 if path == "low-rank" else (4, 19)[index % 2]
     lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
     lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
     options: dict[str, Any] = {"activation": activation, "inputs": inputs, "param_size": "N1"[index % 2], **rank}
@@ -51,27 +55,13 @@ def test_parity_of_every_path(op: str, activation: str, path: str, override: Any
         check(problem)
         check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
         check(problem, message_clip=0.3)
-    problem = with_resets(problem, state=index % 4 > 0)
-    first = check(problem, lengths=lengths)
-    again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=3)
-    # features are multiplied by W_in in a product of torch over the steps of a segment
-    rounded = tuple(name for name in first if name.startswith("grad_")) if inputs == "features" else ()
-    assert_same_bits(first, again, skip=("ckpt", "pre"), rounded=rounded)
-
-
-@pytest.mark.parametrize(("op", "path"), OP_PATHS)
-def test_parity_with_resets(op: str, path: str, override: Any) -> None:
-    """Every path, with lengths and without, and the same bits with checkpoints. Every width of the resident kernels."""
-    override(path)
-    widths = (9, 33, 100, 140) if path.startswith("resident") else (33,)
-    kind = KINDS[list(PATHS).index(path) % 3]
-    for index, (activation, N) in enumerate(itertools.product(("tanh", "prelu"), widths)):
-        problem = scan_problem(op, B=5, T=9, N=N, activation=activation, inputs=kind)
-        problem, lengths = with_resets(problem, state=index % 2 == 0), some_lengths(5, 9, "any") if index % 3 else None
-        found = check(problem, lengths=lengths)
-        again = run(problem.to(torch.float32), lengths=lengths, checkpoint_every=4)
-        rounded = tuple(name for name in found if name.startswith("grad_")) if kind == "features" else ()
-        assert_same_bits(found, again, skip=("ckpt", "pre"), rounded=rounded)
+        problem = with_resets(problem, state=index % 4 > 0)
+        some = lengths if leak or index % 3 else None
+        first = check(problem, lengths=some)
+        again = run(problem.to(torch.float32), lengths=some, checkpoint_every=33 if path == "low-rank" else 3)
+        # features are multiplied by W_in in a product of torch over the steps of a segment
+        rounded = tuple(name for name in first if name.startswith("grad_")) if inputs == "features" else ()
+        assert_same_bits(first, again, skip=("ckpt", "pre"), rounded=rounded)
 
 
 @pytest.mark.parametrize("activation", NAMES)
@@ -208,17 +198,7 @@ def test_padding_plays_no_part(op: str, path: str, override: Any, monkeypatch: p
     B, T, inputs = 5, 11, KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
     activation = {"dense": "tanh", "features": "prelu", "tokens": "oplu"}[inputs]
     problem = scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs, D=70, gap=-1.0).to(torch.float32)
-    lengths = torch.tensor([4, 1, 10, 3, 10])
-    padding = torch.arange(T).unsqueeze(1) >= lengths
-    ragged: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
-    first = run(problem, **ragged)
-    for name in ("hs", "pre", "grad_x"):
-        assert not first[name].numel() or not first[name][padding].any(), name
-    poisoned = with_poisoned_padding(problem, lengths)
-    assert_same_bits(first, run(poisoned, **ragged))
-    again = run(poisoned, checkpoint_every=4, **ragged)
-    assert_same_bits(first, again, skip=("ckpt", "pre"))
-    assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:4])
+    check_padding(problem, torch.tensor([4, 1, 10, 3, 10]), run, (4,), message_clip=0.5)
     full = run(problem, lengths=torch.full((B,), T), message_clip=0.5)
     assert_same_bits(full, run(problem, message_clip=0.5))
 
@@ -250,21 +230,12 @@ def test_a_clip_leaves_a_nan() -> None:
     assert grad[:3, 1].isnan().any(-1).all() and not grad[:, [0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_only_what_is_needed(op: str) -> None:
-    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs="features").to(torch.float32)
-    everything = run(problem)
-    for need_x, need_params in ((False, True), (True, False), (False, False)):
-        some = run(problem, need_x=need_x, need_params=need_params)
-        for name, tensor in some.items():
-            wanted = {"grad_x": need_x, "grad_h0": True, "grad_norm": True, "hs": True, "pre": True}.get(
-                name, need_params
-            )
-            if name != "ckpt":
-                assert torch.equal(tensor, everything[name]) if wanted else not tensor.numel(), name
-    for inputs in KINDS:
-        problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=inputs).to(torch.float32)
-        assert_each_result_alone(with_resets(problem), "cuda")
+@pytest.mark.parametrize(("op", "path"), OP_PATHS)
+def test_only_what_is_needed(op: str, path: str, override: Any) -> None:
+    override(path)
+    kind = KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]
+    problem = scan_problem(op, B=3, T=5, N=17, activation="prelu", inputs=kind, leak=17)
+    assert_each_result_alone(with_resets(problem).to(torch.float32), "cuda")
 
 
 def test_many_sequences(harness: Any, override: Any) -> None:
@@ -286,14 +257,11 @@ def test_many_sequences(harness: Any, override: Any) -> None:
 
 @pytest.mark.parametrize("activation", NAMES)
 def test_special_values_of_activations(activation: str) -> None:
-    inf, nan, tiny = float("inf"), float("nan"), torch.finfo(torch.float32).tiny
-    x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, nan, 1.0, nan])
-    param = torch.tensor([0.25]) if activation in PARAMETER else None
-    args = ScanArgs(
-        x.view(1, 1, -1), None, None, torch.zeros(14, 14), torch.zeros(1, 14), None, None, param, activation
-    )
-    expected = torch.ops.orthokern.activation_fwd(x, param, activation, "reference")
-    torch.testing.assert_close(_scan.scan_fwd(args).hs.flatten(), expected, equal_nan=True)
+    def run(x: Tensor, param: Tensor | None) -> Tensor:
+        states = x.view(1, 1, -1), None, None, torch.zeros(len(x), len(x)), torch.zeros(1, len(x))
+        return _scan.scan_fwd(ScanArgs(*states, None, None, param, activation)).hs.flatten()
+
+    check_special_values(activation, torch.float32, run)
 
 
 def test_memory_that_is_not_aligned() -> None:

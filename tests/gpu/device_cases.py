@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import helpers
 import pytest
 import torch
-from helpers import GruProblem, ScanProblem, assert_matches_reference, assert_scan_parity, run_scan, scan_problem
+from helpers import GruProblem, ScanProblem, assert_scan_parity, run_scan, scan_problem
 from peephole_problem import PeepholeProblem
 from torch import Tensor
 
@@ -72,11 +73,12 @@ def check(
 
 def check_gru(problem: GruProblem, dtype: torch.dtype, backend: str, lengths: Tensor | None = None) -> None:
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
-    inexact = problem.map(lambda t: t.to(dtype))
-    expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
-    actual = inexact.map(Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
-    for name, tensor in actual.items():
-        assert_matches_reference(tensor.cpu(), expected[name], plain[name], name=name, gradient="grad" in name)
+
+    def run(problem: GruProblem, lengths: Tensor | None) -> dict[str, Tensor]:
+        found = problem.map(Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    helpers.check_gru(problem, dtype, run, lengths)
 
 
 def replayed(call: Callable[[], Any], change: Callable[[], Any]) -> Any:

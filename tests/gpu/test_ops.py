@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 import torch
 from device_cases import DTYPES, check_gru, need, replayed
-from helpers import SHORT, GruProblem, assert_matches_reference, assert_same_bits, some_lengths
+from helpers import (
+    SHORT,
+    GruProblem,
+    activation_by,
+    assert_matches_reference,
+    assert_same_bits,
+    bases,
+    check_activation,
+    check_cayley,
+    some_lengths,
+)
 from peephole_problem import PeepholeProblem, check_lstm, check_peephole
 from test_scans import SIZES
+from torch import Tensor
 
 from orthokern import functional
 from orthokern.cuda import cayley
-from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 
 if not torch.cuda.is_available():
@@ -74,13 +85,9 @@ SHAPES += [(2, 300, 70)]
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 def test_cayley_parity(shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> None:
     need("cayley", backend, dtype, N=shape[-2], K=shape[-1])
-    step = torch.ops.orthokern.cayley
-    m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
-    g = torch.randn(*shape, dtype=dtype)
+    m, g = bases(shape, dtype)
     for lr in map(torch.tensor, [1e-6, 1e-2, 1.0, -0.1]):
-        expected, plain = step(m.double(), g.double(), lr, "reference"), step(m, g, lr, "reference")
-        actual = step(m.cuda(), g.cuda(), lr, backend).cpu()
-        assert_matches_reference(actual, expected, plain, name=f"lr={lr}")
+        check_cayley(m, g, lr, lambda m, g, lr: torch.ops.orthokern.cayley(m.cuda(), g.cuda(), lr, backend).cpu())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -119,23 +126,12 @@ def test_cayley_of_several_sizes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_parity(activation: str, dtype: torch.dtype, backend: str) -> None:
     need("activations", backend, dtype)
-    fwd, bwd = torch.ops.orthokern.activation_fwd, torch.ops.orthokern.activation_bwd
-    for shape in ((2,), (7, 64), (3, 5, 34), (1001, 6), (0, 4)):
-        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
-            x, grad_y = (3 * torch.randn(shape, dtype=torch.float64).to(dtype) for _ in range(2))
-            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
-            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
-            there = [None if t is None else t.cuda() for t in (grad_y, x, param)]
-            y, y64, y_torch = (
-                fwd(*there[1:], activation, backend),
-                fwd(*exact[1:], activation),
-                fwd(x, param, activation),
-            )
-            assert_matches_reference(y.cpu(), y64, y_torch, name=f"y of {shape}")
-            actual = bwd(*there, activation, backend)
-            expected, plain = bwd(*exact, activation, "reference"), bwd(grad_y, x, param, activation, "reference")
-            for name, a, e, p in zip(("grad_x", "grad_act_param"), actual, expected, plain, strict=True):
-                assert_matches_reference(a.cpu(), e, p, name=f"{name} of {shape}", gradient=True)
+    by_op = activation_by(activation, backend)
+
+    def run(*given: Tensor | None) -> list[Tensor]:
+        return [t.cpu() for t in by_op(*(None if t is None else t.cuda() for t in given))]
+
+    check_activation(activation, dtype, run, [(2,), (7, 64), (3, 5, 34), (1001, 6), (0, 4)])
 
 
 @pytest.mark.parametrize("C", [10, 50, 128, 10_000])

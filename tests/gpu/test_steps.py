@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_cases import OPS, float_problem, on, replayed
 from helpers import GruProblem, ScanProblem, assert_same_bits, run_scan, scan_problem, some_lengths
 from peephole_problem import PeepholeProblem
 from torch import Tensor
@@ -17,7 +18,6 @@ from orthokern.ops.gru_scan import VARIANTS
 if not torch.cuda.is_available() or _call.kernels is None:
     pytest.skip("no CUDA device, or a build without CUDA", allow_module_level=True)
 
-OPS = ("factored_scan", "dense_scan")
 KINDS = (*OPS, *VARIANTS, "peephole")
 B, T, N = 5, 85, 250  # a window that is recorded, two replays, and a remainder
 
@@ -27,10 +27,7 @@ def problem_of(kind: str, *, seed: int = 0, B: int = B, T: int = T) -> Any:
         return GruProblem.random(kind, T, B, N, seed=seed).map(lambda t: t.float().cuda())
     if kind == "peephole":
         return PeepholeProblem.random(T, B, N, seed=seed).map(lambda t: t.float().cuda())
-    problem = scan_problem(kind, B=B, T=T, N=N, activation="prelu", gap=-1.0, seed=seed).to(torch.float32)
-    problem = problem.map(torch.Tensor.cuda)
-    problem.x = problem.x.cuda()
-    return problem
+    return float_problem(kind, B=B, T=T, N=N, activation="prelu", gap=-1.0, seed=seed)
 
 
 def run(problem: Any, **options: Any) -> dict[str, Tensor]:
@@ -80,8 +77,7 @@ def test_products_below_ieee(op: str) -> None:
     assert _library._gemm() is not None
     rank = {"K": 90} if op == "factored_scan" else {}
     problem = scan_problem(op, B=B, T=T, N=N, gap=-1.0, **rank)
-    exact, there = run_scan(problem, "reference"), problem.to(torch.float32).map(torch.Tensor.cuda)
-    there.x = there.x.cuda()
+    exact, there = run_scan(problem, "reference"), on(problem.to(torch.float32))
     results = {precision: run(there, precision=precision) for precision in ("ieee", "tf32", "bf16")}
     for name in ("hs", "grad_x", "grad_h0", "grad_u" if rank else "grad_w"):
         ieee, tf32, bf16 = (
@@ -94,8 +90,7 @@ def test_products_below_ieee(op: str) -> None:
 def test_leak_with_products_below_ieee(op: str) -> None:
     """The kernel of a forward step reads the state that the leak keeps: it is float32 for "bf16" too."""
     problem = scan_problem(op, B=B, T=T, N=N, leak=N, gap=-1.0)
-    exact, there = run_scan(problem, "reference"), problem.to(torch.float32).map(torch.Tensor.cuda)
-    there.x = there.x.cuda()
+    exact, there = run_scan(problem, "reference"), on(problem.to(torch.float32))
     tf32, bf16 = (run(there, precision=precision) for precision in ("tf32", "bf16"))
     assert torch.equal(tf32["hs"], bf16["hs"])
     for name in ("hs", "grad_x", "grad_h0", "grad_leak"):
@@ -106,14 +101,8 @@ def test_leak_with_products_below_ieee(op: str) -> None:
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_in_a_graph_of_the_caller(kind: str) -> None:
     problem = problem_of(kind)
-    run(problem)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(problem)
-    problem.x.copy_(torch.randn_like(problem.x))
-    graph.replay()
-    torch.cuda.synchronize()
+    other = torch.randn_like(problem.x)
+    captured = replayed(lambda: run(problem), lambda: problem.x.copy_(other))
     assert_same_bits(run(problem), captured)
 
 

@@ -137,13 +137,17 @@ def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("backend", SERVED[1:])
 def test_parity_with_resets(op: str, backend: str) -> None:
-    """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints."""
+    """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints; and
+    these sizes without resets."""
     sizes = [(5, 9, 33, 0), (130, 7, 20, 3), (64, 260, 128, 0), (64, 260, 128, 17), (1, 40, 1, 8)]
     for i, (B, T, N, every) in enumerate(sizes):
-        problem = scan_problem(op, B=B, T=T, N=N, activation=("tanh", "prelu")[i % 2], inputs="dense", gap=-1.0)
+        activation, inputs, dtype = (("tanh", "dense", torch.float32), ("prelu", "features", torch.float64))[i % 2]
+        problem = scan_problem(op, B=B, T=T, N=N, activation=activation, inputs=inputs, gap=-1.0)
+        lengths = some_lengths(B, T, ("falling", "any")[i % 2])
+        check_scan(problem, dtype, backend, checkpoint_every=every, lengths=lengths, message_clip=0.5)
         problem = with_resets(problem, 0.1, state=i % 2 == 0, gap=-1.0)
-        lengths = some_lengths(B, T, "any") if i % 3 == 1 else None
-        check_scan(problem, torch.float64, backend, checkpoint_every=every, lengths=lengths)
+        ragged = {"lengths": lengths} if i % 3 == 1 else {}
+        check_scan(problem, torch.float64, backend, checkpoint_every=every, **ragged)
 
 
 @pytest.mark.parametrize("op", SCANS)
@@ -244,9 +248,8 @@ def test_func_transforms_of_many_rows(op: str) -> None:
     """At least 256 rows, for which gradients of weights are sums of products."""
     if op == "gru":
         gru, x = GRU(16, 8), torch.randn(90, 3, 16)
-        weights, y = list(gru.parameters()), gru(x)[0][-1, 0, :2]
-        batched = torch.vmap(lambda c: torch.autograd.grad(y, weights, c, retain_graph=True))(torch.eye(2))
-        one_by_one = [torch.autograd.grad(value, weights, retain_graph=True) for value in y]
+        leaves, y = tuple(gru.parameters()), gru(x)[0][-1, 0, :2]
+        batched = torch.vmap(lambda c: torch.autograd.grad(y, leaves, c, retain_graph=True))(torch.eye(2))
     else:
         x, (u, v) = torch.randn(90, 3, 256), (torch.linalg.qr(torch.randn(256, 4))[0] for _ in range(2))
 
@@ -255,6 +258,9 @@ def test_func_transforms_of_many_rows(op: str) -> None:
 
         batched = torch.func.jacrev(values, (0, 1))(u, v)
         leaves = u.requires_grad_(), v.requires_grad_()
-        one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in values(*leaves)]
-    for several, *single in zip(batched, *one_by_one, strict=True):
+        y = values(*leaves)
+    again = torch.autograd.grad(y, leaves, torch.eye(2), is_grads_batched=True, retain_graph=True)  # by another vmap
+    one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in y]
+    for several, found, *single in zip(batched, again, *one_by_one, strict=True):
         torch.testing.assert_close(several, torch.stack(single), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, several, rtol=1e-4, atol=1e-6)

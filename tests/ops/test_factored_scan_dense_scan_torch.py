@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -19,12 +18,10 @@ from helpers import (
     scan_problem,
     served,
     some_lengths,
-    with_poisoned_padding,
 )
 from torch import Tensor
 
 from orthokern import dispatch, functional
-from orthokern.ops._taps import tap
 
 NAMESPACE = torch.ops.orthokern
 
@@ -137,27 +134,6 @@ def test_gradients_summed_over_many_rows(inputs: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- taps
-
-
-@pytest.mark.parametrize("op", SCANS)
-def test_tap_ignores_padding(op: str) -> None:
-    """The norm at t is that of the sequences that have a step t, each on its own."""
-    problem = scan_problem(op, B=4, T=6, N=4, inputs="features")
-    lengths = some_lengths(4, 6, "any")
-    with tap() as taken:
-        gradients(with_poisoned_padding(problem, lengths), call_functional, lengths=lengths)
-    squares = torch.zeros(6, dtype=torch.float64)
-    for b, length in enumerate(lengths.tolist()):
-        alone = dataclasses.replace(
-            problem,
-            x=problem.x[:length, b : b + 1],
-            h0=problem.h0[b : b + 1],
-            grad_hs=problem.grad_hs[:length, b : b + 1],
-        )
-        with tap() as one:
-            gradients(alone, call_functional)
-        squares[:length] += one.grad_norms[0].square()
-    torch.testing.assert_close(taken.grad_norms[0], squares.sqrt())
 
 
 @pytest.mark.parametrize(

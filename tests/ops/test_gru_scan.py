@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, assert_matches_reference, assert_same_bits, gru_needs, some_lengths, strided
+from helpers import GruProblem, assert_same_bits, check_gru, gru_needs, on_threads, refused, some_lengths, strided
 from torch import Tensor
 
 from orthokern import dispatch, functional
-from orthokern.errors import InputError
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.reference import gru_scan as reference
 
@@ -56,16 +56,11 @@ def test_cpu_matches_the_reference(kind: str, variant: str, dtype: torch.dtype) 
         inexact = GruProblem.random(variant, T, B, N, bias=index % 3 != 0, seed=index).map(lambda t: t.to(dtype))
         if kind == "resets":
             inexact = inexact.with_resets((0.1, 0.6)[index % 2], state=index != 2, seed=index)
-        expected = inexact.map(Tensor.double).run("reference", **options)
-        plain, actual = inexact.run("reference", **options), inexact.run("cpu", **options)
-        for name in actual:
-            assert_matches_reference(
-                actual[name], expected[name], plain[name], name=f"{name} of {(T, B, N)}", gradient="grad" in name
-            )
+        actual = check_gru(inexact, dtype, functools.partial(GruProblem.run, backend="cpu"), **options)
         if options:
             assert_same_bits(actual, inexact.with_poisoned_padding(options["lengths"]).run("cpu", **options))
         else:  # dL/dh_t of the states as they are: that of the last one is its own cotangent
-            torch.testing.assert_close(expected["grad_norm"][-1], inexact.grad_hs[-1].double().norm())
+            torch.testing.assert_close(actual["grad_norm"][-1], inexact.grad_hs[-1].norm())
     assert_same_bits(inexact.run("cpu"), inexact.run("cpu", lengths=torch.full((B,), T)))
 
 
@@ -89,13 +84,9 @@ def test_large_inputs_saturate_and_nans_stay(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_bits_whatever_the_threads_strides_and_repetition(variant: str) -> None:
     p = GruProblem.random(variant, 6, 31, 37).map(Tensor.float)
-    torch.set_num_threads(2)
-    first = p.run("cpu")
-    for other in (p.run("cpu"), p.map(strided).run("cpu")):
-        for name, tensor in first.items():
-            assert torch.equal(tensor, other[name]), name
-    torch.set_num_threads(1)
-    alone = p.run("cpu")
+    alone, again, first = on_threads((1, 2, 2), lambda: p.run("cpu"))
+    for other in (again, p.map(strided).run("cpu")):
+        assert_same_bits(first, other)
     for name in ("hs", "gates", "pre", "grad_x", "grad_h0"):  # sequences do not depend on each other
         assert torch.equal(alone[name], first[name]), name
 
@@ -144,14 +135,13 @@ def test_opcheck(variant: str) -> None:
         ({"lengths": torch.ones(2, dtype=torch.int64)}, "lengths has shape [2]: accepted is [B] = [1]"),
         ({"lengths": torch.tensor([5])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
         ({"lengths": torch.ones(1)}, "lengths has dtype float32: accepted is int64"),
+        ({"reset_state": torch.zeros(1, 2)}, "reset_state is shape [1, 2] without resets: accepted with resets only"),
     ],
 )
 def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"x": torch.zeros(4, 1, 6), "w": torch.zeros(6, 2)}
     functional.gru_scan(**arguments)
-    with pytest.raises(InputError) as caught:
-        functional.gru_scan(**{**arguments, **changes})
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert refused(lambda: functional.gru_scan(**{**arguments, **changes})).startswith(message)
 
 
 @needs_cpu
@@ -167,9 +157,7 @@ def test_threads_that_share_the_columns_change_no_bit(isa: str, variant: str, dt
 
     w, bias, h0 = random(3 * n, n) / n**0.5, random(3 * n), random(2, n)
     for batch, steps in ((1, 9), (2, 5)):
-        x, found = random(steps, batch, 3 * n), []
-        for count in (1, 3, 7):
-            torch.set_num_threads(count)
-            found.append(NAMESPACE.gru_scan_fwd(x, w, h0[:batch], bias, variant, "cpu"))
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+        arguments = random(steps, batch, 3 * n), w, h0[:batch], bias, variant, "cpu"
+        first, *others = on_threads((1, 3, 7), lambda given=arguments: NAMESPACE.gru_scan_fwd(*given))
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)

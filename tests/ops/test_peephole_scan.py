@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import each, strided
+from helpers import assert_same_bits, each, on_threads, strided
 from peephole_problem import PeepholeProblem, check_peephole
 from torch import Tensor
 
@@ -53,14 +53,9 @@ def test_gradients(backend: str | None) -> None:
 def test_the_same_bits_on_any_number_of_threads(op: str, backend: str) -> None:
     """States and adjoints; sums over sequences may have another order, and are the same from run to run."""
     problem = PeepholeProblem.random(20, 9, 33).map(Tensor.float)
-    found = []
-    for count in (1, 2, 2):
-        torch.set_num_threads(count)
-        found.append(problem.run(backend))
-    for name, one in found[0].items():
-        if name not in ("grad_w", "grad_peephole"):
-            assert torch.equal(one, found[1][name]), name
-        assert torch.equal(found[1][name], found[2][name]), name
+    alone, first, again = on_threads((1, 2, 2), lambda: problem.run(backend))
+    assert_same_bits(alone, first, skip=("grad_w", "grad_peephole"))
+    assert_same_bits(first, again)
 
 
 @each("peephole_scan")
@@ -90,9 +85,6 @@ def test_threads_that_share_the_columns_change_no_bit(isa: str, dtype: torch.dty
     """Few sequences with weights of more than 256 KiB; and more threads than there are processors."""
     for steps, batch in ((9, 1), (5, 2)):
         inputs = [tensor.to(dtype) for tensor in PeepholeProblem.random(steps, batch, 263).inputs()]
-        found = []
-        for count in (1, 3, 7):
-            torch.set_num_threads(count)
-            found.append(NAMESPACE.peephole_scan_fwd(*inputs, "cpu"))
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+        first, *others = on_threads((1, 3, 7), lambda given=inputs: NAMESPACE.peephole_scan_fwd(*given, "cpu"))
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_matches_reference, each
+from helpers import assert_matches_reference, assert_same_bits, each, on_threads
 from torch import Tensor
 
 from orthokern.errors import InputError
@@ -163,14 +163,9 @@ def test_derivatives(op: str, backend: str, cuts: str, features: int | None) -> 
 def test_the_same_bits_on_any_number_of_threads(op: str, backend: str, features: int | None) -> None:
     """The sums over sequences may have another order."""
     args, cuts = tensors(70, 5, 9, "zero", features)
-    results = []
-    for count in (1, 2, 2):
-        torch.set_num_threads(count)
-        results.append(run(rotation_scan, single(args), cuts, backend=backend))
-    for name, first in results[0].items():
-        sums = ("eigenvalues", "weight", "bias")
-        assert name in sums or torch.equal(first, results[1][name]), name
-        assert torch.equal(results[1][name], results[2][name]), name
+    results = on_threads((1, 2, 2), lambda: run(rotation_scan, single(args), cuts, backend=backend))
+    assert_same_bits(results[0], results[1], skip=("eigenvalues", "weight", "bias"))
+    assert_same_bits(results[1], results[2])
 
 
 @each("rotation_scan")

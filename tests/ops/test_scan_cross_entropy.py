@@ -231,6 +231,7 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
     [
         ({"activation": "tanh", "algorithm": "modal"}, "algorithm is 'modal': the activation is 'tanh'.*'sequential'"),
         ({"message_clip": 0.5, "algorithm": "modal"}, "algorithm is 'modal': with message_clip the.*'sequential'"),
+        ({"leak": torch.full((6,), 0.5), "algorithm": "modal"}, "algorithm is 'modal': with leak the.*'sequential'"),
         ({"matrix": torch.ones(3, 4)}, "matrix"),
         ({"readout": torch.ones(2, 5)}, "readout has shape"),
         ({"target": torch.zeros(3, 2)}, "target has dtype float32"),

@@ -16,6 +16,7 @@ from orthokern import functional
 from orthokern.diagnostics import tap
 from orthokern.nn import PeepholeLSTM
 from orthokern.ops.activations import NAMES
+from orthokern.ops.modal import loss as scan_loss
 
 KINDS = ("dense", "features", "tokens")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in make_dual
@@ -239,7 +240,7 @@ def test_a_tap_sees_one_backward() -> None:
     assert len(second.grad_norms) == 1  # of the first backward, which runs again; not of the adjoint's own derivative
 
 
-def test_what_has_no_second_derivative_says_so() -> None:
+def test_what_has_no_second_derivative_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "has no second derivative through its kernels: pass "
     problem = scan_problem("dense_scan", B=2, T=3, N=4)
     grads = run_scan(problem.map(lambda t: t.requires_grad_()), "cpu")
@@ -248,14 +249,18 @@ def test_what_has_no_second_derivative_says_so() -> None:
 
     x, w = torch.randn(6, 2, 4), torch.randn(4, 4).requires_grad_()
     readout, target = torch.randn(3, 4), torch.zeros(6, 2, dtype=torch.int64)
-    losses = {
-        algorithm: functional.scan_cross_entropy(x, (w,), readout, target, activation="identity", algorithm=algorithm)
-        for algorithm in ("modal", "sequential")
-    }
+
+    def loss(algorithm: str) -> Tensor:
+        options: dict[str, Any] = {"activation": "identity", "algorithm": algorithm}
+        return functional.scan_cross_entropy(x, (w,), readout, target, **options).loss
+
     with pytest.raises(RuntimeError, match=f"the modal form {line}algorithm='sequential'"):
-        torch.autograd.grad(losses["modal"].loss, w, create_graph=True)
-    (first,) = torch.autograd.grad(losses["sequential"].loss, w, create_graph=True)
+        torch.autograd.grad(loss("modal"), w, create_graph=True)
+    (first,) = torch.autograd.grad(loss("sequential"), w, create_graph=True)
     assert torch.autograd.grad(first.square().sum(), w)[0].any()
+    monkeypatch.setattr(scan_loss, "kept_states", lambda device: 0)
+    with pytest.raises(RuntimeError, match="the loss in chunks of states has no second derivative"):
+        torch.autograd.grad(loss("sequential"), w, create_graph=True)
 
     lstm = PeepholeLSTM(4, 3)
     out = lstm(x)[0].square().sum()

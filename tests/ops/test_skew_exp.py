@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -98,13 +97,6 @@ def test_too_large_or_not_finite_is_nan_in_that_matrix_alone() -> None:
     p = functional.skew_exp(a)
     assert bool(p[0].isfinite().all())
     assert all(bool(one.isnan().any()) for one in p[1:])
-
-
-@pytest.mark.parametrize("norm", [1e-3, 1.0, 9.0])
-def test_gradcheck(norm: float) -> None:
-    x = (skew(4, norm, (2,)) + 0.1 * torch.randn(2, 4, 4, generator=generator(), dtype=torch.float64)).requires_grad_()
-    for backend in (None, "reference"):
-        assert torch.autograd.gradcheck(functools.partial(functional.skew_exp, backend=backend), (x,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

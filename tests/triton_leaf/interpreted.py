@@ -23,12 +23,12 @@ from float_products import FloatProducts
 from helpers import (
     GruProblem,
     ScanProblem,
-    assert_matches_reference,
     assert_scan_parity,
+    check_gru,
+    check_padding,
     scan_needs,
     scan_problem,
     some_lengths,
-    with_poisoned_padding,
     with_resets,
 )
 from torch import Tensor
@@ -173,21 +173,11 @@ def test_more_units_than_a_panel_has_columns(op: str, resident: bool) -> None:
 def test_padding_and_checkpoints_change_no_bit(op: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros on padding, whatever the inputs hold there. Windows and segments that cross."""
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 2 * 3 * 18)  # windows of 2 steps
-    B, T = 3, 5
     lengths = torch.tensor([3, 1, 4])  # nobody has the last step
-    padding = torch.arange(T).unsqueeze(1) >= lengths
     for activation, inputs in (("prelu", "dense"), ("oplu", "tokens")):
-        problem = contiguous(scan_problem(op, B=B, T=T, N=18, activation=activation, inputs=inputs).to(F32))
-        ragged: dict[str, Any] = {"lengths": lengths, "message_clip": 0.5}
-        first = check(problem, F32, **ragged)
-        for name in ("hs", "pre", "grad_x"):
-            assert not first[name].numel() or not first[name][padding].any(), name
-        poisoned = with_poisoned_padding(problem, lengths)
-        same_bits(first, run(poisoned, **ragged))
-        for every in (1, 2, 100):
-            again = run(poisoned, checkpoint_every=every, **ragged)
-            same_bits(first, again)
-            assert torch.equal(again["ckpt"], torch.cat([problem.h0.unsqueeze(0), first["hs"]])[0:T:every])
+        problem = contiguous(scan_problem(op, B=3, T=5, N=18, activation=activation, inputs=inputs).to(F32))
+        check(problem, F32, lengths=lengths, message_clip=0.5)
+        check_padding(problem, lengths, run, (1, 2, 100), message_clip=0.5)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -239,23 +229,10 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
 # ------------------------------------------------------------------------------------------------------------------ GRU
 
 
-def run_gru(
-    p: GruProblem, fwd: str = "triton", bwd: str = "triton", *, need_params: bool = True, lengths: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Forward and backward of the leaves, everything that comes out."""
-    leaves = leaf("gru_scan", fwd), leaf("gru_scan", bwd)
-    found: dict[str, Tensor] = p.run_leaves(*leaves, need_params=need_params, lengths=lengths)
+def run_gru(p: GruProblem, **options: Any) -> dict[str, Tensor]:
+    """Forward and backward of the leaf, everything that comes out."""
+    found: dict[str, Tensor] = p.run_leaves(leaf("gru_scan", "triton"), **options)
     return found
-
-
-def check_gru(p: GruProblem, dtype: torch.dtype, lengths: Tensor | None = None) -> dict[str, Tensor]:
-    inexact = p.map(lambda t: t.to(dtype))
-    exact = inexact.map(Tensor.double)
-    expected, plain = (run_gru(q, "reference", "reference", lengths=lengths) for q in (exact, inexact))
-    actual = run_gru(inexact, lengths=lengths)
-    for name, tensor in actual.items():
-        assert_matches_reference(tensor, expected[name], plain[name], name=name, gradient="grad" in name)
-    return actual
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -263,12 +240,12 @@ def test_gru_parity(variant: str, resident: bool) -> None:
     turn = VARIANTS.index(variant)
     for index, (B, T, N) in enumerate([(1, 1, 1), (3, 3, 3), (2, 2, 34)]):
         problem = GruProblem.random(variant, T, B, N, bias=(index + turn) % 3 != 0, seed=index)
-        check_gru(problem, DTYPES[(turn + index) % 2])
+        check_gru(problem, DTYPES[(turn + index) % 2], run_gru)
         lengths = some_lengths(B, T, "any", seed=index)
         lengths -= (lengths > 1).long() * (index % 2)  # nobody has the last step
-        check_gru(problem, DTYPES[(turn + index + 1) % 2], lengths)
+        check_gru(problem, DTYPES[(turn + index + 1) % 2], run_gru, lengths)
         cut = problem.with_resets(state=index != 1, seed=index + turn)
-        check_gru(cut, DTYPES[(turn + index) % 2], lengths if index % 2 else None)
+        check_gru(cut, DTYPES[(turn + index) % 2], run_gru, lengths if index % 2 else None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

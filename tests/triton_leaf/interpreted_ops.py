@@ -8,11 +8,20 @@ import interpreter  # first: it decides that kernels are interpreted
 import pytest
 import torch
 import triton.language as tl
-from helpers import SHORT, assert_matches_reference
+from helpers import (
+    SHORT,
+    assert_matches_reference,
+    bases,
+    check_activation,
+    check_cayley,
+    check_special_values,
+    check_tanh,
+)
 from interpreted import DTYPES, leaf
+from torch import Tensor
 
 from orthokern._scan_contract import Readout
-from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.activations import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
 
@@ -20,20 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarnin
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
 def test_activation_parity(activation: str, dtype: torch.dtype) -> None:
-    ours, reference = leaf("activations", "triton"), leaf("activations", "reference")
-    for shape in ((2,), (1, 2), (7, 64), (3, 5, 34), (0, 4), (3, 300), (300, 6)):
-        for size in (1, shape[-1]) if activation in PARAMETER else (0,):
-            x, grad_y = (3 * torch.randn(shape, dtype=dtype) for _ in range(2))
-            if x.numel() > 2:
-                x.view(-1)[0] = 0.0  # a kink, hit exactly
-            param = 0.3 * torch.randn(size, dtype=dtype) if size else None
-            exact = [None if t is None else t.double() for t in (grad_y, x, param)]
-            results = [
-                [f.activation_fwd(*args[1:], activation=activation), *f.activation_bwd(*args, activation=activation)]
-                for f, args in ((ours, (grad_y, x, param)), (reference, exact), (reference, (grad_y, x, param)))
-            ]
-            for name, *three in zip(("y", "grad_x", "grad_act_param"), *results, strict=True):
-                assert_matches_reference(*three, name=f"{name} of {shape}", gradient=name != "y")
+    ours = leaf("activations", "triton")
+
+    def run(grad_y: Tensor, x: Tensor, param: Tensor | None) -> tuple[Tensor, ...]:
+        gradients = ours.activation_bwd(grad_y, x, param, activation=activation)
+        return ours.activation_fwd(x, param, activation=activation), *gradients
+
+    check_activation(activation, dtype, run, [(2,), (1, 2), (7, 64), (3, 5, 34), (0, 4), (3, 300), (300, 6)])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -91,27 +93,16 @@ def test_many_rows_for_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 @pytest.mark.parametrize("activation", NAMES)
-def test_special_values(activation: str) -> None:
-    inf, nan = float("inf"), float("nan")
-    for dtype in DTYPES:
-        tiny = torch.finfo(dtype).tiny
-        values = [0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88.0, -88.0, 1e-6, -1e-6, nan, 1.0]
-        x = torch.tensor(values, dtype=dtype)
-        param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None
-        actual, expected = (
-            leaf("activations", b).activation_fwd(x, param, activation=activation) for b in ("triton", "")
-        )
-        torch.testing.assert_close(actual, expected, equal_nan=True)
+def test_special_values(activation: str, dtype: torch.dtype) -> None:
+    forward = leaf("activations", "triton").activation_fwd
+    check_special_values(activation, dtype, lambda x, param: forward(x, param, activation=activation))
 
 
-def test_tanh_is_accurate_everywhere() -> None:
-    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-30, 1, 2001), -torch.logspace(-30, 1, 2001)])
-    for dtype in DTYPES:
-        y = leaf("activations", "triton").activation_fwd(x.to(dtype), None, activation="tanh").double()
-        exact = torch.tanh(x.to(dtype).double())
-        error = ((y - exact) / exact.abs().clamp(min=1e-300)).abs()[exact != 0]
-        assert error.max() <= 4 * torch.finfo(dtype).eps, f"{dtype}: relative error {error.max():.3e}"
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+def test_tanh_is_accurate_everywhere(dtype: torch.dtype) -> None:
+    check_tanh(dtype, lambda x: leaf("activations", "triton").activation_fwd(x, None, activation="tanh"), 4)
 
 
 SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (12, 11), (40, 7), (17, 1), (3, 9, 9), (2, 3, 12, 5)]
@@ -119,17 +110,10 @@ SHAPES = [(1, 1), (2, 2), (5, 3), (33, 33), (12, 11), (40, 7), (17, 1), (3, 9, 9
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_cayley_parity(dtype: torch.dtype) -> None:
-    ours, reference = leaf("cayley", "triton").cayley, leaf("cayley", "reference").cayley
     for shape in SHAPES:
-        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype).contiguous()
-        g = torch.randn(*shape, dtype=dtype)
-        for lr in (-1.0, torch.rand(shape[:-2], dtype=dtype)):
-            actual = ours(m, g, lr)
-            assert_matches_reference(
-                actual, reference(m.double(), g.double(), lr), reference(m, g, lr), name=f"{shape}, lr={lr}"
-            )
-            gram = actual.double().mT @ actual.double() - torch.eye(shape[-1], dtype=torch.float64)
-            assert gram.abs().max() < 64 * torch.finfo(dtype).eps * max(1.0, shape[-2] ** 0.5)
+        m, g = bases(shape, dtype)
+        for lr in (torch.tensor(-1.0), torch.rand(shape[:-2], dtype=dtype)):
+            check_cayley(m, g, lr, leaf("cayley", "triton").cayley)
 
 
 @pytest.mark.parametrize("words", [64, None])
