@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, SHORT, bases, check_cayley, compiled, each, served, strided
@@ -78,6 +79,11 @@ def test_opcheck_cayley(backend: str) -> None:
     for shape, lr in (((5, 5), torch.tensor(0.1)), ((2, 6, 3), torch.rand(2, dtype=torch.float64))):
         m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
         torch.library.opcheck(NAMESPACE.cayley.default, (m, torch.randn_like(m), lr, backend))
+
+
+def test_a_rate_of_numpy() -> None:
+    m, g = torch.eye(6, 4), torch.randn(6, 4)
+    assert torch.equal(functional.cayley(m, g, np.float32(0.5)), functional.cayley(m, g, 0.5))
 
 
 def test_compiled_cayley() -> None:
