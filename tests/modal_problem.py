@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers import assert_matches_reference
+from comparison import assert_matches_reference
 from torch import Tensor
 
 from orthokern._scan_contract import Readout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from helpers import Problem, assert_matches_reference
+from comparison import assert_matches_reference
+from helpers import Problem
 from torch import Tensor
 
 from orthokern import nn

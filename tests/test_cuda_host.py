@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_cayley
 from cuda_host import build
-from helpers import SHORT, bases, check_cayley, strided
+from helpers import SHORT, bases, strided
 from torch import Tensor
 
 from orthokern import functional

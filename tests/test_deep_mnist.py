@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import gram_error
+from checks import gram_error
 from runs import build, records, run
 
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from helpers import gram_error, refused
+from checks import gram_error
+from helpers import refused
 from torch import Tensor
 
 from orthokern import InputError, init

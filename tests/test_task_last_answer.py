@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gram_error
+from checks import gram_error
 from runs import assert_resumes, build, records, run
 
 from orthokern.tasks import epochs

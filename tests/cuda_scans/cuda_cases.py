@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import helpers
+import checks
 import torch
+from checks import assert_scan_parity, assert_unchanged
 from cuda_host import build
-from helpers import GruProblem, ScanProblem, assert_same_bits, assert_scan_parity, assert_unchanged, run_scan
+from helpers import GruProblem, ScanProblem, assert_same_bits, run_scan
 from torch import Tensor
 
 from orthokern._scan_contract import ScanArgs
@@ -48,7 +49,7 @@ def check(problem: ScanProblem, **options: Any) -> dict[str, Tensor]:
 
 def check_gru(problem: GruProblem, lengths: Tensor | None = None) -> dict[str, Tensor]:
     """Parity of everything that comes out of one problem; returns it."""
-    return helpers.check_gru(problem, torch.float32, functools.partial(GruProblem.run, backend="cuda"), lengths)
+    return checks.check_gru(problem, torch.float32, functools.partial(GruProblem.run, backend="cuda"), lengths)
 
 
 def in_every_order(harness: Any, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -11,21 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from checks import assert_each_result_alone, check_padding, check_special_values
+from comparison import assert_matches_reference
 from cuda_cases import CLUSTER, GRU_PATHS, KINDS, OP_PATHS, OPS, PATHS, RESIDENT, check, check_gru, in_every_order, run
 from cuda_host import build
-from helpers import (
-    GruProblem,
-    assert_each_result_alone,
-    assert_matches_reference,
-    assert_same_bits,
-    check_padding,
-    check_special_values,
-    run_scan,
-    scan_needs,
-    scan_problem,
-    some_lengths,
-    with_resets,
-)
+from helpers import GruProblem, assert_same_bits, run_scan, scan_needs, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
 from orthokern import _gpu_scans, cpu, dispatch

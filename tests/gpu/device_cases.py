@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import helpers
+import checks
 import pytest
 import torch
-from helpers import GruProblem, ScanProblem, assert_scan_parity, run_scan, scan_problem
+from checks import assert_scan_parity
+from helpers import GruProblem, ScanProblem, run_scan, scan_problem
 from peephole_problem import PeepholeProblem
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def check_gru(problem: GruProblem, dtype: torch.dtype, backend: str, lengths: Te
         found = problem.map(Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
         return {name: tensor.cpu() for name, tensor in found.items()}
 
-    helpers.check_gru(problem, dtype, run, lengths)
+    checks.check_gru(problem, dtype, run, lengths)
 
 
 def replayed(call: Callable[[], Any], change: Callable[[], Any]) -> Any:

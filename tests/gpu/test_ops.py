@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checks import activation_by, check_activation, check_cayley
+from comparison import assert_matches_reference
 from device_cases import DTYPES, check_gru, need, replayed
-from helpers import (
-    SHORT,
-    GruProblem,
-    activation_by,
-    assert_matches_reference,
-    assert_same_bits,
-    bases,
-    check_activation,
-    check_cayley,
-    some_lengths,
-)
+from helpers import SHORT, GruProblem, assert_same_bits, bases, some_lengths
 from peephole_problem import PeepholeProblem, check_lstm, check_peephole
 from test_scans import SIZES
 from torch import Tensor

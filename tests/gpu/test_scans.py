@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_padding
 from device_cases import DTYPES, KINDS, OPS, check, few, float_problem, need, on, orthogonal
-from helpers import (
-    SHORT,
-    ScanProblem,
-    assert_same_bits,
-    check_padding,
-    run_scan,
-    scan_problem,
-    some_lengths,
-    with_resets,
-)
+from helpers import SHORT, ScanProblem, assert_same_bits, run_scan, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
 from orthokern import _gpu_scans

@@ -5,17 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    SHORT,
-    activation_by,
-    check_activation,
-    check_special_values,
-    check_tanh,
-    each,
-    served,
-    strided,
-)
+from checks import activation_by, check_activation, check_special_values, check_tanh
+from helpers import DTYPES, SHORT, each, served, strided
 from torch import Tensor
 
 from orthokern import functional

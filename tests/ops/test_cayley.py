@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, SHORT, bases, check_cayley, compiled, each, served, strided
+from checks import check_cayley
+from helpers import DTYPES, SHORT, bases, compiled, each, served, strided
 from torch import Tensor
 
 from orthokern import functional, ops

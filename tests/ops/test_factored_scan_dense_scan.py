@@ -1,7 +1,7 @@
 """The kernels of factored_scan and dense_scan against the float64 reference: forward, every gradient, determinism,
 threads, strides, checkpoints, lengths, clipping.
 
-Comparisons are those of ``helpers.assert_matches_reference``: no error that plain torch in the same dtype would not
+Comparisons are those of ``comparison.assert_matches_reference``: no error that plain torch in the same dtype would not
 make too. Outputs are poisoned with NaN before the kernels write them (tests/conftest.py). test_harness.py tests the
 harness itself.
 """
@@ -16,17 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from checks import assert_each_result_alone, assert_scan_parity, check_padding, check_scan
+from comparison import assert_matches_reference
 from helpers import (
     DTYPES,
     SCANS,
     SHORT,
-    assert_each_result_alone,
-    assert_matches_reference,
     assert_same_bits,
-    assert_scan_parity,
     backends,
-    check_padding,
-    check_scan,
     each,
     on_threads,
     run_scan,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_scan
 from helpers import (
     SCANS,
     ScanProblem,
     call_functional,
-    check_scan,
     compiled,
     leaf_tensors,
     run_scan,

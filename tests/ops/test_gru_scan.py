@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GruProblem, assert_same_bits, check_gru, gru_needs, on_threads, refused, some_lengths, strided
+from checks import check_gru
+from helpers import GruProblem, assert_same_bits, gru_needs, on_threads, refused, some_lengths, strided
 from torch import Tensor
 
 from orthokern import dispatch, functional

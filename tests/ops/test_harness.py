@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import check_scan, scan_problem, with_resets
+from checks import check_scan
+from helpers import scan_problem, with_resets
 
 from orthokern import dispatch
 from orthokern._scan_contract import ScanGradients

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from checks import check_scan
 from helpers import (
     SCANS,
     ScanProblem,
     assert_same_bits,
     call_functional,
-    check_scan,
     leaf_tensors,
     run_scan,
     scan_problem,

@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import DTYPES, SHORT, assert_matches_reference, each, served, strided
+from comparison import assert_matches_reference
+from helpers import DTYPES, SHORT, each, served, strided
 from torch import Tensor
 
 from orthokern import functional

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_matches_reference, assert_same_bits, each, on_threads
+from comparison import assert_matches_reference
+from helpers import assert_same_bits, each, on_threads
 from torch import Tensor
 
 from orthokern.errors import InputError

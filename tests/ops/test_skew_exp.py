@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, assert_matches_reference, strided
+from comparison import assert_matches_reference
+from helpers import DTYPES, strided
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -19,18 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+from checks import assert_scan_parity, check_gru, check_padding
 from float_products import FloatProducts
-from helpers import (
-    GruProblem,
-    ScanProblem,
-    assert_scan_parity,
-    check_gru,
-    check_padding,
-    scan_needs,
-    scan_problem,
-    some_lengths,
-    with_resets,
-)
+from helpers import GruProblem, ScanProblem, scan_needs, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
 from orthokern import _gpu_scans

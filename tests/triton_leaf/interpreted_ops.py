@@ -8,15 +8,9 @@ import interpreter  # first: it decides that kernels are interpreted
 import pytest
 import torch
 import triton.language as tl
-from helpers import (
-    SHORT,
-    assert_matches_reference,
-    bases,
-    check_activation,
-    check_cayley,
-    check_special_values,
-    check_tanh,
-)
+from checks import check_activation, check_cayley, check_special_values, check_tanh
+from comparison import assert_matches_reference
+from helpers import SHORT, bases
 from interpreted import DTYPES, leaf
 from torch import Tensor
 
