@@ -138,7 +138,8 @@ def parity(
 ) -> Result:
     """Both scans of N units against float64: states and gradients as near as plain torch is. The batch is that of the
     times, so that the plan, and with it the kernels, are the same."""
-    from helpers import assert_matches_reference, run_scan, scan_problem
+    from comparison import assert_matches_reference
+    from helpers import run_scan, scan_problem
 
     K = options.pop("K", None)
     errors = {}
