@@ -83,7 +83,7 @@ class _Trivialized(_Based):
 
 
 def _exponential(name: str, x: Tensor) -> Tensor:
-    """exp(L - L^T) [N,N] of the strictly lower triangle L of x [N,N]."""
+    """`exponential` of a parameter x [N,N]; an error with its name if x is too large or not finite."""
     p = exponential(x)
     check_exponential(f"{name}: the parameter", x, p)
     return p

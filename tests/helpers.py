@@ -1,4 +1,4 @@
-"""Helpers of the correctness tests: random problems, their comparison with the reference, and parameters of tests."""
+"""Helpers of the correctness tests: random problems, their runs, and parameters of tests. Comparisons: `checks`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import dispatch, functional
-from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients
+from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, started
 from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES, PARAMETER
-from orthokern.reference._scan import input_term, started
+from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
 
 SCANS = ("factored_scan", "dense_scan")

@@ -64,7 +64,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"activation": "tanh", "act_param": torch.zeros(1)},
-        "act_param is shape [1]: activation 'tanh' takes none (accepted with leaky_relu, prelu, modrelu)",
+        "act_param is float32 [1]: activation 'tanh' takes none (accepted with leaky_relu, prelu, modrelu)",
     ),
     # checkpoints
     ({"checkpoint_every": -1}, "checkpoint_every is -1: accepted is 0 (keep all states) or more"),
@@ -158,7 +158,7 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         (
             f.activation,
             (torch.zeros(2), "relu", torch.zeros(1)),
-            "act_param is shape [1]: activation 'relu' takes none",
+            "act_param is float32 [1]: activation 'relu' takes none",
         ),
         (f.modrelu, (torch.zeros(4), torch.zeros(3)), "bias has shape [3]: accepted is the bias of 'modrelu'"),
         (f.prelu, (torch.zeros(4), 0.25), "weight must be a torch.Tensor, got 0.25"),

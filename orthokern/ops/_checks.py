@@ -26,9 +26,9 @@ ALGORITHMS = ("auto", "sequential", "chunked", "modal")
 
 
 def describe(value: object) -> str:
-    """A short text for an error message: a tensor's shape, else the repr or the type of the value."""
+    """A short text for an error message: a tensor's dtype and shape, else the repr or the type of the value."""
     if isinstance(value, Tensor):
-        return f"shape {list(value.shape)}"
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     return type(value).__name__

@@ -10,7 +10,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import RotationArgs, RotationGradients, join_tensors, schema_of, split_tensors
-from orthokern.dispatch import Support, dtype_name
+from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
 from orthokern.ops import _route
@@ -89,8 +89,7 @@ def rotation_scan(
     check.is_float("x", check.is_tensor("x", x))
     check.is_tensor("eigenvalues", eigenvalues)
     if not eigenvalues.is_complex() or eigenvalues.ndim != 1 or not len(eigenvalues):
-        got = f"{dtype_name(eigenvalues.dtype)} {list(eigenvalues.shape)}"
-        raise InputError(f"eigenvalues is {got}: accepted is complex [N / 2], not empty")
+        raise InputError(f"eigenvalues is {check.describe(eigenvalues)}: accepted is complex [N / 2], not empty")
     N = 2 * len(eigenvalues)
     check.same_device("eigenvalues", eigenvalues, "x", x)
     if weight is None and bias is not None:

@@ -159,7 +159,7 @@ def test_bad_resets_are_one_line(op: str) -> None:
         ({"resets": good.int()}, "resets has dtype int32: accepted is bool"),
         ({"resets": good.mT}, r"resets has shape \[3, 4\]: accepted is \[T, B\] = \[4, 3\]"),
         ({"resets": [True]}, "resets must be a torch.Tensor, got list"),
-        ({"reset_state": problem.h0}, "reset_state is shape .* without resets: accepted with resets only"),
+        ({"reset_state": problem.h0}, "reset_state is float64 .* without resets: accepted with resets only"),
         ({"resets": good, "reset_state": problem.h0[:1]}, r"reset_state has shape \[1, 5\]: accepted is \[B, N\]"),
         ({"resets": good, "reset_state": problem.h0.float()}, "reset_state has dtype float32: accepted is the dtype"),
         ({"resets": good, "algorithm": "chunked"}, "algorithm is 'chunked' with resets"),

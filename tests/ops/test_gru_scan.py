@@ -136,7 +136,7 @@ def test_opcheck(variant: str) -> None:
         ({"lengths": torch.ones(2, dtype=torch.int64)}, "lengths has shape [2]: accepted is [B] = [1]"),
         ({"lengths": torch.tensor([5])}, "lengths holds 5: lengths must be in [1, T] = [1, 4]"),
         ({"lengths": torch.ones(1)}, "lengths has dtype float32: accepted is int64"),
-        ({"reset_state": torch.zeros(1, 2)}, "reset_state is shape [1, 2] without resets: accepted with resets only"),
+        ({"reset_state": torch.zeros(1, 2)}, "reset_state is float32 [1, 2] without resets: accepted with resets only"),
     ],
 )
 def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:
