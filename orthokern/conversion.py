@@ -213,7 +213,7 @@ def _foreign(module: Any) -> str | None:
         names = ", ".join(getattr(module, "parametrizations", {}))
         return f"it has parametrizations ({names}); swap first, then parametrize"
     if isinstance(module, nn.LSTM):
-        return "orthokern.nn.LSTM, which has the same results, is not faster for all sizes"
+        return "orthokern.nn.LSTM, which has the same results without projections, is not faster for all sizes"
     if isinstance(module, nn.RNNCellBase):
         return "a cell runs one step at a time; swapped are modules that run all steps"
     base = next(each for each in (*_KINDS, nn.RNNBase) if isinstance(module, each))

@@ -133,7 +133,10 @@ def compiled_in_place() -> nn.Module:
     [
         (tagged, "its attribute gain would be a setting of the new module"),
         (compiled_in_place, "it is compiled; convert first, then compile"),
-        (lambda: nn.LSTM(2, 3, proj_size=2), "orthokern.nn.LSTM, which has the same results, is not faster"),
+        (
+            lambda: nn.LSTM(2, 3, proj_size=2),
+            "orthokern.nn.LSTM, which has the same results without projections, is not faster",
+        ),
         (lambda: nn.RNNCell(2, 3), "a cell runs one step at a time"),
         (lambda: OwnGRU(2, 3), "subclass of torch.nn.GRU"),
         (hooked, "it has backward hooks, forward hooks"),

@@ -43,7 +43,7 @@ ARGUMENTS: list[tuple[list[Any], dict[str, Any], list[str]]] = [
     (KINDS, {"bias": 1}, ["bias", "1", "True or False"]),
     (KINDS, {"bidirectional": 2}, ["bidirectional", "2", "True or False"]),
     (KINDS, {"dropout": 1.1, "num_layers": 2}, ["dropout", "1.1", "[0, 1]"]),
-    (KINDS, {"device": "foo"}, ["device", "'foo'", "cpu or cuda"]),
+    (KINDS, {"device": "foo"}, ["device", "'foo'", "accepted: cpu, or a cuda"]),
     (KINDS, {"device": "cuda:99"}, ["device", "'cuda:99' cannot hold "]),
     (KINDS, {"dtype": torch.int32}, ["dtype", "torch.int32", "torch.float32"]),
     (KINDS[1:], {"dtype": torch.bfloat16}, ["torch.bfloat16", "RNN accepts 16 bits", "torch.float32"]),

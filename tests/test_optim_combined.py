@@ -260,11 +260,13 @@ def test_a_rate_for_each_child() -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) and set(held) == set(model.parameters())
     for rates, message in (
-        ({"rnn": 0.2}, "unknown child .* 'readout'.*accepted: rnn"),
+        ({"rnn": 0.2}, "lr has no rate for 'readout': accepted is one for each child"),
         ({"rnn": -1.0, "readout": 0.1}, "lr of rnn must be a finite number of at least 0, got -1"),
     ):
         with pytest.raises(InputError, match=message):
             optimizer_for(model, lr=rates, skew_lr=0.4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate' .optimizer_for passes on all arguments"):
+        optimizer_for(model, skew_lr=0.4, rate=0.1)
     wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
     for module in (wrapped, torch.compile(wrapped, backend="eager")):
         same = optimizer_for(module, lr={"readout": 0.1, "rnn": 0.2}, skew_lr=0.4)
@@ -289,7 +291,7 @@ def test_an_averaging_schedule_does_not_set_the_rate_of_the_bases() -> None:
     torch.optim.swa_utils.SWALR(optimizer, rates, anneal_epochs=3)
     train(model, optimizer, 1)
     torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=3)
-    with pytest.raises(InputError, match="a scheduler gives all groups the rate of one number"):
+    with pytest.raises(InputError, match="a scheduler has set one learning rate for all groups"):
         train(model, optimizer, 1)
 
 

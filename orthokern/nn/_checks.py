@@ -80,7 +80,7 @@ def new_parameter(name: str, shape: tuple[int, ...], device: Any, dtype: torch.d
         reason = str(error).split("\n")[0].split(". ")[0][:100]
         raise InputError(
             f"device {str(device or torch.get_default_device())!r} cannot hold {name} of shape {list(shape)} "
-            f"({reason}); accepted: a device that is present, as cpu or cuda, and sizes that fit"
+            f"({reason}); accepted: cpu, or a cuda device that is present and has the memory"
         ) from None
 
 

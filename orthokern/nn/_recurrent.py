@@ -30,6 +30,7 @@ from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
+from orthokern.ops._checks import describe
 from orthokern.ops._scan import scan
 
 NONLINEARITIES = tuple(ACTIVATIONS)
@@ -303,9 +304,9 @@ class Recurrent(Layers):
             raise InputError("input of loss is a PackedSequence; accepted: a Tensor, with lengths=")
         data, batched = self._time_first(input, small_ids=True)
         ids = not data.is_floating_point()
-        if not isinstance(target, Tensor) or target.shape != (input.shape if ids else input.shape[:-1]):
-            got = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-            raise InputError(f"target is {got}; accepted: a tensor of the shape of input without features")
+        shape = input.shape if ids else input.shape[:-1]
+        if not isinstance(target, Tensor) or target.shape != shape:
+            raise InputError(f"target is {describe(target)}; accepted: a tensor of the shape {list(shape)}")
         target = self._transposed(target, batched)
         hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
         layout = Dense(data.shape[1], self._checked_lengths(lengths, data, batched))

@@ -228,7 +228,10 @@ class FactorizedRNN(ModelMargin, Recurrent):
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
             return
-        advice = "U and V need an optimizer of orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4)"
+        advice = (
+            "U and V need an optimizer of orthokern.optim, such as optimizer_for(model, lr=1e-3, geodesic_lr=1e-4); "
+            "after a re-initialization call orthonormalize()"
+        )
         if any(warn_unless_orthonormal(f"{name} is no longer", m, advice) for name, m in self._bases()):
             self._forwards = -1
 

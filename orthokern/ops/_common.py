@@ -48,7 +48,7 @@ def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:
     least, most = int(low), int(high)
     if least < 0 or most >= size:
         worst = least if least < 0 else most
-        hint = "; leave out rows that do not count, there is no ignore_index" if worst == -100 else ""
+        hint = "; ignore_index is not supported: leave these rows out" if worst == -100 else ""
         raise InputError(f"{argument} holds {worst}: {what} must be in [0, {size}){hint}")
 
 

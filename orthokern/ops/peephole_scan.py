@@ -129,4 +129,4 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs:
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
-_bwd.register_autograd(no_second_derivative("peephole_scan", "ORTHOKERN_BACKEND=reference"))
+_bwd.register_autograd(no_second_derivative("an LSTM (peephole_scan)", "ORTHOKERN_BACKEND=reference"))

@@ -387,4 +387,4 @@ def _check_bases(group: dict[str, Any]) -> None:
         m = p.detach()
         error = float((m.mT @ m - torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)).abs().max())
         accepted = f"an orthonormal basis, with max|M^T M - I| of at most {_NOT_A_BASIS:g}"
-        require(error <= _NOT_A_BASIS, label, accepted, f"{error:.3g}")
+        require(error <= _NOT_A_BASIS, label, accepted, f"{error:.3g} (FactorizedRNN.orthonormalize corrects it)")

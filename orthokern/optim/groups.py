@@ -160,8 +160,8 @@ class CombinedOptimizer(Optimizer):
         The groups of `optimizer_for` have names, so torch takes no others."""
         if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
             raise InputError(
-                f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}; parameters with their "
-                "names where those of the part have them, as module.named_parameters()"
+                f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}; with the names of the "
+                "parameters, as from module.named_parameters(), if the part has names"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -193,7 +193,7 @@ class CombinedOptimizer(Optimizer):
         averaged = all("swa_lr" in group for group in groups) and len({group["swa_lr"] for group in groups}) == 1
         if not self._one_rate and (replaced or averaged):
             raise InputError(
-                "a scheduler gives all groups the rate of one number, the bases too; accepted: one rate per group, "
+                "a scheduler has set one learning rate for all groups, U and V too; accepted: one rate per group, "
                 'as max_lr=[group["lr"] for group in optimizer.param_groups] (SWALR: swa_lr); no parameter was changed'
             )
 
@@ -345,7 +345,10 @@ def optimizer_for(
         groups.append({**_group(split["skew"], "skew", rates["skew_lr"]), "weight_decay": 0.0})
     groups += _spectrum_groups(split["spectrum"], rates.get("spectrum_lr"))  # without spectra there may be none
     if groups:
-        parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
+        try:
+            parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
+        except TypeError as error:
+            raise TypeError(f"{error} (optimizer_for passes on all arguments that it does not have itself)") from None
     for module in model.modules():
         track = getattr(module, "track_optimizer", None)
         if callable(track):
@@ -389,7 +392,7 @@ def _by_child(
     for entry in entries:
         child = entry.name.partition(".")[0]
         if child not in lr:
-            raise unknown_name("child of the model, for which lr has no rate,", child, list(lr))
+            raise InputError(f"lr has no rate for {child!r}: accepted is one for each child of the model")
     for child, rate in lr.items():
         own = [entry for entry in entries if entry.name.partition(".")[0] == child]
         if own:
