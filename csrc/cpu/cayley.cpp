@@ -72,7 +72,7 @@ bool batch(const CayleyArgs& args, int threads, bool cooperate) {
 
 bool cayley(const CayleyArgs& args) {
   if (args.batch <= 0 || args.N <= 0 || args.K <= 0) return true;
-  FlushDenormals flush;
+  const FlushDenormals flush;
   const bool thin = 2 * args.K < args.N;
   // Another thread must save more than the microseconds that waking it costs: once for a batch of matrices, about ten
   // times for a matrix that threads share.

@@ -22,33 +22,19 @@ struct Norms {
   double frobenius, largest_row;
 };
 
-struct SquareShape {
-  int N, K;
-  int blocks;    // panels of N columns
-  int columns;   // panels of K columns
-  int rows;      // rows of a panel, with padding
-  int group;     // panels of M that a thread processes together, in the cache
-  int lu_group;  // panels of an [N, N] matrix that share one pass over it; above 1 if it does not fit into the cache
-  ptrdiff_t stride;  // elements from a panel to the next
-};
-
 template <class T>
-SquareShape square_shape(int N, int K, int threads) {
-  constexpr int W = kWidth<T>;
-  SquareShape s;
-  s.N = N;
-  s.K = K;
-  s.blocks = ceil_div(N, W);
-  s.columns = ceil_div(K, W);
-  s.rows = panel_rows<T>(N);
-  s.stride = static_cast<ptrdiff_t>(s.rows) * W;
-  // Two such groups and the data that is read once fit into L2.
-  const int cached = static_cast<int>((512 << 10) / (s.stride * sizeof(T)));
-  const int groups = max_of(ceil_div(s.blocks, max_of(cached, 1)), min_of(threads, s.columns));
-  s.group = ceil_div(s.blocks, groups);
-  s.lu_group = s.stride * sizeof(T) * s.blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;
-  return s;
-}
+struct SquareShape {
+  static constexpr int W = kWidth<T>;
+  int N, K, threads;
+  int blocks = ceil_div(N, W), columns = ceil_div(K, W);  // panels of N columns, and of K
+  int rows = panel_rows<T>(N);                            // of a panel, with padding
+  ptrdiff_t stride = static_cast<ptrdiff_t>(rows) * W;    // elements from a panel to the next
+  // panels of M that a thread processes together: two such groups and the data that is read once fit into L2
+  int cached = max_of(static_cast<int>((512 << 10) / (stride * sizeof(T))), 1);
+  int group = ceil_div(blocks, max_of(ceil_div(blocks, cached), min_of(threads, columns)));
+  // panels of an [N, N] matrix that share one pass over it; above 1 if it does not fit into the cache
+  int lu_group = stride * sizeof(T) * blocks > (1200 << 10) ? max_of(1, 128 / W) : 1;
+};
 
 // The working memory of a matrix and of the thread that computes it.
 template <class T>
@@ -60,7 +46,7 @@ struct SquareWork {
   Scratch<T> m;          // panels of M or M^T, [N, group * W]
   Scratch<T> d;          // panels of D, [N, group * W]
 
-  bool allocate(const SquareShape& shape, bool matrix) {
+  bool allocate(const SquareShape<T>& shape, bool matrix) {
     const size_t whole = shape.stride * shape.blocks, group = shape.stride * shape.group;
     return m.allocate(group, false) && d.allocate(group, false) &&
            (!matrix || (x.allocate(whole, false) && s.allocate(whole, false) && sums.allocate(shape.N, false) &&
@@ -116,12 +102,8 @@ Norms norms(const Panels<T>& x, int N, double* sums, int threads) {
         acc[r] += v * v;
       }
     }
-    alignas(64) T rows[L * L];
-    for (int r = 0; r < L; r++) store(rows + r * L, acc[r]);
-    load_transposed<T>(rows, L, acc);
-    V<T> sum = acc[0];
-    for (int r = 1; r < L; r++) sum += acc[r];
-    for (int r = 0; r < L && i * L + r < N; r++) sums[i * L + r] = static_cast<double>(sum[r]);
+    ORTHOKERN_UNROLL for (int r = 0; r < L; r++) if (i * L + r < N) sums[i * L + r] =
+        static_cast<double>(sum_lanes<T>(acc[r]));
   });
   double total = 0, largest = 0;
   for (int r = 0; r < N; r++) {
@@ -152,7 +134,7 @@ void square_skew(const Panels<T>& x, int N, int group, const Panels<T>& s, int t
 // Chooses the form for x = X and prepares it. kSeries: x = X or Z; kFourth: x = Z, s = S; kLu and kLarge: x = X, s =
 // the factors of I + X.
 template <class T>
-Form prepare(const SquareShape& shape, const Panels<T>& X, const Panels<T>& S, double* sums, const Lu<T>& lu,
+Form prepare(const SquareShape<T>& shape, const Panels<T>& X, const Panels<T>& S, double* sums, const Lu<T>& lu,
              int threads) {
   constexpr int W = kWidth<T>;
   const int N = shape.N;
@@ -205,7 +187,7 @@ void combine(T s, const Panels<T>& m, T t, const Panels<T>& d, int rows, int col
 
 // Columns [col0, col0 + cols) of the step: m, out [N, K] row-major.
 template <class T>
-void finish_group(const SquareShape& shape, const Panels<T>& x, Form form, const Lu<T>& lu, const SquareWork<T>& own,
+void finish_group(const SquareShape<T>& shape, const Panels<T>& x, Form form, const Lu<T>& lu, const SquareWork<T>& own,
                   const T* m, int col0, int cols, T* out) {
   constexpr int W = kWidth<T>;
   const int N = shape.N, K = shape.K;
@@ -226,48 +208,43 @@ void finish_group(const SquareShape& shape, const Panels<T>& x, Form form, const
   else combine<T>(T(1), mp, T(-2), d, N, cols, out + col0, K);
 }
 
-// m, g, out [N, K].
-template <class T>
-void square_step(const SquareShape& shape, const SquareWork<T>* team, const T* m, const T* g, double lr, T* out,
-                 int threads) {
-  constexpr int W = kWidth<T>;
-  const int N = shape.N, K = shape.K;
-  const Panels<T> x = {team[0].x, shape.stride}, s = {team[0].s, shape.stride};
-  share(threads, ceil_div(N, kRowsPerItem), [&](int t) {
-    const int row = t * kRowsPerItem;
-    pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, s);
-  });
-  // The products do not write the padding rows of the last block of a transpose.
-  for (int p = 0; p < shape.blocks; p++) memset(x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
-  const int p_groups = ceil_div(shape.blocks, shape.group);
-  share(threads, min_of(threads, p_groups), [&](int t) {
-    for (int q = t; q < p_groups; q += threads) {
-      const int first = q * shape.group * W, cols = min_of(shape.group * W, N - first);
-      const Panels<T> mt = {team[t].m, shape.stride};
-      pack_transposed<T>(m, K, first, cols, K, mt);
-      product<T>(s, 0, N, 0, K, mt, ceil_div(cols, W), last_width<T>(cols), nullptr, T(1), x.from(q * shape.group));
-    }
-  });
-  make_skew<T>(x, N, static_cast<T>(lr / 2), threads);
-  const Lu<T> lu = {N, s, team[0].swaps};
-  const Form form = prepare<T>(shape, x, s, team[0].sums, lu, threads);
-  const int m_groups = ceil_div(shape.columns, shape.group);
-  share(threads, min_of(threads, m_groups), [&](int t) {
-    for (int q = t; q < m_groups; q += threads) {
-      const int first = q * shape.group * W;
-      finish_group<T>(shape, x, form, lu, team[t], m, first, min_of(shape.group * W, K - first), out);
-    }
-  });
-}
-
 template <class T>
 struct SquareRoute {
   typedef SquareWork<T> Work;
-  SquareShape own, shared;
-  SquareRoute(int N, int K, int threads) : own(square_shape<T>(N, K, 1)), shared(square_shape<T>(N, K, threads)) {}
+  SquareShape<T> own, shared;
+  SquareRoute(int N, int K, int threads) : own{N, K, 1}, shared{N, K, threads} {}
   bool allocate(Work& work, bool matrix) const { return work.allocate(own, matrix); }
+  // m, g, out [N, K].
   void step(const Work* team, const T* m, const T* g, double lr, T* out, int threads) const {
-    square_step<T>(threads > 1 ? shared : own, team, m, g, lr, out, threads);
+    constexpr int W = kWidth<T>;
+    const SquareShape<T>& shape = threads > 1 ? shared : own;
+    const int N = shape.N, K = shape.K;
+    const Panels<T> x = {team[0].x, shape.stride}, s = {team[0].s, shape.stride};
+    share(threads, ceil_div(N, kRowsPerItem), [&](int t) {
+      const int row = t * kRowsPerItem;
+      pack<T>(g, K, row, min_of(kRowsPerItem, N - row), 0, K, s);
+    });
+    // The products do not write the padding rows of the last block of a transpose.
+    for (int p = 0; p < shape.blocks; p++) memset(x.at(N, p), 0, static_cast<size_t>(shape.rows - N) * W * sizeof(T));
+    const int p_groups = ceil_div(shape.blocks, shape.group);
+    share(threads, min_of(threads, p_groups), [&](int t) {
+      for (int q = t; q < p_groups; q += threads) {
+        const int first = q * shape.group * W, cols = min_of(shape.group * W, N - first);
+        const Panels<T> mt = {team[t].m, shape.stride};
+        pack_transposed<T>(m, K, first, cols, K, mt);
+        product<T>(s, 0, N, 0, K, mt, ceil_div(cols, W), last_width<T>(cols), nullptr, T(1), x.from(q * shape.group));
+      }
+    });
+    make_skew<T>(x, N, static_cast<T>(lr / 2), threads);
+    const Lu<T> lu = {N, s, team[0].swaps};
+    const Form form = prepare<T>(shape, x, s, team[0].sums, lu, threads);
+    const int m_groups = ceil_div(shape.columns, shape.group);
+    share(threads, min_of(threads, m_groups), [&](int t) {
+      for (int q = t; q < m_groups; q += threads) {
+        const int first = q * shape.group * W;
+        finish_group<T>(shape, x, form, lu, team[t], m, first, min_of(shape.group * W, K - first), out);
+      }
+    });
   }
 };
 

@@ -9,14 +9,17 @@ namespace {
 constexpr int kThinRows = 256;  // rows of a block that fits into the cache
 constexpr int kThinParts = 32;  // largest number of partial Gram matrices
 
+template <class T>
 struct ThinShape {
+  static constexpr int W = kWidth<T>;
   int N, K;
-  int columns;           // panels of K columns
-  int blocks;            // panels of 2 K columns
-  ptrdiff_t stride;      // of panels with K rows
-  ptrdiff_t stride2;     // of panels with 2 K rows
-  ptrdiff_t row_stride;  // of panels with kThinRows rows
-  int parts, part_rows;
+  int columns = ceil_div(K, W), blocks = ceil_div(2 * K, W);       // panels of K columns, and of 2 K
+  ptrdiff_t stride = ptrdiff_t{panel_rows<T>(K)} * W;              // of panels with K rows
+  ptrdiff_t stride2 = ptrdiff_t{panel_rows<T>(2 * K)} * W;         // of panels with 2 K rows
+  ptrdiff_t row_stride = ptrdiff_t{panel_rows<T>(kThinRows)} * W;  // of panels with kThinRows rows
+  // Separate partial matrices for the threads, with at most about the memory of M and G.
+  int most = max_of(1, min_of(min_of(kThinParts, ceil_div(N, kThinRows)), 2 * N / (3 * K)));
+  int part_rows = ceil_div(N, most), parts = ceil_div(N, part_rows);
 };
 
 // The three Gram matrices, each [K, K].
@@ -34,7 +37,7 @@ struct ThinWork {
   Scratch<int> swaps;  // [2 K]
   Scratch<T> m, g, d;  // panels [kThinRows, K]
 
-  bool allocate(const ThinShape& s, bool matrix) {
+  bool allocate(const ThinShape<T>& s, bool matrix) {
     const size_t rows = s.columns * s.row_stride;
     return m.allocate(rows, false) && g.allocate(rows, false) && d.allocate(rows, false) &&
            (!matrix || (grams.allocate(s.parts * 3 * s.columns * s.stride, false) &&
@@ -49,7 +52,7 @@ ORTHOKERN_INLINE T& element(const Panels<T>& a, int row, int col) {
 }
 
 template <class T>
-Grams<T> grams_of(const ThinShape& s, T* grams, int part) {
+Grams<T> grams_of(const ThinShape<T>& s, T* grams, int part) {
   const ptrdiff_t whole = s.stride * s.columns;
   T* p = grams + part * 3 * whole;
   return {{p, s.stride}, {p + whole, s.stride}, {p + 2 * whole, s.stride}};
@@ -77,7 +80,7 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
 // The Gram matrices of m and g [N, K], in grams[0] of the first thread: the partial ones of blocks of rows, then their
 // sum.
 template <class T>
-void thin_grams(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, int threads) {
+void thin_grams(const ThinShape<T>& s, const ThinWork<T>* team, const T* m, const T* g, int threads) {
   const int N = s.N, K = s.K;
   T* grams = team[0].grams;
   share(threads, min_of(threads, s.parts), [&](int t) {
@@ -103,7 +106,7 @@ void thin_grams(const ThinShape& s, const ThinWork<T>* team, const T* m, const T
 
 // out [N, K] = M - 2 D, where D = G upper + M lower; upper and lower [K, K].
 template <class T>
-void thin_result(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, const Panels<T>& upper,
+void thin_result(const ThinShape<T>& s, const ThinWork<T>* team, const T* m, const T* g, const Panels<T>& upper,
                  const Panels<T>& lower, T* out, int threads) {
   const int N = s.N, K = s.K, last_columns = last_width<T>(K);
   const int pieces = ceil_div(N, kThinRows);
@@ -122,93 +125,75 @@ void thin_result(const ThinShape& s, const ThinWork<T>* team, const T* m, const 
   });
 }
 
-// m, g, out [N, K].
-template <class T>
-void thin_step(const ThinShape& s, const ThinWork<T>* team, const T* m, const T* g, double lr, T* out, int threads) {
-  constexpr int W = kWidth<T>;
-  const int K = s.K;
-  const Panels<T> y = {team[0].y, s.stride2};
-  Panels<T> w = {team[0].w, s.stride2};
-  thin_grams<T>(s, team, m, g, threads);
-  const Grams<T> h = grams_of<T>(s, team[0].grams.get(), 0);
-
-  // t is a power of two such that t G and M have about the same norm. Then t A = P' Q'^T with P' = [t G, M] and
-  // Q' = [M, -t G], and the blocks of Q'^T P' have entries of similar size, as the choice of pivots requires.
-  double gg = 0, mm = 0;
-  for (int i = 0; i < K; i++) {
-    gg += static_cast<double>(element<T>(h.gg, i, i));
-    mm += static_cast<double>(element<T>(h.mm, i, i));
-  }
-  double t = 1;
-  if (gg > 0 && mm > 0) {
-    while (t * t * gg > 2 * mm && t > 1e-30) t /= 2;
-    while (t * t * gg < mm / 2 && t < 1e30) t *= 2;
-  }
-  const double c = lr / 2 / t;
-  // W0 = Q'^T M and Y = c Q'^T P'.
-  double y_norm = 0, w_norm = 0;
-  for (int i = 0; i < K; i++)
-    for (int j = 0; j < K; j++) {
-      const T m_m = i <= j ? element<T>(h.mm, i, j) : element<T>(h.mm, j, i);
-      const T g_g = i <= j ? element<T>(h.gg, i, j) : element<T>(h.gg, j, i);
-      const T top = m_m, bottom = static_cast<T>(-t) * element<T>(h.gm, i, j);
-      element<T>(w, i, j) = top;
-      element<T>(w, K + i, j) = bottom;
-      const T y00 = static_cast<T>(c * t) * element<T>(h.gm, j, i), y01 = static_cast<T>(c) * top;
-      const T y10 = static_cast<T>(-c * t * t) * g_g, y11 = static_cast<T>(c) * bottom;
-      element<T>(y, i, j) = y00;
-      element<T>(y, i, K + j) = y01;
-      element<T>(y, K + i, j) = y10;
-      element<T>(y, K + i, K + j) = y11;
-      w_norm += static_cast<double>(top) * top + static_cast<double>(bottom) * bottom;
-      y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
-      y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
-    }
-  y_norm = __builtin_sqrt(y_norm);
-  // Bounds the second term of the series, relative to M.
-  const double first = 2 * __builtin_fabs(c) * __builtin_sqrt((t * t * gg + mm) * w_norm) * y_norm;
-  const int last = last_width<T>(K);
-  if (first > kSymmetricRemainder * kEpsilon<T> && first * y_norm <= kSkewRemainder * kEpsilon<T>) {
-    const Panels<T> w2 = {team[0].w2, s.stride2};
-    product<T>(y, 0, 2 * K, 0, 2 * K, w, s.columns, last, &w, T(-1), w2);
-    w = w2;
-  } else if (first > kSymmetricRemainder * kEpsilon<T>) {
-    for (int i = 0; i < 2 * K; i++) element<T>(y, i, i) += T(1);
-    const Lu<T> lu = {2 * K, y, team[0].swaps};
-    factor<T>(lu, 1, threads);
-    share(threads, min_of(threads, s.columns), [&](int task) {
-      for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
-    });
-  }
-  // D = c P' W = G (c t W_upper) + M (c W_lower), with the upper and lower half of W, and M_new = M - 2 D.
-  for (int q = 0; q < s.columns; q++)
-    for (int i = 0; i < 2 * K; i++)
-      for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? c * t : c);
-  const Panels<T> lower = {w.p + static_cast<ptrdiff_t>(K) * W, w.stride};
-  thin_result<T>(s, team, m, g, w, lower, out, threads);
-}
-
 template <class T>
 struct ThinRoute {
   typedef ThinWork<T> Work;
-  ThinShape s;
-  ThinRoute(int N, int K, int) {
-    constexpr int W = kWidth<T>;
-    s.N = N;
-    s.K = K;
-    s.columns = ceil_div(K, W);
-    s.blocks = ceil_div(2 * K, W);
-    s.stride = static_cast<ptrdiff_t>(panel_rows<T>(K)) * W;
-    s.stride2 = static_cast<ptrdiff_t>(panel_rows<T>(2 * K)) * W;
-    s.row_stride = static_cast<ptrdiff_t>(panel_rows<T>(kThinRows)) * W;
-    // Separate partial matrices for the threads, with at most about the memory of M and G.
-    s.parts = max_of(1, min_of(min_of(kThinParts, ceil_div(N, kThinRows)), 2 * N / (3 * K)));
-    s.part_rows = ceil_div(N, s.parts);
-    s.parts = ceil_div(N, s.part_rows);
-  }
+  ThinShape<T> s;
+  ThinRoute(int N, int K, int) : s{N, K} {}
   bool allocate(Work& work, bool matrix) const { return work.allocate(s, matrix); }
+  // m, g, out [N, K].
   void step(const Work* team, const T* m, const T* g, double lr, T* out, int threads) const {
-    thin_step<T>(s, team, m, g, lr, out, threads);
+    constexpr int W = kWidth<T>;
+    const int K = s.K;
+    const Panels<T> y = {team[0].y, s.stride2};
+    Panels<T> w = {team[0].w, s.stride2};
+    thin_grams<T>(s, team, m, g, threads);
+    const Grams<T> h = grams_of<T>(s, team[0].grams.get(), 0);
+
+    // t is a power of two such that t G and M have about the same norm. Then t A = P' Q'^T with P' = [t G, M] and
+    // Q' = [M, -t G], and the blocks of Q'^T P' have entries of similar size, as the choice of pivots requires.
+    double gg = 0, mm = 0;
+    for (int i = 0; i < K; i++) {
+      gg += static_cast<double>(element<T>(h.gg, i, i));
+      mm += static_cast<double>(element<T>(h.mm, i, i));
+    }
+    double t = 1;
+    if (gg > 0 && mm > 0) {
+      while (t * t * gg > 2 * mm && t > 1e-30) t /= 2;
+      while (t * t * gg < mm / 2 && t < 1e30) t *= 2;
+    }
+    const double c = lr / 2 / t;
+    // W0 = Q'^T M and Y = c Q'^T P'.
+    double y_norm = 0, w_norm = 0;
+    for (int i = 0; i < K; i++)
+      for (int j = 0; j < K; j++) {
+        const T m_m = i <= j ? element<T>(h.mm, i, j) : element<T>(h.mm, j, i);
+        const T g_g = i <= j ? element<T>(h.gg, i, j) : element<T>(h.gg, j, i);
+        const T top = m_m, bottom = static_cast<T>(-t) * element<T>(h.gm, i, j);
+        element<T>(w, i, j) = top;
+        element<T>(w, K + i, j) = bottom;
+        const T y00 = static_cast<T>(c * t) * element<T>(h.gm, j, i), y01 = static_cast<T>(c) * top;
+        const T y10 = static_cast<T>(-c * t * t) * g_g, y11 = static_cast<T>(c) * bottom;
+        element<T>(y, i, j) = y00;
+        element<T>(y, i, K + j) = y01;
+        element<T>(y, K + i, j) = y10;
+        element<T>(y, K + i, K + j) = y11;
+        w_norm += static_cast<double>(top) * top + static_cast<double>(bottom) * bottom;
+        y_norm += static_cast<double>(y00) * y00 + static_cast<double>(y01) * y01;
+        y_norm += static_cast<double>(y10) * y10 + static_cast<double>(y11) * y11;
+      }
+    y_norm = __builtin_sqrt(y_norm);
+    // Bounds the second term of the series, relative to M.
+    const double first = 2 * __builtin_fabs(c) * __builtin_sqrt((t * t * gg + mm) * w_norm) * y_norm;
+    const int last = last_width<T>(K);
+    if (first > kSymmetricRemainder * kEpsilon<T> && first * y_norm <= kSkewRemainder * kEpsilon<T>) {
+      const Panels<T> w2 = {team[0].w2, s.stride2};
+      product<T>(y, 0, 2 * K, 0, 2 * K, w, s.columns, last, &w, T(-1), w2);
+      w = w2;
+    } else if (first > kSymmetricRemainder * kEpsilon<T>) {
+      for (int i = 0; i < 2 * K; i++) element<T>(y, i, i) += T(1);
+      const Lu<T> lu = {2 * K, y, team[0].swaps};
+      factor<T>(lu, 1, threads);
+      share(threads, min_of(threads, s.columns), [&](int task) {
+        for (int q = task; q < s.columns; q += threads) solve<T>(lu, w.from(q), 1, q == s.columns - 1 ? last : W);
+      });
+    }
+    // D = c P' W = G (c t W_upper) + M (c W_lower), with the upper and lower half of W, and M_new = M - 2 D.
+    for (int q = 0; q < s.columns; q++)
+      for (int i = 0; i < 2 * K; i++)
+        for (int j = 0; j < W; j++) w.at(i, q)[j] *= static_cast<T>(i < K ? c * t : c);
+    const Panels<T> lower = {w.p + static_cast<ptrdiff_t>(K) * W, w.stride};
+    thin_result<T>(s, team, m, g, w, lower, out, threads);
   }
 };
 

@@ -37,7 +37,7 @@ constexpr int kDirectPanel =
     4;  // vectors of columns that direct_panel computes at a time: chains that hide the latency
 
 // MR rows of `a` times PV vectors of columns of w * diag(scale) (scale null: of w); the last has `count` columns.
-// Rows are a_row, stride and to_row elements apart; `to` has room for whole vectors.
+// Rows are a_row, stride and to_row elements apart.
 template <class T, int MR, int PV, bool SCALED>
 inline void direct_tile(const T* w, ptrdiff_t stride, int count, int depth, const T* a, ptrdiff_t a_row, const T* scale,
                         T* to, ptrdiff_t to_row) {
@@ -54,7 +54,7 @@ inline void direct_tile(const T* w, ptrdiff_t stride, int count, int depth, cons
         column[v] * a[r * a_row + k];
   }
   ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) ORTHOKERN_UNROLL for (int v = 0; v < PV; v++)
-      store(to + r * to_row + v * L, acc[r][v]);
+      write(to + r * to_row + v * L, acc[r][v], v + 1 < PV ? L : count);
 }
 template <class T, int PV, bool SCALED>
 inline void direct_tiles(const T* w, ptrdiff_t stride, int count, int depth, const T* a, ptrdiff_t a_row, int rows,
@@ -68,7 +68,7 @@ inline void direct_tiles(const T* w, ptrdiff_t stride, int count, int depth, con
     direct_tile<T, 1, PV, SCALED>(w, stride, count, depth, a + r * a_row, a_row, scale, to + r * to_row, to_row);
 }
 // `rows` rows of `a` times columns [first, last) of w [depth, .] * diag(scale), or of w: each element is summed in the
-// order of the packed product. Writes whole vectors.
+// order of the packed product.
 template <class T, bool SCALED>
 inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, int depth, const T* a, ptrdiff_t a_row,
                            int rows, const T* scale, T* to, ptrdiff_t to_row) {
@@ -84,50 +84,6 @@ inline void direct_columns(const T* w, ptrdiff_t stride, int first, int last, in
     }
   }
 }
-// The gradient of the features [rows, D]: `rows` rows of `a` times weight [depth, D].
-template <class T>
-inline bool direct_features(const T* weight, int D, int depth, const T* a, ptrdiff_t a_row, int rows, T* to) {
-  const ptrdiff_t padded = round_up(D, kLanes<T>);
-  Scratch<T> dx;  // [rows][padded]
-  if (!dx.allocate(rows * padded, false)) return false;
-  direct_columns<T, false>(weight, D, 0, D, depth, a, a_row, rows, nullptr, dx, padded);
-  for (int r = 0; r < rows; r++) memcpy(to + r * static_cast<ptrdiff_t>(D), dx + r * padded, D * sizeof(T));
-  return true;
-}
-
-// to[n][m] = sum_r left_r[n] right_r[m] for n in [first, last) and m in [0, cols), rows of `to` cols elements apart.
-template <class T>
-struct DirectOuter {
-  const T* left[kDirectRows];
-  const T* right[kDirectRows];
-  T* to;
-  int rows, cols;
-
-  // MR: the rows, or 0 for any number of them.
-  template <int MR>
-  void fill(int first, int last) const {
-    constexpr int L = kLanes<T>;
-    const int count = MR ? MR : rows;
-    for (int n = first; n < last; n++) {
-      T* row = to + static_cast<ptrdiff_t>(n) * cols;
-      int m = 0;
-      for (; m + L <= cols; m += L) {
-        V<T> sum = V<T>{};
-        for (int r = 0; r < count; r++) sum += load(right[r] + m) * left[r][n];
-        store(row + m, sum);
-      }
-      if (m == cols) continue;
-      V<T> sum = V<T>{};
-      for (int r = 0; r < count; r++) sum += load_part(right[r] + m, cols - m) * left[r][n];
-      store_part(row + m, sum, cols - m);
-    }
-  }
-  void run(int first, int last) const {
-    if (rows == 1) fill<1>(first, last);
-    else fill<0>(first, last);
-  }
-};
-
 // fn(first, last) for elements [0, size), in blocks of `unit`, on as many threads as a product of this size can use.
 template <class F>
 inline void direct_share(int threads, size_t bytes, int size, int unit, const F& fn) {
@@ -135,7 +91,6 @@ inline void direct_share(int threads, size_t bytes, int size, int unit, const F&
   int tasks = bytes < kDirectThreadBytes ? 1 : threads;
   if (tasks > blocks) tasks = blocks;
   share(tasks, tasks, [&](int task) {
-    const FlushDenormals flush;
     const int first = blocks * task / tasks * unit, last = blocks * (task + 1) / tasks * unit;
     fn(first, last < size ? last : size);
   });
@@ -144,23 +99,21 @@ inline void direct_share(int threads, size_t bytes, int size, int unit, const F&
 // to [size, cols] = sum_r left(r) right(r)^T of `rows` rows; nothing without `to`.
 template <class T, class Left, class Right>
 inline void direct_outer(int threads, int rows, const Left& left, const Right& right, void* to, int size, int cols) {
-  if (!to) return;
-  DirectOuter<T> product;
-  for (int r = 0; r < rows; r++) product.left[r] = left(r), product.right[r] = right(r);
-  product.to = static_cast<T*>(to), product.rows = rows, product.cols = cols;
-  direct_share(threads, static_cast<size_t>(size) * cols * sizeof(T), size, 1,
-               [&](int first, int last) { product.run(first, last); });
-}
-// to [size] = sum_r left(r); nothing without `to`.
-template <class T, class Left>
-inline void direct_sum(int rows, const Left& left, void* to, int size) {
-  constexpr int L = kLanes<T>;
-  for (int n = 0; to && n < size; n += L) {
-    const int count = size - n < L ? size - n : L;
-    V<T> sum = V<T>{};
-    for (int r = 0; r < rows; r++) sum += load_part(left(r) + n, count);
-    store_part(static_cast<T*>(to) + n, sum, count);
-  }
+  const T *l[kDirectRows], *r[kDirectRows];
+  for (int i = 0; i < rows; i++) l[i] = left(i), r[i] = right(i);
+  direct_share(threads, static_cast<size_t>(size) * cols * sizeof(T), to ? size : 0, 1, [&](int first, int last) {
+    for (int n = first; n < last; n++) {
+      T* row = static_cast<T*>(to) + static_cast<ptrdiff_t>(n) * cols;
+      const auto put = [&](int m, int count) __attribute__((always_inline)) {
+        V<T> sum = V<T>{};
+        for (int i = 0; i < rows; i++) sum += read(r[i] + m, count) * l[i][n];
+        write(row + m, sum, count);
+      };
+      int m = 0;
+      for (; m + kLanes<T> <= cols; m += kLanes<T>) put(m, kLanes<T>);
+      if (m < cols) put(m, cols - m);
+    }
+  });
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -68,7 +68,8 @@ template <class T>
 struct GatedRows : RowSteps {
   static constexpr int L = kLanes<T>;
   const GatedPlan<T>& plan;
-  const T* reset_state;  // [B, N], or null: zeros
+  const T *reset_state, *x;  // [B, N], or null: zeros; [T, B, gates N]
+  T* const gates;            // like x, or null
   const ptrdiff_t N, block;
   Scratch<T> zeros;  // a row of them, in place of a reset_state
 
@@ -77,6 +78,8 @@ struct GatedRows : RowSteps {
       : RowSteps(args, row0_, R_),
         plan(plan_),
         reset_state(static_cast<const T*>(args.reset_state)),
+        x(static_cast<const T*>(args.x)),
+        gates(static_cast<T*>(args.gates)),
         N(plan_.N),
         block(static_cast<ptrdiff_t>(R_) * L) {}
 
@@ -117,7 +120,7 @@ struct GatedRows : RowSteps {
     transfers->prefetch(from, row, L, active[t], plan.blocks());
   }
   // What the forward of step t + 1 reads first and that of step t writes, of the gates: a share for each product.
-  void prefetch_gates(Transfers<T>* transfers, const void* x, const void* gates, int64_t t) const {
+  void prefetch_gates(Transfers<T>* transfers, int64_t t) const {
     const ptrdiff_t row = plan.gates * N;
     for (int g = 0; g < plan.gates; g++) {
       if (t + 1 < longest) prefetch(&transfers[g], at(x, t + 1, plan.gates) + g * N, row, t + 1);
@@ -127,26 +130,19 @@ struct GatedRows : RowSteps {
   // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), in its place of `gates`
   // if they are not null.
   template <class F>
-  ORTHOKERN_INLINE void gate(int64_t t, int g, const T* h, T* acc, const void* input, void* gates,
-                             Transfers<T>* transfers, const F& value) const {
+  ORTHOKERN_INLINE void gate(int64_t t, int g, const T* h, T* acc, Transfers<T>* transfers, const F& value) const {
     const ptrdiff_t row = plan.gates * N;
     const bool stream = plan.stream;
-    const T *x = at(input, t, plan.gates) + g * N, *sums = acc;
+    const T *from = at(x, t, plan.gates) + g * N, *sums = acc;
     T* results = gates ? at(gates, t, plan.gates) + g * N : nullptr;
     const Segment<T> segment = {h, block, plan.N};
     multiply<T>(&segment, 1, plan.gate[g], active[t], acc, block, &transfers[g], [&](int first, int last) {
       each(t, first, last, [&](int b, int count, int r, ptrdiff_t at) __attribute__((always_inline)) {
         const ptrdiff_t to = r * row + b * L;
-        const V<T> result = value(b, count, r, at, load(sums + at), read(x + to, count));
+        const V<T> result = value(b, count, r, at, load(sums + at), read(from + to, count));
         if (results) write(results + to, result, count, stream);
       });
     });
-  }
-  // Zeros for the padding of a result [T, B, width N], or of none.
-  void clear_padding(void* result, int width) const {
-    for (int64_t t = shortest; result && t < steps; t++)
-      for (int r = 0; r < R; r++)
-        if (ended(r, t)) memset(at(result, t, width) + r * width * N, 0, static_cast<size_t>(width) * N * sizeof(T));
   }
 };
 

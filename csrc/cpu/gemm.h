@@ -97,13 +97,11 @@ void tile_kernel(const Segment<T>* segments, int segment_count, const T* panel, 
       store(out + n * out_block + r * L, acc[r][n]);
 }
 
-template <class T, bool PAIRS, int PANELS, bool PREFETCH>
+template <class T, bool PAIRS, int PANELS, bool PREFETCH, int MR = kMaxRows / (PANELS == 0 ? 1 : PANELS)>
 inline TileKernel<T> tile_kernel_for_rows(int rows) {
-  constexpr int limit = PANELS <= 1 ? kMaxRows : PANELS == 2 ? kMaxRows / 2 : kMaxRows / 4;
-#define ORTHOKERN_ROWS(m) tile_kernel<T, PAIRS, (m <= limit ? m : 1), PANELS, PREFETCH>
-  static constexpr TileKernel<T> kernels[] = {ORTHOKERN_EACH_ROWS};
-#undef ORTHOKERN_ROWS
-  return kernels[rows - 1];
+  if constexpr (MR > 1)
+    if (rows < MR) return tile_kernel_for_rows<T, PAIRS, PANELS, PREFETCH, MR - 1>(rows);
+  return tile_kernel<T, PAIRS, MR, PANELS, PREFETCH>;
 }
 
 // A tile of `rows` rows and `panels` panels (1, 2 or 4), or of one narrow panel.
@@ -114,13 +112,6 @@ inline TileKernel<T> tile_kernel_for(int rows, int panels, bool narrow, bool fet
   if (panels == 2)
     return fetch ? tile_kernel_for_rows<T, PAIRS, 2, true>(rows) : tile_kernel_for_rows<T, PAIRS, 2, false>(rows);
   return fetch ? tile_kernel_for_rows<T, PAIRS, 1, true>(rows) : tile_kernel_for_rows<T, PAIRS, 1, false>(rows);
-}
-
-template <class T>
-TileKernel<T> find_tile(bool pairs, int rows, int panels, bool narrow, bool fetch) {
-  if constexpr (kPairs<T>)
-    if (pairs) return tile_kernel_for<T, true>(rows, panels, narrow, fetch);
-  return tile_kernel_for<T, false>(rows, panels, narrow, fetch);
 }
 
 // out = a . w for blocked a (its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels are
@@ -138,6 +129,7 @@ __attribute__((noinline)) void multiply(const Segment<T>* segments, int segment_
       return;
     }
   }
+  const auto find_tile = w.pairs ? tile_kernel_for<T, kPairs<T>> : tile_kernel_for<T, false>;
   const int wide = panels - (w.narrow(panels - 1) ? 1 : 0);
   const bool far = static_cast<size_t>(w.depth) * w.cols * sizeof(T) > kNearWeights;
   const ptrdiff_t stride = static_cast<ptrdiff_t>(Packed<T>::kWidth) * w.depth;
@@ -178,9 +170,8 @@ __attribute__((noinline)) void multiply(const Segment<T>* segments, int segment_
         for (int j = 0; j < parts; j++) at[j] = {part[j].a + row * L, part[j].block, part[j].depth};
         // Each tile prefetches one vector of every row of the next panels.
         const bool fetch = far && tiles > 1 && i < 2 * take;
-        find_tile<T>(w.pairs, count, take, narrow, fetch)(at, parts, panel, stride, out + 2 * p * out_block + row * L,
-                                                          out_block, k > 0, next + i / 2 * stride + i % 2 * L,
-                                                          transfers);
+        find_tile(count, take, narrow, fetch)(at, parts, panel, stride, out + 2 * p * out_block + row * L, out_block,
+                                              k > 0, next + i / 2 * stride + i % 2 * L, transfers);
         row += count;
       }
       if (last) after(2 * p, narrow ? 2 * p + 1 : 2 * (p + take));

@@ -16,18 +16,15 @@ struct GruBackward {
   int now = 0;  // which of two steps' adjoints are those of the current step
   // Blocked. acc: results of products; direct: the part of ghat_{t-1} that needs no product. d_r, d_z and d_q of two
   // steps, because a product still reads those of the step after.
-  Scratch<T> acc, direct, d_n, d_r[2], d_z[2], d_q[2];
-
-  GruBackward(const GatedPlan<T>& plan_, const GruArgs& args_, double* norms_, int row0, int R)
-      : plan(plan_), args(args_), norms(norms_), rows(plan_, args_, row0, R) {}
+  Scratch<T> acc = {}, direct = {}, d_n = {}, d_r[2] = {}, d_z[2] = {}, d_q[2] = {};
 
   bool run() {
     if (!rows.allocate(acc, direct, d_n, d_r[0], d_r[1], d_z[0], d_z[1]) ||
         !(KANAI || rows.allocate_matrices(d_q[0], d_q[1])))
       return false;
     // Rows whose last step has not been reached are zero in all of these, which is what they have to start with.
-    rows.clear_padding(args.grad_x, 3);
-    rows.clear_padding(args.factor, 1);
+    rows.template clear_padding<T>(args.grad_x, 3 * plan.N);
+    rows.template clear_padding<T>(args.factor, plan.N);
     begin(rows.longest - 1, 0, plan.blocks());
     for (int64_t t = rows.longest - 1; t >= 0; t--) step(t);
     if (plan.to_h0) finish();

@@ -25,15 +25,17 @@ bool forward(const GruArgs& args) {
   if (!plan.start(args, 3, false, false, 0) || !bias.allocate(3 * static_cast<size_t>(plan.padded()))) return false;
   for (int g = 0; args.bias && g < 3; g++)
     memcpy(bias + g * plan.padded(), static_cast<const T*>(args.bias) + g * plan.N, plan.N * sizeof(T));
-  return plan.each([&](int row0, int R, double*) { return GruForward<T, KANAI>(plan, args, bias, row0, R).run(); });
+  return plan.each(
+      [&](int row0, int R, double*) { return GruForward<T, KANAI>{plan, args, bias, {plan, args, row0, R}}.run(); });
 }
 
 template <class T, bool KANAI>
 bool backward(const GruArgs& args) {
   GatedPlan<T> plan;
   if (!plan.start(args, 3, true, KANAI, args.T)) return false;
-  if (!plan.each(
-          [&](int row0, int R, double* norms) { return GruBackward<T, KANAI>(plan, args, norms, row0, R).run(); }))
+  if (!plan.each([&](int row0, int R, double* norms) {
+        return GruBackward<T, KANAI>{plan, args, norms, {plan, args, row0, R}}.run();
+      }))
     return false;
   write_norms(plan.threads, args.T, [&](int i) { return plan.sums + i * args.T; }, static_cast<T*>(args.grad_norm));
   return true;

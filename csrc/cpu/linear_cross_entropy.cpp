@@ -28,29 +28,31 @@ ORTHOKERN_INLINE T max_lanes(V<T> v) {
 }
 template <class T>
 struct ReadoutCall {
-  const LinearCrossEntropyArgs* args;
-  int N, C, tasks;
-  int depth;             // N, and one more with a bias
-  Packed<T> weight;      // [depth, C]: W^T, b
-  Packed<T> weight_t;    // [C, N]: W
-  Scratch<double> loss;  // [tasks]
-  bool need_grad;
-  TaskSums<RowSums<T>> sums;  // with need_grad: [round_up(C)][ldc]
-  int rows;                   // of a group: fewer where they are long, so that states and their gradients stay in L2
-  bool stream;
+  const LinearCrossEntropyArgs& args;
+  const int N = static_cast<int>(args.N), C = static_cast<int>(args.C);
+  const int depth = N + (args.bias ? 1 : 0);
+  // of a group: fewer where they are long, so that states and their gradients stay in L2
+  const int rows = N <= 256 ? kGroupRows : N <= 512 ? kGroupRows / 2 : kGroupRows / 4;
+  const int64_t useful = args.rows / rows + 1;
+  const int tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
+  const bool need_grad = args.grad_weight != nullptr, stream = streams<T>(args.grad_hidden, args.rows, N);
+  Packed<T> weight = {};           // [depth, C]: W^T, b
+  Packed<T> weight_t = {};         // [C, N]: W
+  Scratch<double> loss = {};       // [tasks]
+  TaskSums<RowSums<T>> sums = {};  // with need_grad: [round_up(C)][ldc]
 };
 
 template <class T>
 bool readout_task(ReadoutCall<T>& call, int task) {
   constexpr int L = kLanes<T>;
-  const LinearCrossEntropyArgs& args = *call.args;
+  const LinearCrossEntropyArgs& args = call.args;
   const int N = call.N, C = call.C, rows = call.rows;
   const int h_blocks = round_up(call.depth, L) / L, c_blocks = round_up(C, L) / L;
   const T* hidden = static_cast<const T*>(args.hidden);
   T* grad_hidden = static_cast<T*>(args.grad_hidden);
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
-  const V<T> lowest = splat<T>(-kLargest<T>);
+  const V<T> lowest = splat<T>(static_cast<T>(sizeof(T) == 4 ? -double{__FLT_MAX__} : -__DBL_MAX__));
   // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block
   // to block.
   Scratch<T> h, d, out;
@@ -73,10 +75,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
         store(h + (n / L) * block + r * L, read(from + n, lanes_of<T>(N, n / L)));
         __builtin_prefetch(from + n + static_cast<ptrdiff_t>(rows) * N, 0, 2);
       }
-      if (call.depth > N) {
-        if (N % L == 0) store(h + (N / L) * block + r * L, zero);
-        h[(N / L) * block + r * L + N % L] = 1;
-      }
+      if (call.depth > N) h[(N / L) * block + r * L + N % L] = 1;
     }
     const Segment<T> states = {h, block, call.depth};
     multiply<T>(&states, 1, call.weight, R, d, block);
@@ -124,15 +123,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
 template <class T>
 bool run(const LinearCrossEntropyArgs& args) {
   constexpr int L = kLanes<T>;
-  ReadoutCall<T> call;
-  call.args = &args;
-  call.N = static_cast<int>(args.N), call.C = static_cast<int>(args.C);
-  call.depth = call.N + (args.bias ? 1 : 0);
-  call.rows = call.N <= 256 ? kGroupRows : call.N <= 512 ? kGroupRows / 2 : kGroupRows / 4;
-  const int64_t useful = args.rows / call.rows + 1;
-  call.tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
-  call.need_grad = args.grad_hidden != nullptr;
-  call.stream = streams<T>(args.grad_hidden, args.rows, args.N);
+  ReadoutCall<T> call{args};
   const T* weight = static_cast<const T*>(args.weight);
   if (!call.weight.allocate(call.depth, call.C) || !call.weight_t.allocate(call.C, call.N) ||
       !call.loss.allocate(call.tasks) || !call.sums.allocate(call.tasks))
@@ -148,13 +139,10 @@ bool run(const LinearCrossEntropyArgs& args) {
   *static_cast<T*>(args.loss) = static_cast<T>(args.mean ? loss / static_cast<double>(args.rows) : loss);
   const ptrdiff_t ldc = round_up(call.depth, L);
   T *grad_weight = static_cast<T*>(args.grad_weight), *grad_bias = static_cast<T*>(args.grad_bias);
+  const auto of_task = [&](int task) { return &call.sums[task]; };
   for (int c = 0; call.need_grad && c < call.C; c++) {
-    for (int n = 0; n < call.depth; n++) {
-      double total = 0;
-      for (int i = 0; i < call.tasks; i++) call.sums[i].add_to(&total, c * ldc + n, 1);
-      if (n < call.N) grad_weight[static_cast<ptrdiff_t>(c) * call.N + n] = static_cast<T>(total);
-      else grad_bias[c] = static_cast<T>(total);
-    }
+    row_totals(call.tasks, of_task, c * ldc, call.N, grad_weight + static_cast<ptrdiff_t>(c) * call.N);
+    if (args.bias) row_totals(call.tasks, of_task, c * ldc + call.N, 1, grad_bias + c);
   }
   return true;
 }

@@ -31,16 +31,6 @@ struct Lu {
   int size(int block) const { return min_of(kWidth<T>, n - block * kWidth<T>); }
 };
 
-// Lane numbers of the two vectors of a row, to pick out a column by comparison: writing one element of a row and
-// reading the row back at once would stall.
-template <class T>
-struct Columns {
-  typename Vec<T>::I first, second;
-  Columns() {
-    for (int i = 0; i < kLanes<T>; i++) first[i] = i, second[i] = i + kLanes<T>;
-  }
-};
-
 template <class T>
 inline void swap_rows(T* a, T* b) {
   constexpr int L = kLanes<T>;
@@ -65,7 +55,10 @@ template <class T>
 inline void factor_panel(T* panel, int rows, int size, int* swaps) {
   constexpr int L = kLanes<T>;
   constexpr int W = kWidth<T>;
-  const Columns<T> column;
+  // Lane numbers of the first vector of a row, to pick out a column by comparison: writing one element of a row and
+  // reading the row back at once would stall.
+  typename Vec<T>::I lane;
+  for (int i = 0; i < L; i++) lane[i] = i;
   const V<T> zero = V<T>{};
   for (int k = 0; k < size; k++) {
     int best = k;
@@ -78,9 +71,9 @@ inline void factor_panel(T* panel, int rows, int size, int* swaps) {
     swaps[k] = best;
     T* pivot_row = panel + k * W;
     if (best != k) swap_rows(pivot_row, panel + static_cast<ptrdiff_t>(best) * W);
-    const typename Vec<T>::I at0 = column.first == k, at1 = column.second == k;
+    const typename Vec<T>::I at0 = lane == k, at1 = lane == k - L;
     const T p = T(1) / pivot_row[k];
-    const V<T> u0 = column.first > k ? load(pivot_row) : zero, u1 = column.second > k ? load(pivot_row + L) : zero;
+    const V<T> u0 = lane > k ? load(pivot_row) : zero, u1 = lane > k - L ? load(pivot_row + L) : zero;
     for (int r = k + 1; r < rows; r++) {
       T* row = panel + static_cast<ptrdiff_t>(r) * W;
       const T f = row[k] * p;

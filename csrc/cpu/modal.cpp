@@ -25,8 +25,7 @@ namespace {
 
 // Steps of a chunk whose g stays in L1 until the adjoint reads it; a multiple of 4 that divides kSteps.
 constexpr int kBackSteps = 16;
-constexpr int kFlushChunks = 4;       // chunks whose readout gradient is summed in T
-constexpr int kProductClasses = 200;  // kProductClasses^kSteps is a double
+constexpr int kFlushChunks = 4;  // chunks whose readout gradient is summed in T
 
 // Rows of a tile of logits: their sums over lanes fill a vector, or half of one.
 template <class T>
@@ -51,18 +50,13 @@ ORTHOKERN_INLINE V<T> fold(V<T> a, V<T> b) {
 }
 // Sums of the lanes of kLogitRows accumulators, in order: L / kLogitRows lanes each, still to be added.
 template <class T, int R, int S>
-struct FoldTree {
-  static ORTHOKERN_INLINE V<T> run(V<T>* a) {
-    ORTHOKERN_UNROLL for (int i = 0; i < R / 2; i++) a[i] = fold<T, S>(a[i], a[i + R / 2]);
-    return FoldTree<T, R / 2, S / 2>::run(a);
-  }
-};
-template <class T, int S>
-struct FoldTree<T, 1, S> {
-  static ORTHOKERN_INLINE V<T> run(V<T>* a) { return a[0]; }
-};
+ORTHOKERN_INLINE V<T> fold_all(V<T>* a) {
+  ORTHOKERN_UNROLL for (int i = 0; i < R / 2; i++) a[i] = fold<T, S>(a[i], a[i + R / 2]);
+  if constexpr (R > 2) return fold_all<T, R / 2, S / 2>(a);
+  return a[0];
+}
 
-// parts[c] for kLogitRows rows of z and CT classes of the readout [C][Np]: see FoldTree.
+// parts[c] for kLogitRows rows of z and CT classes of the readout [C][Np]: see fold_all.
 template <class T, int CT>
 ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* parts) {
   constexpr int L = kLanes<T>, R = kLogitRows<T>;
@@ -77,7 +71,7 @@ ORTHOKERN_INLINE void logits_tile(const T* z, const T* readout, int Np, V<T>* pa
       ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) acc[c][r] += w[c] * s;
     }
   }
-  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) parts[c] = FoldTree<T, R, L>::run(acc[c]);
+  ORTHOKERN_UNROLL for (int c = 0; c < CT; c++) parts[c] = fold_all<T, R, L>(acc[c]);
 }
 // logits[c][0 .. L) of L rows, CT classes; rows of logits are kSteps apart.
 template <class T, int CT>
@@ -123,27 +117,27 @@ void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) 
   }
 }
 
-// The sums of a task. One whose bytes are all zero is empty.
+// The sums of a task.
 template <class T>
 struct Sums {
-  ModalSums modal;
-  Scratch<double> readout, bias;  // [C][Np], [C]
-  Scratch<Id<T>> hits;            // [T], and room for whole vectors
+  Scratch<double> table, re, im, pairs, readout, bias;  // [D][Np], [Mp], [Mp], [P][4], [C][Np], [C]
+  Scratch<Id<T>> hits;                                  // [T], and room for whole vectors
   double loss;
 
   bool allocate(const ModalArgs& a, const Modes& modes) {
     if (!hits.allocate(static_cast<size_t>(a.T) + kLanes<T>)) return false;
-    if (!a.need_grad) return true;
-    return modal.allocate(a, modes) && readout.allocate(static_cast<size_t>(a.C) * modes.Np) &&
-           bias.allocate(static_cast<size_t>(a.C));
+    return !a.need_grad || ((!a.table || table.allocate(static_cast<size_t>(a.D) * modes.Np)) &&
+                            re.allocate(modes.Mp) && im.allocate(modes.Mp) && pairs.allocate(4 * a.P) &&
+                            readout.allocate(static_cast<size_t>(a.C) * modes.Np) && bias.allocate(a.C));
   }
 };
 
 template <class T>
 struct Call {
   const ModalArgs* args;
-  ModalTables<T> tables;
-  Scratch<T> readout, bias;  // [C][Np], [C]
+  Modes modes;
+  Scratch<double> coefficients, table;  // in float64: [Np], [D][Np]
+  Scratch<T> readout, bias;             // [C][Np], [C]
   int tasks;
   Scratch<int> begin;  // [tasks + 1]: a task has the sequences [begin[i], begin[i + 1])
   TaskSums<Sums<T>> sums;
@@ -156,7 +150,10 @@ struct Worker {
   const Modes& modes;
   Sums<T>& sums;
   const int C, Np;
-  ModalInput<T> input;
+  // Inputs in float64, [Np] each: rows of the table, or of a chunk of features [kSteps][Np].
+  const double* inputs[kSteps];
+  int64_t ids[kSteps];
+  Scratch<double> features;
   Scratch<T> z, g, d;            // [1 + kSteps][Np], row 0 the state before the chunk; [kSteps][Np]; [C][kSteps]
   Scratch<T> gradient;           // [C][Np]: the readout's, over a few chunks
   Scratch<double> state, delta;  // [Np]
@@ -165,16 +162,27 @@ struct Worker {
   int unflushed = 0;
 
   Worker(const Call<T>& c, Sums<T>& s)
-      : call(c), args(*c.args), modes(c.tables.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
+      : call(c), args(*c.args), modes(c.modes), sums(s), C(static_cast<int>(args.C)), Np(modes.Np) {}
 
   bool allocate() {
     const int64_t chunks = (args.T + kSteps - 1) / kSteps;
-    if (!input.allocate(args, modes, call.tables.table) || !z.allocate(static_cast<size_t>(1 + kSteps) * Np) ||
-        !d.allocate(static_cast<size_t>(C) * kSteps) || !state.allocate(Np))
+    if ((!args.table && !features.allocate(static_cast<size_t>(kSteps) * Np)) ||
+        !z.allocate(static_cast<size_t>(1 + kSteps) * Np) || !d.allocate(static_cast<size_t>(C) * kSteps) ||
+        !state.allocate(Np))
       return false;
     if (!args.need_grad) return true;
     return g.allocate(static_cast<size_t>(kSteps) * Np) && gradient.allocate(static_cast<size_t>(C) * Np) &&
            delta.allocate(Np) && starts.allocate(static_cast<size_t>(chunks) * Np, false);
+  }
+
+  // The inputs of steps t .. t + steps of sequence b.
+  void read_inputs(int64_t b, int64_t t, int steps) {
+    if (!args.table)
+      read_rows<T>(modes, SequenceRows<const T>(static_cast<const T*>(args.x), args, b), t, steps, features.get());
+    for (int r = 0; r < steps; r++) {
+      if (args.table) ids[r] = args.tokens[(t + r) * args.B + b];
+      inputs[r] = args.table ? call.table + ids[r] * Np : features + static_cast<ptrdiff_t>(r) * Np;
+    }
   }
 
   // Logits of the chunk in z, softmax, loss and hits; with kGrad d, else d is left as logits. Lanes run over steps.
@@ -232,15 +240,8 @@ struct Worker {
         store(p, valid ? value : zero);
       }
     }
-    // One logarithm for many rows. A lane's product is at most C^(kSteps / W), that of all lanes C^kSteps.
-    if (C <= kProductClasses) {
-      double all = 1;
-      for (int i = 0; i < W; i++) all *= product[i];
-      sums.loss += log(all);
-    } else {
-      for (int i = 0; i < W; i++) sums.loss += log(product[i]);
-    }
-    for (int i = 0; i < W; i++) sums.loss += loss[i];
+    // One logarithm for several rows: a lane's product is at most C^(kSteps / W).
+    for (int i = 0; i < W; i++) sums.loss += log(product[i]) + loss[i];
   }
 
   void flush() {
@@ -254,10 +255,10 @@ struct Worker {
 
   // Processes a chunk from the state before it and, with gradients, from delta after it.
   void chunk(int64_t b, int64_t t, int steps, const double* before) {
-    input.take(b, t, steps);
+    read_inputs(b, t, steps);
     if (before != state) memcpy(state, before, sizeof(double) * Np);
     for (int n = 0; n < Np; n++) z[n] = static_cast<T>(before[n]);
-    advance<T, true>(modes, input.rows, steps, state, z + Np);
+    advance<T, true>(modes, inputs, steps, state, z + Np);
     keep_steps(b, t, steps, z + Np, args.step_states);
     if (!args.need_grad) {
       readout_and_loss<false>(b, t, steps);
@@ -275,9 +276,10 @@ struct Worker {
       const int count = steps - first < kBackSteps ? steps - first : kBackSteps;
       T* here = g + static_cast<ptrdiff_t>(first) * Np;
       back_product<T>(d + first, C, call.readout, count, Np, here);
-      retreat<T>(modes, count, delta, here, input.ids + first, sums.modal.table.get());
+      retreat<T>(modes, count, delta, here, ids + first, sums.table.get());
     }
-    sums.modal.template add_chunk<T>(args, modes, steps, g, z);
+    diagonal_sums<T>(modes, steps, g, z, sums.re, sums.im);
+    pair_sums<T>(modes, steps, g, z, args.pairs, args.P, sums.pairs);
     if (args.grad_x) write_rows<T>(modes, g, SequenceRows<T>(static_cast<T*>(args.grad_x), args, b), t, steps);
     keep_steps(b, t, steps, g, args.step_adjoints);
   }
@@ -299,8 +301,8 @@ struct Worker {
     for (int64_t i = 0; i < chunks; i++) {
       memcpy(starts + i * Np, state, sizeof(double) * Np);
       if (i + 1 == chunks) break;
-      input.take(b, i * kSteps, kSteps);
-      advance<T, false>(modes, input.rows, kSteps, state, z);
+      read_inputs(b, i * kSteps, kSteps);
+      advance<T, false>(modes, inputs, kSteps, state, z);
     }
     for (int64_t i = chunks - 1; i >= 0; i--) chunk(b, i * kSteps, steps_of(length, i * kSteps), starts + i * Np);
   }
@@ -326,7 +328,7 @@ template <class T>
 void collect(const Call<T>& call) {
   Sums<T>* sums = call.sums.get();
   const ModalArgs& args = *call.args;
-  const Modes& modes = call.tables.modes;
+  const Modes& modes = call.modes;
   for (int i = 1; i < call.tasks; i++) sums[0].loss += sums[i].loss;
   for (int64_t t = 0; t < args.T; t++) {
     int64_t total = 0;
@@ -335,13 +337,20 @@ void collect(const Call<T>& call) {
   }
   *static_cast<T*>(args.loss) = static_cast<T>(sums[0].loss * args.scale);
   if (!args.need_grad) return;
-  for (int i = 1; i < call.tasks; i++) {
-    sums[0].modal.merge(args, modes, sums[i].modal);
-    ModalSums::add(sums[0].readout, sums[i].readout, args.C * modes.Np);
-    ModalSums::add(sums[0].bias, sums[i].bias, args.C);
-  }
-  sums[0].modal.template write<T>(args, modes);
-  T *grad_readout = static_cast<T*>(args.grad_readout), *grad_bias = static_cast<T*>(args.grad_bias);
+  const auto add = [&](Scratch<double> Sums<T>::* part, int64_t count) {
+    for (int i = 1; i < call.tasks; i++)
+      for (int64_t k = 0; k < count; k++) (sums[0].*part)[k] += (sums[i].*part)[k];
+  };
+  add(&Sums<T>::table, args.table ? args.D * modes.Np : 0), add(&Sums<T>::pairs, 4 * args.P);
+  add(&Sums<T>::re, modes.Mp), add(&Sums<T>::im, modes.Mp);
+  add(&Sums<T>::readout, args.C * modes.Np), add(&Sums<T>::bias, args.C);
+  memcpy(args.grad_re, sums[0].re, sizeof(double) * modes.M);
+  memcpy(args.grad_im, sums[0].im, sizeof(double) * modes.M);
+  if (args.P) memcpy(args.grad_pairs, sums[0].pairs, sizeof(double) * 4 * args.P);
+  T *grad_table = static_cast<T*>(args.grad_table), *grad_readout = static_cast<T*>(args.grad_readout),
+    *grad_bias = static_cast<T*>(args.grad_bias);
+  for (int64_t d = 0; args.table && d < args.D; d++)
+    gather(modes, sums[0].table + d * modes.Np, grad_table + d * 2 * modes.M);
   for (int64_t c = 0; c < args.C; c++) {
     gather(modes, sums[0].readout + c * modes.Np, grad_readout + c * 2 * modes.M);
     if (grad_bias) grad_bias[c] = static_cast<T>(sums[0].bias[c]);
@@ -353,11 +362,15 @@ bool run_loss(const ModalArgs& args) {
   Call<T> call;
   call.args = &args;
   call.tasks = static_cast<int>(args.B < args.threads ? args.B : args.threads);
-  if (!call.tables.allocate(args)) return false;
-  const Modes& modes = call.tables.modes;
-  if (!call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||
-      !call.bias.allocate(static_cast<size_t>(args.C)))
+  Modes& modes = call.modes;
+  modes.M = static_cast<int>(args.M), modes.Mp = round_up(modes.M, kLanes<T>), modes.Np = 2 * modes.Mp;
+  if (!call.coefficients.allocate(modes.Np) || !call.readout.allocate(static_cast<size_t>(args.C) * modes.Np) ||
+      !call.bias.allocate(args.C) || (args.table && !call.table.allocate(static_cast<size_t>(args.D) * modes.Np)))
     return false;
+  modes.re = call.coefficients, modes.im = call.coefficients + modes.Mp;
+  for (int m = 0; m < modes.M; m++) call.coefficients[m] = args.re[m], call.coefficients[modes.Mp + m] = args.im[m];
+  for (int64_t d = 0; args.table && d < args.D; d++)
+    spread(modes, static_cast<const T*>(args.table) + d * 2 * modes.M, call.table + d * modes.Np);
   for (int64_t c = 0; c < args.C; c++) {
     spread(modes, static_cast<const T*>(args.readout) + c * 2 * modes.M, call.readout + c * modes.Np);
     if (args.bias) call.bias[c] = static_cast<const T*>(args.bias)[c];

@@ -26,10 +26,6 @@ ORTHOKERN_INLINE V<double> load_wide(const T* p) {
   memcpy(&h, p, sizeof h);
   return __builtin_convertvector(h, V<double>);
 }
-template <>
-ORTHOKERN_INLINE V<double> load_wide<double>(const double* p) {
-  return load(p);
-}
 #if defined(__AVX512F__)
 template <>
 ORTHOKERN_INLINE V<double> load_wide<float>(const float* p) {  // GCC splits the above in two
@@ -41,22 +37,13 @@ ORTHOKERN_INLINE void store_narrow(T* p, V<double> v) {
   const typename Narrow<T>::H h = __builtin_convertvector(v, typename Narrow<T>::H);
   memcpy(p, &h, sizeof h);
 }
-template <>
-ORTHOKERN_INLINE void store_narrow<double>(double* p, V<double> v) {
-  store(p, v);
-}
-// Part i of the kLanes<T> / kLanes<double> parts of v.
-template <class T>
-ORTHOKERN_INLINE V<double> widen(V<T> v, int i) {
-  T lanes[kLanes<T>];
-  store(lanes, v);
-  return load_wide(lanes + i * kLanes<double>);
-}
 // to[0 .. kLanes<T>) += v
 template <class T>
 ORTHOKERN_INLINE void add_wide(double* to, V<T> v) {
-  ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T> / kLanes<double>; i++)
-      store(to + i * kLanes<double>, load(to + i * kLanes<double>) + widen<T>(v, i));
+  T lanes[kLanes<T>];
+  store(lanes, v);
+  ORTHOKERN_UNROLL for (int i = 0; i < kLanes<T>; i += kLanes<double>)
+      store(to + i, load(to + i) + load_wide(lanes + i));
 }
 
 // Keeps a loaded vector in a register. GCC would load it again for each multiply-add, and the load ports would limit
@@ -307,88 +294,5 @@ void readout_gradient(const T* d, int C, const T* z, int steps, int Np, T* gradi
     readout_rows<T, kClasses>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
   for (; c < C; c++) readout_rows<T, 1>(d + c * kSteps, z, steps, Np, gradient + static_cast<ptrdiff_t>(c) * Np);
 }
-
-// The inputs of a sequence in float64, [Np] each: rows of the table, or a chunk of features.
-template <class T>
-struct ModalInput {
-  const ModalArgs* args;
-  const Modes* modes;
-  const double* table;       // [D][Np], or null
-  Scratch<double> features;  // [kSteps][Np] without a table
-  int64_t ids[kSteps];
-  const double* rows[kSteps];
-
-  bool allocate(const ModalArgs& a, const Modes& m, const double* wide_table) {
-    args = &a, modes = &m, table = wide_table;
-    return table || features.allocate(static_cast<size_t>(kSteps) * m.Np);
-  }
-  // Steps t .. t + steps of sequence b.
-  void take(int64_t b, int64_t t, int steps) {
-    const int Np = modes->Np;
-    if (table) {
-      for (int r = 0; r < steps; r++) {
-        ids[r] = args->tokens[(t + r) * args->B + b];
-        rows[r] = table + ids[r] * Np;
-      }
-      return;
-    }
-    read_rows<T>(*modes, SequenceRows<const T>(static_cast<const T*>(args->x), *args, b), t, steps, features.get());
-    for (int r = 0; r < steps; r++) rows[r] = features + static_cast<ptrdiff_t>(r) * Np;
-  }
-};
-
-// Coefficients and table in float64, converted once per call.
-template <class T>
-struct ModalTables {
-  Modes modes;
-  Scratch<double> coefficients, table;
-
-  bool allocate(const ModalArgs& args) {
-    modes.M = static_cast<int>(args.M);
-    modes.Mp = round_up(modes.M, kLanes<T>);
-    modes.Np = 2 * modes.Mp;
-    if (!coefficients.allocate(modes.Np)) return false;
-    for (int m = 0; m < modes.M; m++) coefficients[m] = args.re[m], coefficients[modes.Mp + m] = args.im[m];
-    modes.re = coefficients, modes.im = coefficients + modes.Mp;
-    if (!args.table) return true;
-    if (!table.allocate(static_cast<size_t>(args.D) * modes.Np)) return false;
-    const T* from = static_cast<const T*>(args.table);
-    for (int64_t d = 0; d < args.D; d++) spread(modes, from + d * 2 * modes.M, table + d * modes.Np);
-    return true;
-  }
-};
-
-// A task's sums over its chunks. One whose bytes are all zero is empty.
-struct ModalSums {
-  Scratch<double> table, re, im, pairs;  // [D][Np], [Mp], [Mp], [P][4]
-
-  bool allocate(const ModalArgs& args, const Modes& modes) {
-    return (!args.table || table.allocate(static_cast<size_t>(args.D) * modes.Np)) && re.allocate(modes.Mp) &&
-           im.allocate(modes.Mp) && pairs.allocate(static_cast<size_t>(4 * args.P));
-  }
-  // delta: the adjoints of the chunk's steps; z: the states before them. The table's sums are retreat's.
-  template <class T>
-  void add_chunk(const ModalArgs& args, const Modes& modes, int steps, const T* delta, const T* z) {
-    diagonal_sums<T>(modes, steps, delta, z, re, im);
-    pair_sums<T>(modes, steps, delta, z, args.pairs, args.P, pairs);
-  }
-  void merge(const ModalArgs& args, const Modes& modes, const ModalSums& other) {
-    if (args.table) add(table, other.table, args.D * modes.Np);
-    add(re, other.re, modes.Mp);
-    add(im, other.im, modes.Mp);
-    add(pairs, other.pairs, 4 * args.P);
-  }
-  template <class T>
-  void write(const ModalArgs& args, const Modes& modes) const {
-    T* to = static_cast<T*>(args.grad_table);
-    for (int64_t d = 0; args.table && d < args.D; d++) gather(modes, table + d * modes.Np, to + d * 2 * modes.M);
-    memcpy(args.grad_re, re, sizeof(double) * modes.M);
-    memcpy(args.grad_im, im, sizeof(double) * modes.M);
-    if (args.P) memcpy(args.grad_pairs, pairs, sizeof(double) * 4 * args.P);
-  }
-  static void add(double* to, const double* from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] += from[i];
-  }
-};
 
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -212,9 +212,9 @@ struct RotationArgs {
   const void* weight;     // [2M, D] with features
   const void* bias;       // [2M] or null
   // the backward, which has `reverse`, and the gradient of the states as x
-  const void* h;        // [T, B, 2M], the states of the forward; null: not the backward
+  const void* h;        // [T, B, 2M], the states of the forward
   const void* h0;       // [B, 2M]
-  double* grad_re;      // [M]
+  double* grad_re;      // [M]; null: not the backward
   double* grad_im;      // [M]
   void* grad_h0;        // [B, 2M]
   void* grad_features;  // [T, B, D] or null

@@ -53,6 +53,13 @@ void outer_tile(const T* d, const T* h, ptrdiff_t h_block, int rows, T* c, ptrdi
       store(c + i * ldc + n * L, load(c + i * ldc + n * L) + acc[i][n]);
 }
 
+template <class T, bool PAIRS, int NV = kOuterVectors>
+inline auto outer_tile_of(int vectors) {
+  if constexpr (NV > 1)
+    if (vectors < NV) return outer_tile_of<T, PAIRS, NV - 1>(vectors);
+  return &outer_tile<T, PAIRS, NV>;
+}
+
 // d has d_blocks blocks and h has h_blocks blocks; blocks are `block` elements apart, and `rows` rows of each are used.
 // With PAIRS they are pairs of rows. C [d_blocks * L][ldc].
 template <class T, bool PAIRS = false>
@@ -64,22 +71,12 @@ inline void outer_add(const T* d, int d_blocks, const T* h, int h_blocks, ptrdif
     const int left = h_blocks - j, most = kOuterVectors;
     // 4 as 2 + 2: a single vector does not hide the latency
     const int take = left == most + 1 ? (most + 1) / 2 : left < most ? left : most;
+    const auto tile = outer_tile_of<T, PAIRS>(take);
     for (int i = 0; i < d_blocks; i++) {
       for (int k = 0; k < L; k += MR) {
         const T* from = d + i * block + k;
         T* to = c + (static_cast<ptrdiff_t>(i) * L + k) * ldc + j * L;
-        if constexpr (kOuterVectors > 3) {
-          if (take > 3) {
-            const auto tile = take == 6   ? outer_tile<T, PAIRS, 6>
-                              : take == 5 ? outer_tile<T, PAIRS, 5>
-                                          : outer_tile<T, PAIRS, 4>;
-            tile(from, h + j * block, block, rows, to, ldc);
-            continue;
-          }
-        }
-        if (take == 3) outer_tile<T, PAIRS, 3>(from, h + j * block, block, rows, to, ldc);
-        else if (take == 2) outer_tile<T, PAIRS, 2>(from, h + j * block, block, rows, to, ldc);
-        else outer_tile<T, PAIRS, 1>(from, h + j * block, block, rows, to, ldc);
+        tile(from, h + j * block, block, rows, to, ldc);
       }
     }
     j += take;
@@ -128,5 +125,17 @@ struct RowSums {
     for (int i = 0; of_total && i < count; i++) to[i] += of_total[i];
   }
 };
+
+// to[i] = the total of element at + i of the RowSums *of_task(task) of all tasks.
+template <class T, class F>
+void row_totals(int tasks, const F& of_task, ptrdiff_t at, int count, T* to) {
+  constexpr int kMost = 64;
+  for (int i = 0; i < count; i += kMost) {
+    const int some = count - i < kMost ? count - i : kMost;
+    double total[kMost] = {};
+    for (int task = 0; task < tasks; task++) of_task(task)->add_to(total, at + i, some);
+    for (int j = 0; j < some; j++) to[i + j] = static_cast<T>(total[j]);
+  }
+}
 
 }  // namespace orthokern::ORTHOKERN_ISA

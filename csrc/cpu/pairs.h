@@ -11,13 +11,8 @@
 namespace orthokern::ORTHOKERN_ISA {
 
 // Whether kernels of pairs are built. args.bf16 says whether the CPU runs them.
-#if defined(__AVX512BW__)
 template <class T>
-constexpr bool kPairs = ORTHOKERN_HAVE_BF16 && sizeof(T) == 4;
-#else
-template <class T>
-constexpr bool kPairs = false;
-#endif
+constexpr bool kPairs = ORTHOKERN_HAVE_BF16 && kVectorBytes == 64 && sizeof(T) == 4;
 
 inline int pair_count(int n) { return (n + 1) / 2; }
 
@@ -73,17 +68,18 @@ __attribute__((noinline)) inline void pair_columns(const float* from, ptrdiff_t 
   }
 }
 
-// Pairs of consecutive rows: [blocks][rows][L] to [blocks][ceil(rows / 2)][L].
-__attribute__((noinline)) inline void pair_rows(const float* from, ptrdiff_t block, int rows, int blocks, float* to,
-                                                ptrdiff_t to_block) {
+// Pair k of consecutive rows of L elements, zeros from `rows` on.
+ORTHOKERN_INLINE V<float> pair_of_rows(const float* from, int k, int rows) {
   constexpr int L = kLanes<float>;
-  for (int b = 0; b < blocks; b++) {
-    const float* at = from + b * block;
-    for (int r = 0; r < rows; r += 2) {
-      const V<float> second = r + 1 < rows ? load(at + (r + 1) * L) : V<float>{};
-      store(to + b * to_block + r / 2 * L, pair_vectors(load(at + r * L), second));
-    }
-  }
+  const V<float> first = 2 * k < rows ? load(from + 2 * k * L) : V<float>{};
+  return pair_vectors(first, 2 * k + 1 < rows ? load(from + (2 * k + 1) * L) : V<float>{});
+}
+// Pairs of consecutive rows: [blocks][rows][L] to [blocks][depth][L].
+__attribute__((noinline)) inline void pair_rows(const float* from, ptrdiff_t block, int rows, int blocks, float* to,
+                                                ptrdiff_t to_block, int depth) {
+  for (int b = 0; b < blocks; b++)
+    for (int k = 0; k < depth; k++)
+      store(to + b * to_block + k * kLanes<float>, pair_of_rows(from + b * block, k, rows));
 }
 
 #endif

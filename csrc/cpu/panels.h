@@ -93,12 +93,11 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
   }
 }
 
-template <class T, int NV, bool TRANSPOSED>
+template <class T, int NV, bool TRANSPOSED, int MR = kMaxRows>
 inline ProductTile<T> product_tile_for_rows(int rows) {
-#define ORTHOKERN_ROWS(m) product_tile<T, (m <= kMaxRows ? m : 1), NV, TRANSPOSED>
-  static constexpr ProductTile<T> tiles[] = {ORTHOKERN_EACH_ROWS};
-#undef ORTHOKERN_ROWS
-  return tiles[rows - 1];
+  if constexpr (MR > 1)
+    if (rows < MR) return product_tile_for_rows<T, NV, TRANSPOSED, MR - 1>(rows);
+  return product_tile<T, MR, NV, TRANSPOSED>;
 }
 
 // Splits `rows` into the fewest register tiles, of nearly equal height.

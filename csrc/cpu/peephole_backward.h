@@ -17,14 +17,10 @@ struct PeepholeBackward {
   double* const sums;       // [3][round_up(N)]: gradients of the peepholes
   GatedRows<T> rows;
   // Blocked. What a step passes to the one before: to h by the product, and to c.
-  Scratch<T> acc, cell;
+  Scratch<T> acc = {}, cell = {};
   // Of i, f, g, o, at this step and at the one before: the product still reads the former when the epilogue of its
   // first columns writes the latter.
-  Scratch<T> d[kGates], d_next[kGates];
-
-  PeepholeBackward(const GatedPlan<T>& plan_, const PeepholeArgs& args_, const T* peephole_, double* sums_, int row0,
-                   int R)
-      : plan(plan_), args(args_), peephole(peephole_), sums(sums_), rows(plan_, args_, row0, R) {}
+  Scratch<T> d[kGates] = {}, d_next[kGates] = {};
 
   bool run() {
     if (!rows.allocate(acc, cell)) return false;

@@ -13,10 +13,8 @@ struct PeepholeForward {
   const PeepholeArgs& args;
   const T* const peephole;  // [3][round_up(N)]
   GatedRows<T> rows;
-  Scratch<T> state[2], acc, cell, in;  // blocked: h by the parity of the step, results of products, c, and i
-
-  PeepholeForward(const GatedPlan<T>& plan_, const PeepholeArgs& args_, const T* peephole_, int row0, int R)
-      : plan(plan_), args(args_), peephole(peephole_), rows(plan_, args_, row0, R) {}
+  Scratch<T> state[2] = {}, acc = {}, cell = {},
+             in = {};  // blocked: h by the parity of the step, results of products, c, and i
 
   bool run() {
     if (!rows.allocate(state[0], state[1], acc, cell, in)) return false;
@@ -31,42 +29,40 @@ struct PeepholeForward {
   void step(int64_t t) {
     const ptrdiff_t N = plan.N;
     Transfers<T> transfers[kGates];
-    rows.prefetch_gates(transfers, args.x, args.gates, t);
+    rows.prefetch_gates(transfers, t);
     rows.prefetch(&transfers[2], rows.at(args.cs, t, 1), N, t);
     rows.prefetch(&transfers[3], rows.at(args.hs, t, 1), N, t);
 
+    const T* h = state[t % 2];
     T *to_i = in, *c_of = cell, *next = state[1 - t % 2], *hs = rows.at(args.hs, t, 1), *cs = rows.at(args.cs, t, 1);
     const T *p_i = peephole, *p_f = p_i + plan.padded(), *p_o = p_f + plan.padded();
-    gate(t, 0, transfers, [=](int b, int, int, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
-      const V<T> i = sigmoid<T>(a + load(p_i + b * L) * load(c_of + at));
-      store(to_i + at, i);
-      return i;
-    });
-    gate(t, 1, transfers, [=](int b, int, int, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
-      const V<T> c = load(c_of + at), f = sigmoid<T>(a + load(p_f + b * L) * c);
-      store(c_of + at, f * c);
-      return f;
-    });
-    gate(t, 2, transfers, [=](int b, int count, int r, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
-      const V<T> g = vtanh<T>(a), c = load(c_of + at) + load(to_i + at) * g;
-      store(c_of + at, c);
-      write(cs + r * N + b * L, c, count, false);
-      return g;
-    });
-    gate(t, 3, transfers, [=](int b, int count, int r, ptrdiff_t at, V<T> a) __attribute__((always_inline)) {
-      const V<T> c = load(c_of + at), o = sigmoid<T>(a + load(p_o + b * L) * c);
-      const V<T> now = o * vtanh<T>(c);
-      store(next + at, now);
-      write(hs + r * N + b * L, now, count, false);
-      return o;
-    });
-  }
-  // value(b, count, r, at, the argument of gate g without the peephole)
-  template <class F>
-  ORTHOKERN_INLINE void gate(int64_t t, int g, Transfers<T>* transfers, const F& value) {
-    rows.gate(t, g, state[t % 2], acc, args.x, args.gates, transfers,
-              [=](int b, int count, int r, ptrdiff_t at, V<T> sum, V<T> x)
-                  __attribute__((always_inline)) { return value(b, count, r, at, sum + x); });
+    rows.gate(t, 0, h, acc, transfers,
+              [=](int b, int, int, ptrdiff_t at, V<T> a, V<T> x) __attribute__((always_inline)) {
+                const V<T> i = sigmoid<T>(a + x + load(p_i + b * L) * load(c_of + at));
+                store(to_i + at, i);
+                return i;
+              });
+    rows.gate(t, 1, h, acc, transfers,
+              [=](int b, int, int, ptrdiff_t at, V<T> a, V<T> x) __attribute__((always_inline)) {
+                const V<T> c = load(c_of + at), f = sigmoid<T>(a + x + load(p_f + b * L) * c);
+                store(c_of + at, f * c);
+                return f;
+              });
+    rows.gate(t, 2, h, acc, transfers,
+              [=](int b, int count, int r, ptrdiff_t at, V<T> a, V<T> x) __attribute__((always_inline)) {
+                const V<T> g = vtanh<T>(a + x), c = load(c_of + at) + load(to_i + at) * g;
+                store(c_of + at, c);
+                write(cs + r * N + b * L, c, count, false);
+                return g;
+              });
+    rows.gate(t, 3, h, acc, transfers,
+              [=](int b, int count, int r, ptrdiff_t at, V<T> a, V<T> x) __attribute__((always_inline)) {
+                const V<T> c = load(c_of + at), o = sigmoid<T>(a + x + load(p_o + b * L) * c);
+                const V<T> now = o * vtanh<T>(c);
+                store(next + at, now);
+                write(hs + r * N + b * L, now, count, false);
+                return o;
+              });
   }
 };
 

@@ -21,8 +21,8 @@ bool run(const PeepholeArgs& args, bool backward) {
   for (int k = 0; k < kPeepholes; k++)
     memcpy(peephole + k * plan.padded(), static_cast<const T*>(args.peephole) + k * plan.N, plan.N * sizeof(T));
   const bool ok = plan.each([&](int row0, int R, double* sums) {
-    if (backward) return PeepholeBackward<T>(plan, args, peephole, sums, row0, R).run();
-    return PeepholeForward<T>(plan, args, peephole, row0, R).run();
+    if (backward) return PeepholeBackward<T>{plan, args, peephole, sums, {plan, args, row0, R}}.run();
+    return PeepholeForward<T>{plan, args, peephole, {plan, args, row0, R}}.run();
   });
   if (!ok || !backward) return ok;
   T* to = static_cast<T*>(args.grad_peephole);

@@ -194,12 +194,12 @@ class Task {
 
   bool run() {
     if (!states.allocate((end - begin) * size()) || !zeros.allocate(row)) return false;
-    if (args.h && !sums.modes.allocate(size())) return false;
+    if (args.grad_re && !sums.modes.allocate(size())) return false;
     if (args.features && !allocate_chunk()) return false;
     for (int64_t b = begin; b < end; b++) start(b);
     for (int64_t i = 0; i < args.T; i += kSteps)
       for (int64_t b = begin; b < end; b++) chunk(b, i, i + kSteps < args.T ? i + kSteps : args.T);
-    if (args.h)
+    if (args.grad_re)
       for (int64_t b = begin; b < end; b++) finish(b);
     return true;
   }
@@ -230,9 +230,9 @@ class Task {
     return chunk_rows.allocate(blocks(call.columns, 2 * kLanes<T>)) &&
            features.allocate(blocks(call.D + 1, kLanes<T>)) &&
            (!args.grad_features || gradients.allocate(blocks(call.D, 2 * kLanes<T>))) &&
-           (!args.h || sums.weight.allocate(
-                           static_cast<size_t>(round_up(call.columns, kLanes<T>)) * round_up(call.D + 1, kLanes<T>),
-                           args.T * args.B));
+           (!args.grad_re || sums.weight.allocate(static_cast<size_t>(round_up(call.columns, kLanes<T>)) *
+                                                      round_up(call.D + 1, kLanes<T>),
+                                                  args.T * args.B));
   }
   void start(int64_t b) {
     const T* from = static_cast<const T*>(args.z0) + b * row;
@@ -270,7 +270,7 @@ class Task {
       block_rows<T>(from, rows * call.D, count, call.D, features, kBlock);
       T* const ones = features + call.D / kLanes<T> * kBlock + call.D % kLanes<T>;
       for (int r = 0; r < count; r++) ones[r * kLanes<T>] = 1;
-      if (args.h) {
+      if (args.grad_re) {
         steps.z = inner;
       } else {
         const Segment<T> depth = {features, kBlock, call.D + 1};
@@ -283,16 +283,16 @@ class Task {
       for (stop = from + 1; stop < last && !starts_from_zero(stop, b);) stop++;
       advance(b, args.T - stop, steps.part(static_cast<int>(from - i), static_cast<int>(stop - i)));
     }
-    if (args.features && args.h) add_products(at, rows, count);
+    if (args.features && args.grad_re) add_products(at, rows, count);
   }
   // first: with h, the step of the sequence that is the last one here.
   void advance(int64_t b, int64_t first, const Steps<T>& steps) {
-    const bool begins = args.h && (first == 0 || is_reset(first, b));  // then the state before it is not in h
+    const bool begins = args.grad_re && (first == 0 || is_reset(first, b));  // then the state before it is not in h
     Steps<T> rest = steps.part(steps.count - begins, steps.count);
     if (begins) rest.h.first = is_reset(first, b) ? zeros.get() : static_cast<const T*>(args.h0) + b * row;
     for (int g = 0; g < modes.groups; g++) {
       double* const here = state(b) + g * 2 * kGroup * kWide;
-      double* const to = args.h ? sums.modes + g * 2 * kGroup * kWide : nullptr;
+      double* const to = args.grad_re ? sums.modes + g * 2 * kGroup * kWide : nullptr;
       if (steps.count > begins) modes.advance(g, steps.part(0, steps.count - begins), here, to);
       if (begins) modes.advance(g, rest, here, to);
     }
@@ -325,16 +325,14 @@ void collect(const Call<T, X>& call, const TaskSums<Sums<T>>& sums, int tasks) {
   }
   if (!args.features) return;
   T *weight = static_cast<T*>(args.grad_weight), *bias = static_cast<T*>(args.grad_bias);
-  const ptrdiff_t D = call.D, ldc = round_up(call.D + 1, kLanes<T>);
+  const ptrdiff_t ldc = round_up(call.D + 1, kLanes<T>);
+  const auto of_task = [&](int task) { return &sums[task].weight; };
   for (int c = 0; c < call.columns; c++) {
     bool repeated = false;
     const int n = call.modes.element(c, &repeated);
     if (n < 0 || repeated) continue;
-    for (ptrdiff_t d = 0; d <= D; d++) {
-      double sum = 0;
-      for (int task = 0; task < tasks; task++) sums[task].weight.add_to(&sum, c * ldc + d, 1);
-      (d < D ? weight[n * D + d] : bias[n]) = static_cast<T>(sum);
-    }
+    row_totals(tasks, of_task, c * ldc, call.D, weight + n * ptrdiff_t{call.D});
+    row_totals(tasks, of_task, c * ldc + call.D, 1, bias + n);
   }
 }
 
@@ -349,7 +347,7 @@ bool run_scan(const RotationArgs& args) {
     return Task<T, X>(call, args.B * task / tasks, args.B * (task + 1) / tasks, &sums[task]).run();
   });
   if (!ok) return false;
-  if (args.h) collect(call, sums, tasks);
+  if (args.grad_re) collect(call, sums, tasks);
   return true;
 }
 

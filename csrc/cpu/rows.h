@@ -38,6 +38,13 @@ struct RowSteps {
     }
     return true;
   }
+  // Zeros for the padding of a result [steps, batch, columns], or of none.
+  template <class T>
+  void clear_padding(void* result, ptrdiff_t columns) const {
+    for (int64_t t = shortest; result && t < steps; t++)
+      for (int r = 0; r < R; r++)
+        if (ended(r, t)) memset(static_cast<T*>(result) + (t * batch + row0 + r) * columns, 0, columns * sizeof(T));
+  }
   bool ended(int r, int64_t t) const { return length[r] <= t; }
   bool gapless(int64_t t) const { return running[t] == active[t]; }
   // The flags of the rows at step t, if any of the first R_t resets there; else null.

@@ -39,7 +39,7 @@ namespace orthokern::ORTHOKERN_ISA {
 
 template <class T>
 bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
-  const ScanArgs& args = *plan.args;
+  const ScanArgs& args = plan.args;
   const int64_t N = plan.N, every = args.checkpoint_every;
   const TileRelease release(plan.tiles);
   ScanRows<T> rows(plan, row0, R);
@@ -52,25 +52,32 @@ bool forward_rows(const ScanPlan<T>& plan, int row0, int R) {
     if (ckpt && t % every == 0) {
       const int kept = t > 0 ? rows.active[t - 1] : R;
       unblock_rows<T>(rows.state, rows.block, kept, N, ckpt + ((t / every) * args.B + row0) * N, N);
-      rows.clear_rest(t / every, kept, ckpt, N);
+      memset(ckpt + ((t / every) * args.B + row0 + kept) * N, 0, (R - kept) * N * sizeof(T));
     }
     const int64_t at = (t * args.B + row0) * N;
     if (t < rows.longest) rows.step(t, hs + at, pre ? pre + at : nullptr, plan.stream);
-    rows.clear_rest(t, rows.active[t], hs, N);
-    if (pre) rows.clear_rest(t, rows.active[t], pre, N);
   }
   if (plan.stream) {
     rows.write_last(hs + ((rows.longest - 1) * args.B + row0) * N);
     stream_fence();
   }
+  rows.template clear_padding<T>(hs, N);
+  rows.template clear_padding<T>(pre, N);
   return true;
+}
+
+template <template <class, class> class Direct, class T>
+bool run_direct(const ScanArgs& args) {
+  bool ok = true;
+  visit_activation(args.activation, [&](auto a) { ok = Direct<T, decltype(a)>{args}.run(); });
+  return ok;
 }
 
 template <class T>
 bool scan_forward(const ScanArgs& args) {
-  if (direct_serves(args)) return scan_direct<T>(args);
-  ScanPlan<T> plan;
-  if (!prepare_scan(&plan, args, false)) return false;
+  if (direct_serves(args)) return run_direct<DirectScan, T>(args);
+  ScanPlan<T> plan{args, false};
+  if (!plan.prepare()) return false;
   return run_tasks(plan.threads, [&](int task) {
     return each_group(plan.begin, task, kGroupRows, [&](int row0, int R) { return forward_rows(plan, row0, R); });
   });
@@ -78,9 +85,9 @@ bool scan_forward(const ScanArgs& args) {
 
 template <class T>
 bool scan_backward(const ScanArgs& args) {
-  if (direct_backward_serves(args)) return scan_direct_backward<T>(args);
-  ScanPlan<T> plan;
-  if (!prepare_scan(&plan, args, true)) return false;
+  if (direct_backward_serves(args)) return run_direct<DirectBackward, T>(args);
+  ScanPlan<T> plan{args, true};
+  if (!plan.prepare()) return false;
   const int rows = plan.low_rank() ? kMaxRows : kGroupRows;
   const bool parts = plan.B > rows || args.T * args.B > args.D;  // of the sums of tokens
   TaskSums<ScanSums<T>> sums;

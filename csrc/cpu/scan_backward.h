@@ -21,7 +21,8 @@ struct BackwardStep {
   int unmasked;           // the first rows that need no test of their length
   const T* grad_h;        // g_t
   const T* pre;           // a_t, or null
-  const T* h;             // h_t, blocked
+  const T* h;             // h_t in the ring, blocked, of the rows that have a step t + 1
+  const T* ending;        // h_t of all rows
   T* delta;               // delta_t, blocked
   T* delta_out;           // where delta_t goes as rows, or null
   const int64_t* ids;     // of the tokens whose gradients are wanted, or null
@@ -35,51 +36,33 @@ struct BackwardRows {
   const ScanArgs& args;
   ScanSums<T>* sums;
   ScanRows<T> rows;
-  const int row0, R;
-  const int64_t N, B;
-  const int64_t every;         // steps of a segment between checkpoints, or 0
-  const int blocks, x_blocks;  // of N columns, and of X
-  const bool needs_input;      // the derivative of the activation or of the leak reads a_t
-  T* const delta_out;          // grad_x where delta is that, or null
-  const bool dx_out;           // grad_x is that of the features
-  const int slots;             // steps of R rows that fit into a ring: two where nothing is summed over its rows
-  const ptrdiff_t ring_block;  // elements from one block of a ring to the next
-  const ptrdiff_t ldc;
-  int64_t token_steps;  // of a part of the sums of tokens, see RowSums; 0 without tokens
-  int used;             // rows of the ring in use
+  const int row0 = rows.row0, R = rows.R;
+  const int64_t N = plan.N, B = plan.B;
+  const int64_t every = args.checkpoint_every;                           // steps of a segment between checkpoints, or 0
+  const int blocks = plan.blocks(), x_blocks = round_up(plan.X, L) / L;  // of N columns, and of X
+  // the derivative of the activation or of the leak reads a_t
+  const bool needs_input = reads_of(args.activation) == act::kInput || args.leak;
+  T* const delta_out = static_cast<T*>(delta_result(args));  // grad_x where delta is that, or null
+  const bool dx_out = args.grad_x && plan.X != 0;            // grad_x is that of the features
+  // steps of R rows that fit into a ring: at least two, as a dense map still reads delta_{t+1} while the first columns
+  // of delta_t are written
+  const int slots = plan.params && plan.ring_rows() > 2 * R ? plan.ring_rows() / R : 2;
+  const ptrdiff_t ring_block = static_cast<ptrdiff_t>(slots) * R * L;  // elements from one block of a ring to the next
+  const ptrdiff_t ldc = plan.summed_columns();
+  int64_t token_steps = 0;  // of a part of the sums of tokens, see RowSums; 0 without tokens
+  int used = 0;             // rows of the ring in use
   // finish_blocks of the activation
   void (BackwardRows::*finish)(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square);
 
-  // Rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]; h_t [N/L][R][L] of the rows that end with
-  // step t.
-  Scratch<T> delta, inputs, dx, ending;
+  Scratch<T> delta, inputs, dx;  // rings [N/L][slots * R][L] and [(N + X)/L][slots * R][L]; [D/L][R][L]
   // factored: s U^T delta_t of the last step, [K/L][R][L]; thin: rings [K/L][slots * R][L] of it and of V^T h_{t-1}
   Scratch<T> of_u, of_v;
   Scratch<T> ghat;                         // with a leak: ghat_{t+1} [N/L][R][L], zeros for rows that have not begun
   Scratch<T> paired_delta, paired_inputs;  // with plan.pairs: pairs of rows of the rings
   Scratch<T> segment, segment_pre;  // with checkpoints: states (and pre-activations) of one segment, [every][R][N]
 
-  // At least two steps fit: a dense map still reads delta_{t+1} while the first columns of delta_t are written.
   BackwardRows(const ScanPlan<T>& plan_, ScanSums<T>* sums_, int row0_, int R_)
-      : plan(plan_),
-        args(*plan_.args),
-        sums(sums_),
-        rows(plan_, row0_, R_),
-        row0(row0_),
-        R(R_),
-        N(plan_.N),
-        B(plan_.B),
-        every(args.checkpoint_every),
-        blocks(plan_.blocks()),
-        x_blocks(round_up(plan_.X, L) / L),
-        needs_input(reads_of(args.activation) == act::kInput || args.leak),
-        delta_out(static_cast<T*>(delta_result(args))),
-        dx_out(args.grad_x && plan_.X != 0),
-        slots(plan_.params && plan_.ring_rows() > 2 * R_ ? plan_.ring_rows() / R_ : 2),
-        ring_block(static_cast<ptrdiff_t>(slots) * R_ * L),
-        ldc(plan_.summed_columns()),
-        token_steps(0),
-        used(0) {
+      : plan(plan_), args(plan_.args), sums(sums_), rows(plan_, row0_, R_) {
     visit_activation(args.activation, [this](auto a) {
       using A = decltype(a);
       finish = args.leak ? &BackwardRows::finish_blocks<A, true> : &BackwardRows::finish_blocks<A, false>;
@@ -90,8 +73,7 @@ struct BackwardRows {
 
   bool allocate() {
     if (!rows.allocate() || !rows.place_steps(slots * R)) return false;
-    if (!ending.allocate(static_cast<size_t>(blocks) * L * R) ||
-        (args.leak && !ghat.allocate(static_cast<size_t>(blocks) * L * R)) ||
+    if ((args.leak && !ghat.allocate(static_cast<size_t>(blocks) * L * R)) ||
         !delta.allocate(static_cast<size_t>(blocks) * ring_block) ||
         !inputs.allocate(static_cast<size_t>(blocks + x_blocks) * ring_block) ||
         (dx_out && !dx.allocate(static_cast<size_t>(round_up(plan.D, 2 * L)) * R)))
@@ -126,8 +108,6 @@ struct BackwardRows {
     const int64_t start = segment_start(t);
     return k < start ? states + ((k + 1) / every * B + row0) * N : segment + static_cast<ptrdiff_t>(k - start) * R * N;
   }
-  // g_t as rows N apart.
-  const T* grad_rows(int64_t t) const { return static_cast<const T*>(args.grad_hs) + (t * B + row0) * N; }
   // a_t as rows N apart, or null.
   const T* pre_rows(int64_t t) const {
     if (!needs_input) return nullptr;
@@ -143,7 +123,6 @@ struct BackwardRows {
     for (int64_t t = last; t >= 0; t--) {
       if (t == last || rows.place[t + 1] == 0) used = rows.place[t] + rows.active[t];
       if (every && (t == last || (t + 1) % every == 0)) recompute_segment(t);
-      read_ending(t);
       SquareSum<T> square;
       const BackwardStep<T> step = step_at(t);
       compute_delta(step, &square);
@@ -162,11 +141,8 @@ struct BackwardRows {
     if (const uint8_t* flags = rows.resets_at(0)) take_messages(flags, 0, 0, blocks);
     if (args.leak) pass_leak_to_h0();
     if (args.grad_h0) unblock_rows<T>(message(), rows.block, R, plan.N, static_cast<T*>(args.grad_h0) + row0 * N, N);
-    for (int64_t t = 0; t < args.T; t++) {
-      if (delta_out) rows.clear_rest(t, rows.active[t], delta_out, plan.N);
-      if (dx_out) rows.clear_rest(t, rows.active[t], grad_x(), plan.D);
-    }
     if (plan.stream && delta_out) stream_fence();
+    if (delta_out || dx_out) rows.template clear_padding<T>(args.grad_x, plan.D);
     return true;
   }
 
@@ -181,28 +157,21 @@ struct BackwardRows {
     }
   }
 
-  // h_t of the rows that end with step t. That of the others is in the ring, from step t + 1.
-  void read_ending(int64_t t) {
-    const T* from = state_rows(t, t);
-    for (int r = 0; r < rows.active[t]; r++)
-      if (rows.length[r] == t + 1) block_rows<T>(from + r * N, N, 1, N, ending + r * L, rows.block);
-  }
-
   BackwardStep<T> step_at(int64_t t) const {
     const ptrdiff_t here = (t * B + row0) * N;
     const bool unmasked = !needs_input && rows.gapless(t) && rows.gapless(t + 1);
-    BackwardStep<T> step;
-    step.t = t;
-    step.rows = rows.active[t];
-    step.unmasked = unmasked ? rows.active[t + 1] : 0;
-    step.grad_h = grad_rows(t);
-    step.pre = pre_rows(t);
-    step.h = inputs + (t < rows.longest - 1 ? place(t + 1) : 0);
-    step.delta = delta + place(t);
-    step.delta_out = delta_out && !plan.stream ? delta_out + here : nullptr;
-    step.ids = args.tokens && plan.params ? args.tokens + t * B + row0 : nullptr;
-    step.resets = t < rows.longest - 1 ? rows.resets_at(t + 1) : nullptr;
-    return step;
+    const bool last = t == rows.longest - 1;
+    return {t,
+            rows.active[t],
+            unmasked ? rows.active[t + 1] : 0,
+            static_cast<const T*>(args.grad_hs) + here,
+            pre_rows(t),
+            inputs + (last ? 0 : place(t + 1)),
+            state_rows(t, t),
+            delta + place(t),
+            delta_out && !plan.stream ? delta_out + here : nullptr,
+            args.tokens && plan.params ? args.tokens + t * B + row0 : nullptr,
+            last ? nullptr : rows.resets_at(t + 1)};
   }
 
   // delta_t in the ring, as the epilogue of map^T(delta_{t+1}), and |dL/dh_t|^2.
@@ -302,59 +271,40 @@ struct BackwardRows {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
     for (int b = first; b < last && b < blocks; b++) {
       V<T> param_grad = V<T>{}, leak_grad = V<T>{};
-      const int r = lanes_of<T>(N, b) == L ? finish_unmasked_rows<A>(step, b, square, &param_grad) : 0;
-      finish_masked_rows<A, LEAK>(step, r, b, square, &param_grad, &leak_grad);
+      const int r = lanes_of<T>(N, b) == L ? step.unmasked : 0;
+      finish_rows<A, false, true>(step, 0, r, b, square, &param_grad, nullptr);
+      finish_rows<A, LEAK, false>(step, r, step.rows, b, square, &param_grad, &leak_grad);
       if (step.delta_out) write_block(step, b);
       if (step.ids) add_to_table(step, b);
       if (A::has_parameter) add_units(sums->param + b * L, param_grad);
       if (LEAK) add_units(sums->leak + b * L, leak_grad);
     }
   }
-  // Nearly all rows: no branch inside the loop. Returns how many.
-  template <class A>
-  ORTHOKERN_INLINE int finish_unmasked_rows(const BackwardStep<T>& step, int b, SquareSum<T>* square,
-                                            V<T>* param_grad) {
+  // Rows [from, to) of a block. UNMASKED: nearly all rows, with no branch inside the loop. Of the others some may have
+  // ended before step t or end with it, or they read a_t.
+  template <class A, bool LEAK, bool UNMASKED>
+  ORTHOKERN_INLINE void finish_rows(const BackwardStep<T>& step, int from, int to, int b, SquareSum<T>* square,
+                                    V<T>* param_grad, V<T>* leak_grad) {
+    constexpr bool kReadsPre = !UNMASKED && (A::needs_input || LEAK);
     const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
-    const int64_t stride = N;
-    const int count = step.unmasked;
+    const int count = UNMASKED ? L : lanes_of<T>(N, b);
     T* d_to = step.delta + b * ring_block;
-    const T* h_at = step.h + b * ring_block;
-    const T* q_at = message() + b * rows.block;
-    const T* g_at = step.grad_h + b * L;
+    const T *h_at = step.h + b * ring_block, *q_at = message() + b * rows.block, *g_at = step.grad_h + b * L;
+    const int64_t stride = N;
     SquareSum<T> total = *square;
     V<T> param_total = *param_grad;
-    for (int r = 0; r < count; r++) {
-      const V<T> g = load(g_at + r * stride) + load(q_at + r * L);
-      total.add(g);
-      const V<T> h = load(h_at + r * L);
-      store(d_to + r * L, clip(activate_grad<T, A>(h, g, param, &param_total), bound));
-    }
-    *square = total, *param_grad = param_total;
-    return count;
-  }
-  // Rows from `from` on, of which some may have ended before step t or end with it, or which read a_t.
-  template <class A, bool LEAK>
-  ORTHOKERN_INLINE void finish_masked_rows(const BackwardStep<T>& step, int from, int b, SquareSum<T>* square,
-                                           V<T>* param_grad, V<T>* leak_grad) {
-    const V<T> param = load(plan.param + b * L), bound = splat<T>(plan.clip);
-    const int count = lanes_of<T>(N, b);
-    T* d_to = step.delta + b * ring_block;
-    const T* h_at = step.h + b * ring_block;
-    const T* q_at = message() + b * rows.block;
-    const T* g_at = step.grad_h + b * L;
-    for (int r = from; r < step.rows; r++) {
-      if (rows.ended(r, step.t)) {
+    for (int r = from; r < to; r++) {
+      if (!UNMASKED && rows.ended(r, step.t)) {
         store(d_to + r * L, V<T>{});
         continue;
       }
-      const bool ends = rows.length[r] == step.t + 1;
-      V<T> g = load_part(g_at + r * N, count);
+      const bool ends = !UNMASKED && rows.length[r] == step.t + 1;
+      V<T> g = read(g_at + r * stride, count);
       if (!ends) g += load(q_at + r * L);
-      const bool reads_pre = A::needs_input || LEAK;
-      const V<T> h = load(ends ? ending + b * rows.block + r * L : h_at + r * L);
-      V<T> saved = reads_pre ? load_part(step.pre + r * N + b * L, count) : h;
+      const V<T> h = ends ? read(step.ending + r * stride + b * L, count) : load(h_at + r * L);
+      V<T> saved = kReadsPre ? read(step.pre + r * stride + b * L, count) : h;
       if (LEAK) g += take_leak(b, r, h, leak_grad);
-      square->add(g);
+      total.add(g);
       if (LEAK) {
         store(ghat + b * rows.block + r * L, g);
         const V<T> phi = activate<T, A>(saved, param);
@@ -362,8 +312,9 @@ struct BackwardRows {
         g *= load(plan.leak + b * L);
         if (!A::needs_input) saved = phi;
       }
-      store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, param_grad), bound));
+      store(d_to + r * L, clip(activate_grad<T, A>(saved, g, param, &param_total), bound));
     }
+    *square = total, *param_grad = param_total;
   }
   // delta_t of one block to its result.
   ORTHOKERN_INLINE void write_block(const BackwardStep<T>& step, int b) const {
@@ -425,20 +376,20 @@ struct BackwardRows {
   void add_ring_to(T* to) {
     const T* from = args.grad_m ? inputs : inputs + blocks * ring_block;
     const int columns = static_cast<int>(ldc / L);
+    const int depth = paired_depth(used, plan.tiles);
+    if constexpr (kPairs<T>)
+      if (plan.pairs) pair_rows(from, ring_block, used, columns, paired_inputs, paired_block(), depth);
     if constexpr (kTiles<T>) {
       if (plan.tiles) {
-        const int depth = paired_depth(used, true);
         pair_rows_transposed(delta, ring_block, used, blocks, paired_delta, depth);
-        pair_rows_padded(from, ring_block, used, columns, paired_inputs, paired_block(), depth);
         outer_add_tiles(paired_delta, blocks, paired_inputs, columns, paired_block(), depth, to, ldc);
         return;
       }
     }
     if constexpr (kPairs<T>) {
       if (plan.pairs) {
-        pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block());
-        pair_rows(from, ring_block, used, columns, paired_inputs, paired_block());
-        outer_add<T, true>(paired_delta, blocks, paired_inputs, columns, paired_block(), pair_count(used), to, ldc);
+        pair_rows(delta, ring_block, used, blocks, paired_delta, paired_block(), depth);
+        outer_add<T, true>(paired_delta, blocks, paired_inputs, columns, paired_block(), depth, to, ldc);
         return;
       }
     }

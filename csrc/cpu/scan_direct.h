@@ -70,11 +70,4 @@ inline bool direct_serves(const ScanArgs& args) {
   return args.T * args.B <= kDirectRows && !args.lengths && !args.resets && !args.checkpoint_every;
 }
 
-template <class T>
-bool scan_direct(const ScanArgs& args) {
-  bool ok = true;
-  visit_activation(args.activation, [&](auto a) { ok = DirectScan<T, decltype(a)>{args}.run(); });
-  return ok;
-}
-
 }  // namespace orthokern::ORTHOKERN_ISA

@@ -116,15 +116,15 @@ struct DirectBackward {
     auto x = [this](int r) { return at(args.x) + static_cast<ptrdiff_t>(r) * D; };
     direct_outer<T>(args.threads, rows, d, h, args.grad_m, N, N);
     if (args.weight) direct_outer<T>(args.threads, rows, d, x, args.grad_weight, N, D);
-    direct_sum<T>(rows, d, args.grad_bias, N);
+    const T one = 1;
+    direct_outer<T>(args.threads, rows, [&](int) { return &one; }, d, args.grad_bias, 1, N);
   }
-  bool input_gradients() {
+  void input_gradients() {
     for (int b = 0; b < B && args.grad_h0; b++)
       memcpy(at(args.grad_h0) + b * static_cast<ptrdiff_t>(N), message + b * wide, N * sizeof(T));
-    if (!args.grad_x) return true;
-    if (args.weight) return direct_features<T>(at(args.weight), D, N, delta, wide, rows, at(args.grad_x));
-    for (int r = 0; r < rows; r++) memcpy(at(args.grad_x) + r * static_cast<ptrdiff_t>(N), delta_row(r), N * sizeof(T));
-    return true;
+    T* const to = at(args.grad_x);
+    if (to && args.weight) direct_columns<T, false>(at(args.weight), D, 0, D, N, delta, wide, rows, nullptr, to, D);
+    for (int r = 0; to && !args.weight && r < rows; r++) memcpy(to + r * ptrdiff_t{N}, delta_row(r), N * sizeof(T));
   }
 
   bool run() {
@@ -142,20 +142,14 @@ struct DirectBackward {
     if (args.grad_act_param)
       write_param_grad(at(args.grad_act_param), args.act_param_size, N, [&](int64_t n) { return param_grad[n]; });
     parameter_gradients();
-    return (!args.grad_first || factor_gradients()) && input_gradients();
+    input_gradients();
+    return !args.grad_first || factor_gradients();
   }
 };
 
 // Whether a call of scan_bwd is one of a few steps that may read the weights in place.
 inline bool direct_backward_serves(const ScanArgs& args) {
   return direct_serves(args) && !args.tokens && args.clip == __builtin_inf() && !args.leak;
-}
-
-template <class T>
-bool scan_direct_backward(const ScanArgs& args) {
-  bool ok = true;
-  visit_activation(args.activation, [&](auto a) { ok = DirectBackward<T, decltype(a)>{args}.run(); });
-  return ok;
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

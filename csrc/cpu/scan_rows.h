@@ -15,14 +15,13 @@ struct ScanRows : RowSteps {
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
   Scratch<T> paired, paired_x;   // with plan.pairs: those of the state or of z, [max(N, K)/2L][R][L]; [X/2L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
-  Scratch<T> streamed;           // [R][N]: h_{t-1} of the rows that reset at step t, where states are streamed
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
   // activate_blocks of the activation
   void (ScanRows::*epilogue)(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const;
 
   ScanRows(const ScanPlan<T>& plan_, int row0_, int R_)
-      : RowSteps(*plan_.args, row0_, R_), plan(plan_), args(*plan_.args), block(R_ * L) {
+      : RowSteps(plan_.args, row0_, R_), plan(plan_), args(plan_.args), block(R_ * L) {
     visit_activation(args.activation, [this](auto a) {
       using A = decltype(a);
       epilogue = args.leak ? &ScanRows::activate_blocks<A, true> : &ScanRows::activate_blocks<A, false>;
@@ -34,7 +33,6 @@ struct ScanRows : RowSteps {
     const size_t n = static_cast<size_t>(round_up(plan.N, 2 * L)) * R;
     return state.allocate(n) && next.allocate(n) && z.allocate(static_cast<size_t>(round_up(plan.K, 2 * L)) * R) &&
            x.allocate(static_cast<size_t>(round_up(plan.X, L)) * R) && e_rows.allocate(R) && count_steps() &&
-           (!args.resets || !plan.stream || streamed.allocate(static_cast<size_t>(R) * plan.N)) &&
            (!plan.pairs || (paired.allocate(n) && paired_x.allocate(static_cast<size_t>(round_up(plan.X, 2 * L)) * R)));
   }
   // A factor of a product: `columns` columns of a blocked matrix, or with plan.pairs their pairs, which go to `pairs`.
@@ -73,19 +71,11 @@ struct ScanRows : RowSteps {
       }
     }
   }
-  // Sets rows that ended before step t, among the first R_t, to zero: in a blocked matrix, and in a row-major one.
+  // Sets rows of a blocked matrix that ended before step t, among the first R_t, to zero.
   void clear_ended(int64_t t, T* rows, ptrdiff_t rows_block, int count) const {
     for (int r = 0; r < active[t]; r++)
       if (ended(r, t))
         for (int b = 0; b < count; b++) store(rows + b * rows_block + r * L, V<T>{});
-  }
-  void clear_ended(int64_t t, T* rows) const {
-    for (int r = 0; r < active[t]; r++)
-      if (ended(r, t)) memset(rows + static_cast<ptrdiff_t>(r) * plan.N, 0, plan.N * sizeof(T));
-  }
-  // Rows [from, R) of the batch at one step of a row-major [.., B, columns].
-  void clear_rest(int64_t step, int from, T* rows, int columns) const {
-    memset(rows + (step * args.B + row0 + from) * columns, 0, static_cast<size_t>(R - from) * columns * sizeof(T));
   }
 
   // x_t and the one for the bias, blocked.
@@ -107,29 +97,25 @@ struct ScanRows : RowSteps {
       transfers->prefetch(rows + later * step, plan.N, L, active[later], plan.blocks() < 2 ? plan.blocks() : 2);
   }
 
-  // One step: state <- h_t, written to h_out (and a_t to pre_out) as rows `N` apart; either may be null. With `stream`,
+  // One step: state <- h_t, written to h_out (and a_t to pre_out, which may be null) as rows `N` apart. With `stream`,
   // h_t only goes to the state, and the next step's product writes it with streaming stores.
   void step(int64_t t, T* h_out, T* pre_out, bool stream) {
     const int N = plan.N, R_t = active[t];
-    // Rows that reset are overwritten before the product. With `stream`, their h_{t-1} has not been written yet, and
-    // the product's transfers write the overwritten rows. So h_{t-1} is kept, and written after the product.
+    // Rows that reset are overwritten before the product. With `stream`, h_{t-1} has not been written yet, and is
+    // written here, not by the product's transfers.
     const uint8_t* const flags = resets_at(t);
-    const bool behind = flags && h_out && stream && t > 0;
+    const bool behind = stream && t > 0;
+    T* const h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
     if (flags) {
-      if (behind)
-        for (int r = 0; r < R_t; r++)
-          if (resets(flags, r, t))
-            unblock_rows<T>(state + r * L, block, 1, N, streamed + static_cast<ptrdiff_t>(r) * N, N);
+      if (behind) unblock_rows<T>(state, block, active[t - 1], N, h_before, N);
       put_reset_state(flags, t, state, block);
     }
     Transfers<T> during_first, during_last;  // the factored map's first product, and the last product
     const bool has_e = read_input(t, &during_last);
-    if (h_out && stream && t > 0) {
-      T* h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
+    if (behind && !flags)
       (plan.factored ? during_first : during_last)
           .stream(state, L, block, h_before, N, L, active[t - 1], plan.blocks());
-    }
-    if (h_out && !stream) during_last.prefetch(h_out, N, L, R_t, plan.blocks());
+    if (!stream) during_last.prefetch(h_out, N, L, R_t, plan.blocks());
     Segment<T> segments[2];
     const bool in_place = plan.factored && !args.leak;  // the first product is the last to read the old state
     T* out = in_place ? state : next;
@@ -143,18 +129,7 @@ struct ScanRows : RowSteps {
     segments[1] = factor(x, block, R_t, plan.X, paired_x);
     multiply<T>(segments, plan.X ? 2 : 1, plan.second, R_t, out, block, &during_last,
                 [&](int first, int last) { (this->*epilogue)(first, last, R_t, has_e, out, h_out, pre_out, stream); });
-    if (behind) {
-      stream_fence();  // the streaming stores to the same place come first
-      T* h_before = h_out - static_cast<ptrdiff_t>(args.B) * N;
-      for (int r = 0; r < R_t; r++)
-        if (resets(flags, r, t))
-          memcpy(h_before + static_cast<ptrdiff_t>(r) * N, streamed + static_cast<ptrdiff_t>(r) * N, N * sizeof(T));
-    }
-    if (!gapless(t)) {
-      clear_ended(t, out, block, plan.blocks());
-      if (!stream) clear_ended(t, h_out);
-      if (pre_out) clear_ended(t, pre_out);
-    }
+    if (!gapless(t)) clear_ended(t, out, block, plan.blocks());
     if (!in_place) state.swap(next);
   }
   // The input of step t: sets e_rows and returns true, or reads the features into x. Prefetches the next step's.

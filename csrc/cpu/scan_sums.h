@@ -17,7 +17,7 @@ struct ScanSums {
 
   // parts: whether the sums of tokens have several.
   bool allocate(const ScanPlan<T>& plan, bool parts) {
-    const ScanArgs& args = *plan.args;
+    const ScanArgs& args = plan.args;
     const size_t padded = plan.padded(), thin = padded * round_up(plan.K, kLanes<T>);
     const int64_t rows = args.T * args.B;
     return param.allocate(padded) && leak.allocate(padded) && norm.allocate(args.T) &&
@@ -32,34 +32,23 @@ template <class T>
 void collect_param(const ScanPlan<T>& plan, const ScanSums<T>* sums, Scratch<double> ScanSums<T>::* part, void* to,
                    int64_t size) {
   if (!to) return;
-  write_param_grad(static_cast<T*>(to), size, plan.args->N, [&](int64_t n) {
+  write_param_grad(static_cast<T*>(to), size, plan.args.N, [&](int64_t n) {
     return task_total(plan.threads, [&](int i) { return (sums[i].*part).get(); }, n);
   });
-}
-
-// to[i] = the total of element `at` + i of one member of ScanSums.
-template <class T>
-void totals(const ScanPlan<T>& plan, const ScanSums<T>* sums, RowSums<T> ScanSums<T>::* part, ptrdiff_t at, int count,
-            T* to) {
-  constexpr int kMost = 64;
-  for (int i = 0; i < count; i += kMost) {
-    const int some = count - i < kMost ? count - i : kMost;
-    double total[kMost] = {};
-    for (int task = 0; task < plan.threads; task++) (sums[task].*part).add_to(total, at + i, some);
-    for (int j = 0; j < some; j++) to[i + j] = static_cast<T>(total[j]);
-  }
 }
 
 // M = sum_t delta_t h_{t-1}^T, and the gradients of W_in and b for features.
 template <class T>
 void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  const ScanArgs& args = *plan.args;
+  const ScanArgs& args = plan.args;
   const int N = plan.N, before = plan.state_columns();
   const ptrdiff_t ldc = plan.summed_columns();
   // row n of a result [N, count] <- columns `from` and so on of the sums
   const auto write = [&](void* to, int n, ptrdiff_t from, int count) {
     if (to)
-      totals(plan, sums, &ScanSums<T>::gradients, n * ldc + from, count, static_cast<T*>(to) + n * ptrdiff_t{count});
+      row_totals(
+          plan.threads, [&](int i) { return &sums[i].gradients; }, n * ldc + from, count,
+          static_cast<T*>(to) + n * ptrdiff_t{count});
   };
   direct_share(args.threads, N * ldc * sizeof(T), N, 1, [&](int first, int last) {
     for (int n = first; n < last; n++) {
@@ -73,15 +62,15 @@ void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 // The gradients of V, s and U from M^T U diag(s) and M V.
 template <class T>
 void collect_factors(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
-  const ScanArgs& args = *plan.args;
+  const ScanArgs& args = plan.args;
   const int N = plan.N, K = plan.K, across = round_up(K, kLanes<T>);
   const T *u = static_cast<const T*>(args.second), *s = static_cast<const T*>(args.scale);
   T *of_v = static_cast<T*>(args.grad_first), *of_u = static_cast<T*>(args.grad_second);
   direct_share(args.threads, static_cast<size_t>(N) * K * sizeof(T), N, 1, [&](int first, int last) {
     for (int n = first; n < last; n++) {
       const ptrdiff_t from = static_cast<ptrdiff_t>(n) * across, to = static_cast<ptrdiff_t>(n) * K;
-      totals(plan, sums, &ScanSums<T>::mt_u, from, K, of_v + to);
-      totals(plan, sums, &ScanSums<T>::m_v, from, K, of_u + to);
+      row_totals(plan.threads, [&](int i) { return &sums[i].mt_u; }, from, K, of_v + to);
+      row_totals(plan.threads, [&](int i) { return &sums[i].m_v; }, from, K, of_u + to);
     }
   });
   direct_share(args.threads, static_cast<size_t>(N) * K * sizeof(T), K, kLanes<T>, [&](int first, int last) {
@@ -104,9 +93,9 @@ void collect_factors(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 template <class T>
 void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   constexpr int L = kLanes<T>, kUnits = 64;  // units that are written together
-  T *weight = static_cast<T*>(plan.args->grad_weight), *bias = static_cast<T*>(plan.args->grad_bias);
+  T *weight = static_cast<T*>(plan.args.grad_weight), *bias = static_cast<T*>(plan.args.grad_bias);
   const ptrdiff_t D = plan.D, padded = plan.padded();
-  direct_share(plan.args->threads, D * padded * sizeof(T), plan.N, kUnits, [&](int first, int last) {
+  direct_share(plan.args.threads, D * padded * sizeof(T), plan.N, kUnits, [&](int first, int last) {
     for (int begin = first; begin < last; begin += kUnits) {
       const int units = last - begin < kUnits ? last - begin : kUnits;
       double all[kUnits] = {};
@@ -132,8 +121,8 @@ void collect_table(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
 template <class T>
 void collect_scan(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   write_norms(
-      plan.threads, plan.args->T, [=](int i) { return sums[i].norm.get(); }, static_cast<T*>(plan.args->grad_norm));
-  const ScanArgs& args = *plan.args;
+      plan.threads, plan.args.T, [=](int i) { return sums[i].norm.get(); }, static_cast<T*>(plan.args.grad_norm));
+  const ScanArgs& args = plan.args;
   collect_param(plan, sums, &ScanSums<T>::param, args.grad_act_param, args.act_param_size);
   collect_param(plan, sums, &ScanSums<T>::leak, args.grad_leak, args.leak_size);
   if (!plan.params) return;

@@ -24,11 +24,6 @@
 #error "compile the CPU kernels with -DORTHOKERN_ISA=<name>"
 #endif
 
-// A multiply-add can take a factor from a lane, so that products need no broadcasts.
-#if defined(__aarch64__)
-#define ORTHOKERN_LANE_PRODUCTS 1
-#endif
-
 #define ORTHOKERN_INLINE inline __attribute__((always_inline))
 // In front of a loop of at most 16 rounds, a number that is known when the file is compiled.
 #define ORTHOKERN_UNROLL _Pragma("GCC unroll 16")
@@ -41,40 +36,26 @@ constexpr int kMaxRows = 13;  // rows of a register tile: 13 x 2 accumulators + 
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kMaxRows = 6;  // 6 x 2 + 2 + 1 of 16
-#elif defined(ORTHOKERN_LANE_PRODUCTS)
+#elif defined(__aarch64__)
 constexpr int kVectorBytes = 16;
 constexpr int kMaxRows = 10;  // 10 x 2 + 2 of 32, and 10 vectors of the left factor
 #else
 constexpr int kVectorBytes = 16;
 constexpr int kMaxRows = 6;
 #endif
-#if defined(ORTHOKERN_LANE_PRODUCTS)
-constexpr bool kLaneProducts = true;
+#if defined(__aarch64__)
+constexpr bool kLaneProducts = true;  // a multiply-add can take a factor from a lane: products need no broadcasts
 #else
 constexpr bool kLaneProducts = false;
 #endif
-// ORTHOKERN_ROWS(rows) for every number of rows of a register tile
-#define ORTHOKERN_EACH_ROWS                                                                                         \
-  ORTHOKERN_ROWS(1), ORTHOKERN_ROWS(2), ORTHOKERN_ROWS(3), ORTHOKERN_ROWS(4), ORTHOKERN_ROWS(5), ORTHOKERN_ROWS(6), \
-      ORTHOKERN_ROWS(7), ORTHOKERN_ROWS(8), ORTHOKERN_ROWS(9), ORTHOKERN_ROWS(10), ORTHOKERN_ROWS(11),              \
-      ORTHOKERN_ROWS(12), ORTHOKERN_ROWS(13)
 constexpr bool k32Registers = kMaxRows >= 10;  // 16 otherwise
 
 template <class T>
-struct Vec;
-template <>
-struct Vec<float> {
-  typedef float V __attribute__((vector_size(kVectorBytes)));
-  typedef int32_t Id;  // the integers that a comparison of vectors yields
-  typedef Id I __attribute__((vector_size(kVectorBytes)));
-  static constexpr int L = kVectorBytes / 4;
-};
-template <>
-struct Vec<double> {
-  typedef double V __attribute__((vector_size(kVectorBytes)));
-  typedef int64_t Id;
-  typedef Id I __attribute__((vector_size(kVectorBytes)));
-  static constexpr int L = kVectorBytes / 8;
+struct Vec {
+  typedef T V __attribute__((vector_size(kVectorBytes)));
+  typedef decltype(V{} < V{}) I;  // integers
+  typedef __typeof__(I{}[0]) Id;
+  static constexpr int L = kVectorBytes / sizeof(T);
 };
 
 template <class T>
@@ -223,10 +204,6 @@ ORTHOKERN_INLINE T sum_lanes(V<T> v) {
   return s;
 }
 
-// The largest finite number.
-template <class T>
-constexpr T kLargest = static_cast<T>(sizeof(T) == 4 ? double{__FLT_MAX__} : __DBL_MAX__);
-
 // A sum of squares for a norm. Squares of float are formed in double: they leave the range of float for elements below
 // 1e-19 and above 1e19, where gradients through many steps vanish or explode.
 template <class T>
@@ -315,12 +292,11 @@ class Scratch {
     return true;
   }
   void swap(Scratch& other) {
-    T* p = p_;
-    p_ = other.p_;
-    other.p_ = p;
-    const size_t bytes = bytes_;
-    bytes_ = other.bytes_;
-    other.bytes_ = bytes;
+    const auto exchange = [](auto& a, auto& b) {
+      const auto c = a;
+      a = b, b = c;
+    };
+    exchange(p_, other.p_), exchange(bytes_, other.bytes_);
   }
   operator T*() const { return p_; }
   T* get() const { return p_; }

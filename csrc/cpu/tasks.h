@@ -1,6 +1,8 @@
 // How work is divided among threads.
 #pragma once
 
+#include <new>
+
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
@@ -19,23 +21,16 @@ bool streams(const void* result, int64_t rows, int64_t N) {
 // fn(0) ... fn(items - 1), divided among threads: items t, t + threads, ... go to thread t.
 template <class Fn>
 void share(int threads, int items, const Fn& fn) {
-  if (threads > items) threads = items;
-  if (threads <= 1) {
-    for (int i = 0; i < items; i++) fn(i);
-    return;
-  }
   struct Context {
     const Fn* fn;
     int threads, items;
-  } context = {&fn, threads, items};
-  parallel_run(
-      threads,
-      [](void* p, int task) {
-        const Context& c = *static_cast<const Context*>(p);
-        FlushDenormals flush;
-        for (int i = task; i < c.items; i += c.threads) (*c.fn)(i);
-      },
-      &context);
+  } context = {&fn, threads < items ? threads : items, items};
+  const auto run = [](void* p, int task) {
+    const Context& c = *static_cast<const Context*>(p);
+    const FlushDenormals flush;
+    for (int i = task; i < c.items; i += c.threads) (*c.fn)(i);
+  };
+  parallel_run(context.threads, run, &context);
 }
 
 // fn(0) ... fn(tasks - 1), each on a thread of its own; false if one of them returns false: its memory ran out.
@@ -43,7 +38,6 @@ template <class Fn>
 bool run_tasks(int tasks, const Fn& fn) {
   bool failed = false;
   share(tasks, tasks, [&](int task) {
-    const FlushDenormals flush;
     if (!fn(task)) __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
   });
   return !failed;
@@ -81,20 +75,13 @@ bool each_group(const int* begin, int task, int most, const F& fn) {
 template <class S>
 class TaskSums {
  public:
-  ~TaskSums() {
-    for (int i = 0; i < count_; i++) get()[i].~S();
-  }
-  bool allocate(int count) {
-    if (!memory_.allocate(sizeof(S) * count)) return false;
-    count_ = count;
-    return true;
-  }
-  S* get() const { return reinterpret_cast<S*>(memory_.get()); }
-  S& operator[](int i) const { return get()[i]; }
+  ~TaskSums() { delete[] sums_; }
+  bool allocate(int count) { return (sums_ = new (std::nothrow) S[count]()); }
+  S* get() const { return sums_; }
+  S& operator[](int i) const { return sums_[i]; }
 
  private:
-  Scratch<char> memory_;
-  int count_ = 0;
+  S* sums_ = nullptr;
 };
 
 // The sum over all tasks of of_task(task)[i].

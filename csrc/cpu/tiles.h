@@ -141,28 +141,14 @@ void multiply_tiles(const Segment<T>* segments, int segment_count, const Packed<
   transfers->finish();
 }
 
-// pair_rows of pairs.h, followed by pairs of zeros up to row `depth`.
-inline void pair_rows_padded(const float* from, ptrdiff_t block, int rows, int blocks, float* to, ptrdiff_t to_block,
-                             int depth) {
-  constexpr int L = kLanes<float>;
-  pair_rows(from, block, rows, blocks, to, to_block);
-  const int filled = pair_count(rows);
-  for (int b = 0; b < blocks; b++)
-    memset(to + b * to_block + filled * L, 0, static_cast<size_t>(depth - filled) * L * sizeof(float));
-}
-
-// The same, transposed: [blocks][rows][L] to [blocks][L][depth], where depth is a multiple of 16.
+// pair_rows of pairs.h, transposed: [blocks][rows][L] to [blocks][L][depth], where depth is a multiple of 16.
 __attribute__((noinline)) inline void pair_rows_transposed(const float* from, ptrdiff_t block, int rows, int blocks,
                                                            float* to, int depth) {
   constexpr int L = kLanes<float>;
   for (int b = 0; b < blocks; b++, from += block, to += L * depth) {
     for (int k = 0; k < depth; k += L) {
       alignas(64) float pairs[L * L];
-      ORTHOKERN_UNROLL for (int i = 0; i < L; i++) {
-        const int r = 2 * (k + i);
-        const V<float> first = r < rows ? load(from + r * L) : V<float>{};
-        store(pairs + i * L, pair_vectors(first, r + 1 < rows ? load(from + (r + 1) * L) : V<float>{}));
-      }
+      ORTHOKERN_UNROLL for (int i = 0; i < L; i++) store(pairs + i * L, pair_of_rows(from, k + i, rows));
       V<float> square[L];
       load_transposed<float>(pairs, L, square);
       ORTHOKERN_UNROLL for (int i = 0; i < L; i++) store(to + i * depth + k, square[i]);
@@ -198,7 +184,7 @@ void outer_tiles(const float* d, int depth, const float* h, ptrdiff_t h_block, f
       }
 }
 
-// outer_add of outer.h: d of pair_rows_transposed, h of pair_rows_padded.
+// outer_add of outer.h: d of pair_rows_transposed, h of pair_rows.
 inline void outer_add_tiles(const float* d, int d_blocks, const float* h, int h_blocks, ptrdiff_t h_block, int depth,
                             float* c, ptrdiff_t ldc) {
   constexpr int L = kLanes<float>;

@@ -33,16 +33,10 @@ struct Exp2<double> {
   static constexpr double kLowest = -708.0, kHighest = 709.0;
   static constexpr double kTanhLimit = 44.0;
   static ORTHOKERN_INLINE V<double> tail(V<double> r) {
-    return 0.5 + r * (1.0 / 6 +
-                      r * (1.0 / 24 +
-                           r * (1.0 / 120 +
-                                r * (1.0 / 720 +
-                                     r * (1.0 / 5040 +
-                                          r * (1.0 / 40320 +
-                                               r * (1.0 / 362880 +
-                                                    r * (1.0 / 3628800 +
-                                                         r * (1.0 / 39916800 +
-                                                              r * (1.0 / 479001600 + r * (1.0 / 6227020800.0)))))))))));
+    V<double> sum = splat<double>(1.0 / 6227020800.0);
+    constexpr double kFactorials[] = {479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2};
+    ORTHOKERN_UNROLL for (int i = 0; i < 11; i++) sum = 1 / kFactorials[i] + r * sum;
+    return sum;
   }
 };
 
@@ -56,13 +50,7 @@ ORTHOKERN_INLINE void reduce_exp(V<T> y, V<T>* expm1_r, V<T>* two_to_n) {
   V<T> r = y - n * E::kLn2High;
   r = r - n * E::kLn2Low;
   *expm1_r = r + (r * r) * E::tail(r);
-  I bits;
-  memcpy(&bits, &shifted, sizeof bits);
-  const V<T> one = splat<T>(1);
-  I one_bits;
-  memcpy(&one_bits, &one, sizeof one_bits);
-  bits = (bits << E::kMantissa) + one_bits;  // the high bits of kRound are shifted out
-  memcpy(two_to_n, &bits, sizeof bits);
+  *two_to_n = (V<T>)(((I)shifted << E::kMantissa) + (I)splat<T>(1));  // the high bits of kRound are shifted out
 }
 
 template <class T>
@@ -100,11 +88,7 @@ ORTHOKERN_INLINE V<float> vtanh_abs(V<float> y) {
   const V<float> r = y - n * 0.693147181f;
   const V<float> tail = 0.5f + r * (0.166665770f + r * (0.0416665546f + r * (0.00836317905f + r * 0.00139261836f)));
   const V<float> p = r + (r * r) * tail;
-  I bits;
-  memcpy(&bits, &shifted, sizeof bits);
-  const I scale_bits = (bits << 23) + 0x3f800000;
-  V<float> scale;
-  memcpy(&scale, &scale_bits, sizeof scale);
+  const V<float> scale = (V<float>)(((I)shifted << 23) + 0x3f800000);
   const V<float> m = p * scale + (scale - 1.0f);
   return quotient(m, m + 2.0f);
 }
@@ -114,20 +98,10 @@ ORTHOKERN_INLINE V<T> vtanh(V<T> x) {
   typedef typename Vec<T>::I I;
   const V<T> limit = splat<T>(Exp2<T>::kTanhLimit);
   const I sign = ~I{} << (8 * sizeof(T) - 1);
-  I bits;
-  memcpy(&bits, &x, sizeof bits);
-  const I magnitude = bits & ~sign;
-  V<T> y;
-  memcpy(&y, &magnitude, sizeof y);
+  V<T> y = (V<T>)((I)x & ~sign);
   y = y + y;
   y = limit < y ? limit : y;  // in this order a NaN stays a NaN
-  const V<T> t = vtanh_abs(y);
-  I t_bits;
-  memcpy(&t_bits, &t, sizeof t_bits);
-  t_bits |= bits & sign;
-  V<T> result;
-  memcpy(&result, &t_bits, sizeof result);
-  return result;
+  return (V<T>)((I)vtanh_abs(y) | ((I)x & sign));
 }
 
 }  // namespace orthokern::ORTHOKERN_ISA

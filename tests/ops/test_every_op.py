@@ -176,3 +176,15 @@ def test_taps_of_two_threads() -> None:
         thread.join()
         assert _taps.SINKS == [opened]
     assert _taps.SINKS == []
+
+
+def test_gradients_of_no_rows_are_zeros() -> None:
+    """Of the ops that the public functions, which refuse empty batches, call."""
+    ops = torch.ops.orthokern
+    ids, weight, modes = torch.empty(0, dtype=torch.int64), torch.ones(3, 4), torch.ones(2, dtype=torch.float64)
+    loss, _, *results = ops.linear_cross_entropy_fwd(torch.empty(0, 4), weight, weight[:, 0], ids, "sum", True, "cpu")
+    states = torch.empty(3, 0, 4)
+    x, re, im, *_ = ops.rotation_scan_bwd(states, states, True, states, modes, modes, states[0], backend="cpu")
+    assert x.shape == states.shape
+    for result in (loss, *results, re, im):
+        assert torch.equal(result, torch.zeros_like(result))
