@@ -33,7 +33,7 @@
 #pragma once
 
 #include "cpu/scan_backward.h"
-#include "cpu/scan_direct_backward.h"
+#include "cpu/scan_direct.h"
 
 namespace orthokern::ORTHOKERN_ISA {
 
