@@ -1,4 +1,4 @@
-"""Build of the native module ``orthokern._C``; metadata and tool settings stand in pyproject.toml.
+"""Build of the native module ``orthokern._C``; metadata and tool settings are in pyproject.toml.
 
 The build writes a ``build.ninja`` and runs ninja, so it is parallel and incremental. It needs setuptools, pybind11,
 ninja and a C++17 compiler with GCC's command line (g++ or clang++), and no torch: the module takes addresses and sizes.
@@ -10,8 +10,8 @@ ninja and a C++17 compiler with GCC's command line (g++ or clang++), and no torc
 
 Environment variables:
 
-* ``ORTHOKERN_CUDA``: ``auto`` (default: CUDA kernels where nvcc is found), ``1`` (fail without), ``0`` (never).
-* ``ORTHOKERN_CUDA_ARCHS``: compute capabilities to compile for, as ``80;90``; default: those of ``CUDA_ARCHS`` that
+* ``ORTHOKERN_CUDA``: ``auto`` (default: CUDA kernels if nvcc is found), ``1`` (fail without), ``0`` (never).
+* ``ORTHOKERN_CUDA_ARCHS``: compute capabilities to compile for, e.g. ``80;90``; default: those of ``CUDA_ARCHS`` that
   nvcc knows.
 * ``CXX``, ``CXXFLAGS``, ``LDFLAGS``; ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``: as usual.
 * ``MAX_JOBS``: number of parallel compile jobs; default: one for each core.
@@ -43,7 +43,7 @@ COMMON_FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall
 # Products and sums may contract to FMA, and no kernel reads errno or the floating-point flags. NaN, infinities and
 # signed zeros keep their IEEE meaning: no -ffast-math.
 KERNEL_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-# Ascending: the last one that the CPU has is the one to use.
+# Ascending: the last one that the CPU has is used.
 ISA_FLAGS = {
     "baseline": [],
     "avx2": ["-mavx2", "-mfma"],
@@ -54,7 +54,7 @@ ISA_PROBES = {
     "avx2": "#include <immintrin.h>\n__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }\n",
     "avx512": "#include <immintrin.h>\n__m512d f(__m512i a) { return _mm512_cvtepi64_pd(a); }\n",
 }
-CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the highest those to come
+CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the highest serves future ones
 
 
 def fail(message: str) -> NoReturn:
@@ -201,7 +201,7 @@ class Cuda:
         return archs
 
     def gencode(self) -> list[str]:
-        """One binary for each architecture, and PTX of the highest one for GPUs to come.
+        """One binary for each architecture, and PTX of the highest one for future GPUs.
 
         PTX of 90a or 100f runs on its own generation only, so it is used if the list has no other.
         """
@@ -213,7 +213,7 @@ class Cuda:
 class NinjaBuild(build_ext):
     """Compile and link ``orthokern._C`` with ninja.
 
-    Objects stay in ``build/native-<python>-<platform>/obj/<isa or common>/`` of the source tree, also where setuptools
+    Objects stay in ``build/native-<python>-<platform>/obj/<isa or common>/`` of the source tree, even if setuptools
     builds in a temporary folder (as it does for an editable install), so that the next build compiles what has changed.
     """
 
@@ -267,7 +267,7 @@ class NinjaBuild(build_ext):
         # -isystem keeps headers of a build environment that will be gone out of the dependency files.
         python = [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_paths()["include"])]
 
-        # GCC warns of its own AVX-512 header (its bug 105593); clang does not know the option.
+        # GCC warns about its own AVX-512 header (its bug 105593); clang does not know the option.
         quiet = [] if "clang" in toolchain.name else ["-Wno-maybe-uninitialized"]
 
         units = [("cxx", CSRC / "bindings.cpp", "common", [*once, f"-I{folder}", *python])]

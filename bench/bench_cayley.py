@@ -1,9 +1,9 @@
 """The Cayley step of two N x N bases against torch.linalg.solve.
 
-Two step sizes, because the kernel has different algorithms for them (csrc/cpu/cayley.cpp, Note [Which series]): a step
-as small as in training, where one product after X is enough, and a step that rotates the bases by some degrees, where I
-+ X is factored. torch takes the same time for both: the reference's formula in float32, with baddbmm and one batched
-solve.
+Two step sizes are timed, because the kernel has different algorithms for them (csrc/cpu/cayley.cpp, Note [Which
+series]): a step as small as in training, where one product after X is enough, and a step that rotates the bases by some
+degrees, where I + X is factored. torch takes the same time for both: the reference's formula in float32, with baddbmm
+and one batched solve.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orthokern.reference.cayley import cayley as reference
 SIZES = [{"N": N, "B": 2} for N in (64, 128, 256, 512, 1000)]
 QUICK = [{"N": 33, "B": 2}]
 
-# |lr G| in the Frobenius norm, as a multiple of sqrt(N): 1e-6 is that of a clipped gradient at the rate of the copy
+# |lr G| in the Frobenius norm, as a multiple of sqrt(N): 1e-6 corresponds to a clipped gradient at the rate of the copy
 # task; 0.05 rotates the bases by at most 8 degrees.
 STEPS = {"training's step": 1e-6, "large step": 0.05}
 

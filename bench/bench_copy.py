@@ -1,4 +1,4 @@
-"""The copy task by `python -m orthokern.tasks.copy`, in a process of its own: an iteration's time, and peak memory."""
+"""The copy task by `python -m orthokern.tasks.copy`, in its own process: time of an iteration, and peak memory."""
 
 from __future__ import annotations
 

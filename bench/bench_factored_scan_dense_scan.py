@@ -1,7 +1,7 @@
 """The scans: their rate as a share of the rate of torch's matrix product, and the same loop in eager torch.
 
-tanh, K = N but for the rows of lower rank, inputs and cotangents at every step (so that adjoints do not become denormal
-numbers, which would slow down the other implementation). W is near an orthogonal matrix, with s within 5 % of 1.
+tanh, K = N except for the rows of lower rank, inputs and cotangents at every step (so that adjoints do not become
+denormal numbers, which would slow down the other implementation). W is nearly orthogonal, with s within 5 % of 1.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _one_problem_at_a_time() -> Iterator[None]:
 
 
 def gflop(op: str, direction: str, N: int, rows: int) -> float:
-    """Operations of one scan over `rows` = T B steps, in 1e9, counted as the README of this folder says."""
+    """Operations of one scan over `rows` = T B steps, in 1e9, counted as in the README of this folder."""
     products = 2 if op == "factored_scan" else 1  # of N x N each step
     if direction == "forward":
         return 2e-9 * rows * N * N * products

@@ -1,6 +1,6 @@
 """nn.GRU against torch.nn.GRU and nn.LSTM against torch.nn.LSTM, forward and backward, D = N features, biases.
 
-The GRU also in the sizes of the tasks of Kanai et al. 2017.
+The GRU is also timed in the sizes of the tasks of Kanai et al. 2017.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The fused readout and cross-entropy against torch's linear and cross_entropy, forward and backward: the copy task's
-output layer, 9 classes on every step."""
+output layer, 9 classes at every step."""
 
 from __future__ import annotations
 

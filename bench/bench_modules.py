@@ -1,9 +1,9 @@
 """Whole modules, input projection included: torch.nn.RNN over orthokern.nn.RNN and orthokern.nn.FactorizedRNN.
 
-10 input features, tanh, biases, forward and backward to all parameters (not to the input: a first layer's needs none),
-cotangents at every step. All modules hold the same recurrence: torch's and ours of the dense matrix are loaded with the
-composed matrix of the factorized one, so float64 torch is the reference of all. Also packed sequences; and one step of
-one small sequence, which is nearly all overhead: what a call costs outside the kernels.
+10 input features, tanh, biases, forward and backward to all parameters (not to the input, which needs no gradient in a
+first layer), cotangents at every step. All modules hold the same recurrence: torch's and our dense modules are loaded
+with the composed matrix of the factorized one, so float64 torch is the reference for all. Also packed sequences; and
+one step of one small sequence, which is nearly all overhead: the cost of a call outside the kernels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gradients(module: nn.Module, x: Tensor, cotangent: Tensor) -> dict[str, Tens
 
 
 def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-    """`gradients` of ours by torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
+    """`gradients` of our module by torch.nn.RNN in float64 and the chain rule through W = U diag(s) V^T."""
     double = copy.deepcopy(theirs).double()
     if not isinstance(ours, orthokern.nn.FactorizedRNN):
         return gradients(double, x.double(), cotangent.double())
@@ -130,7 +130,7 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
 @pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
 def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
-    """One step, forward and backward: torch's is C++ throughout, ours begins in Python."""
+    """One step, forward and backward: torch's module is C++ throughout; ours begins in Python."""
     N, T, B = size["N"], size["T"], size["B"]
     x, cotangent = torch.randn(T, B, FEATURES), torch.randn(T, B, N)
     if name == "GRU":

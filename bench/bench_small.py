@@ -1,4 +1,4 @@
-"""One sequence beside torch.nn.RNN and torch.nn.GRU: `step` of a frozen module, and many steps at a large N.
+"""One sequence against torch.nn.RNN and torch.nn.GRU: `step` of a frozen module, and many steps at a large N.
 
 A step is nearly all overhead: checks and allocation. Many steps at a large N are bound by the weights that every step
 reads. Each row is our time over torch's.

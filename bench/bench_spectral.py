@@ -17,7 +17,7 @@ from orthokern.nn import GRU
 from orthokern.optim import SpectralNormProjection
 
 # Singular values of the change that an iteration of `word_lm` makes to W_hn after two epochs (Penn Treebank words,
-# delta 0.2, seed 0; medians of 29 iterations, Frobenius norm 3.1), and those of W_hn itself, which fall on to 0.
+# delta 0.2, seed 0; medians of 29 iterations, Frobenius norm 3.1), and those of W_hn itself, which decrease to 0.
 STEP = (1.76, 1.2, 1.02, 0.83, 0.71, 0.62, 0.55, 0.48, 0.44, 0.39, 0.35, 0.31, 0.29, 0.27, 0.25, 0.24, 0.22, 0.2, 0.19)
 SPECTRUM = (
     *(1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.8, 1.79, 1.78, 1.77, 1.76, 1.75, 1.74, 1.73, 1.72, 1.71, 1.7),
@@ -64,7 +64,7 @@ def test_projection(benchmark: Any, bench: Bench, size: Size) -> None:
     with torch.no_grad():
         rnn.recurrent_matrix().copy_(start)
     projection.step()
-    ours, svds = rnn.recurrent_matrix().detach(), start.clone()  # the matrix of the SVD goes through the same changes
+    ours, svds = rnn.recurrent_matrix().detach(), start.clone()  # the matrix of the SVD gets the same changes
     steps = {name: itertools.cycle(changes) for name in ("ours", "svd")}
 
     def disturb(name: str, w: Tensor) -> None:  # the optimizer's part

@@ -1,7 +1,7 @@
 """Table 5 of Vorontsov et al. 2017 (appendix 5.3): seconds per 1000 iterations on the copy task with T = 100.
 
 The time includes the whole iteration: data, forward, loss over all 120 steps, backward, optimizer. Batches of 50.
-torch.nn.RNN has no linear recurrence, so its row is with tanh; ours are without an activation, as in the copy task of
+torch.nn.RNN has no linear recurrence, so its row uses tanh; our rows are without an activation, as in the copy task of
 the paper, and with tanh. The one-hot input of torch.nn.RNN is allocated once, and only the ten rows that change in a
 new batch are rewritten.
 """
@@ -29,8 +29,9 @@ QUICK = [{"N": 32, "T": 5}]
 ITERATIONS = {128: 30, 500: 10, 1000: 6}  # of a round
 
 MARGIN = 0.1
-# Rates of SGD and of the geodesic steps; they change no time. Timed are the paper's: at larger ones the dense
-# recurrence without an activation diverges within a hundred iterations. Checked are such that a wrong step shows.
+# Rates of SGD and of the geodesic steps; they do not affect the time. The timed rates are the paper's: at larger ones
+# the dense recurrence without an activation diverges within a hundred iterations. The checked rates reveal a wrong
+# step.
 TIMED_RATES, CHECKED_RATES = (1e-4, 1e-6), (1e-2, 1e-3)
 
 # Relative RMS of losses and parameters after the checked iterations, float32 against float64. Measured: at most 2e-6.
@@ -146,8 +147,8 @@ def checked(name: str, model: nn.Module, task: CopyTask) -> float:
     ours = Trainer(copy.deepcopy(model), task, CHECKED_RATES)
     exact = Trainer(in_float64(model), task, CHECKED_RATES, backend="reference")
     losses = ours.iterate(CHECKED_ITERATIONS)
-    # The reference solves U's and V's systems in one batch, and MKL's LU of two large float64 matrices has been seen to
-    # wait for itself for ever when torch gives each a thread.
+    # The reference solves U's and V's systems in one batch, and MKL's LU of two large float64 matrices was seen to
+    # deadlock when torch gives each a thread.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     exact_losses = exact.iterate(CHECKED_ITERATIONS)

@@ -4,10 +4,10 @@
     python bench/first_hour.py --bundle DIR --prebuilt  # with an extension that is in the tree already
     python bench/first_hour.py --bundle DIR --dry-run   # every stage on the CPU, tiny sizes; no number counts
 
-Stages of one group run at the same time: those of correctness. Those that measure times run alone, after them. A stage
-of cases is one process for all of its cases; a case that exceeds its time limit, or that ends its process, is recorded
-as failed, and a new process continues with the next one. What the end of the time cuts off is reported as not run.
-DIR holds report.md, results.json, logs.txt.gz and the reports of the tests.
+The stages that check correctness run at the same time. The stages that measure times run alone, after them. A stage of
+cases is one process for all of its cases; a case that exceeds its time limit, or that ends its process, is recorded as
+failed, and a new process continues with the next one. Cases that do not run in the available time are reported as not
+run. DIR holds report.md, results.json, logs.txt.gz and the reports of the tests.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ START_SECONDS = 60.0  # of a process of cases before its first case
 CASE_SECONDS = {"copy": 60.0, "parity": 20.0}  # by the first part of the name of a case
 CHECKS = 2  # the group of the stages that check results
 ENDING = 10.0  # seconds that a killed process has to end
-TIMES = ("ms", "us", "s")  # units of which less is better
+TIMES = ("ms", "us", "s")  # units in which less is better
 Record = dict[str, Any]
 
-# The required and the desired value by the name of a case, or by its beginning up to a hyphen: a time is to be below, a
-# ratio above.
+# The required and the desired value by the name of a case, or by its beginning up to a hyphen: a time must be below it,
+# a ratio above it.
 BARS = {
     **{f"rnn-N{N}-B{B}": (1.0, 2.0) for N in (64, 128, 256, 512, 768, 1024) for B in (1, 8, 50, 128)},
     "bf16-": (1.0, 2.0),
@@ -87,7 +87,7 @@ def gpu_name() -> str:
 
 
 def case_names() -> tuple[str, ...]:
-    """The cases of first_hour_cases.py, which imports torch: asked for in a process of its own."""
+    """The cases of first_hour_cases.py, listed by a separate process, because that file imports torch."""
     code = f"import sys; sys.path.insert(0, {str(CASES.parent)!r}); import first_hour_cases as c; print(*c.cases())"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if process.returncode:
@@ -96,7 +96,7 @@ def case_names() -> tuple[str, ...]:
 
 
 def stages(dry: bool, prebuilt: bool, folder: Path, capability: str) -> list[Stage]:
-    """Everything, in the order in which a time that is cut short is of most use."""
+    """All stages, in the order that is most useful if the time is cut short."""
     names = case_names()
     checks = tuple(name for name in names if name.startswith("parity"))
     timed = tuple(name for name in names if name not in ("versions", *checks))
@@ -195,7 +195,7 @@ class Runner:
                 self.record(left.pop(0), "failed", since, error=error)
 
     def _follow(self, process: subprocess.Popen[bytes], lines: Any, left: list[str], end: float) -> bool:
-        """Record the cases of a process, until it ends or exceeds a limit; whether it still runs then."""
+        """Record the cases of a process, until it ends or exceeds a limit; returns whether it is still running."""
         since, limit, part = time.monotonic(), START_SECONDS, b""
         while True:
             running = process.poll() is None

@@ -136,8 +136,8 @@ def versions(machine: Machine) -> Result:
 def parity(
     machine: Machine, N: int, T: int = 9, activation: str = "tanh", leak: bool = False, **options: Any
 ) -> Result:
-    """Both scans of N units against float64: states and gradients as near as plain torch is. The batch is that of the
-    times, so that the plan, and with it the kernels, are the same."""
+    """Both scans of N units against float64: states and gradients are as accurate as plain torch. The batch is that of
+    the times, so that the plan, and with it the kernels, are the same."""
     from comparison import assert_matches_reference
     from helpers import run_scan, scan_problem
 
@@ -199,7 +199,7 @@ MODULES = {  # our module with the equations of torch's, its options, and torch'
 
 
 def modules(machine: Machine, kind: str, N: int, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Our module and torch's, with the same parameters but for those of FactorizedRNN."""
+    """Our module and torch's, with the same parameters except for FactorizedRNN."""
     import orthokern.nn
 
     name, own, rival = MODULES[kind]
@@ -211,7 +211,7 @@ def modules(machine: Machine, kind: str, N: int, **options: Any) -> tuple[torch.
 
 
 def against_cudnn(machine: Machine, kind: str, N: int, B: int, T: int, **options: Any) -> Result:
-    """torch's module, with TF32 as is its default, over ours in IEEE float32 or as ``options`` say."""
+    """torch's module, with its default of TF32, over ours in IEEE float32 or as set by ``options``."""
     N, B, T = machine.units(N), machine.size(B, 2), machine.size(T, 3)
     ours, theirs = modules(machine, kind, N, **options)
     x = torch.randn(T, B, FEATURES, device=machine.device)
@@ -226,7 +226,7 @@ def against_cudnn(machine: Machine, kind: str, N: int, B: int, T: int, **options
 
 
 def short(machine: Machine, kind: str, T: int, graphed: bool = False) -> Result:
-    """Short sequences at N = 128, where the host decides: eager, or forward and backward as CUDA graphs."""
+    """Short sequences at N = 128, where the host is the bottleneck: eager, or forward and backward as CUDA graphs."""
     N, B = machine.units(128), machine.size(BATCH, 2)
     ours, theirs = modules(machine, kind, N)
     if graphed and not machine.dry:
@@ -427,7 +427,7 @@ def main() -> int:
         print(json.dumps({"begin": name}), flush=True)
         try:
             line: Result = {"case": name, "result": table[name](machine)}
-        except Exception as error:  # whatever a case meets is its result
+        except Exception as error:  # any error of a case is its result
             traceback.print_exc()
             text = str(error).strip().splitlines()
             line = {"case": name, "error": text[0] if text else type(error).__name__}

@@ -168,7 +168,7 @@ class WrongResult(AssertionError):
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over RMS of the expected, in float64."""
+    """RMS of the difference over RMS of the expected values, in float64."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float(torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected).clamp_min(1e-300))
 
@@ -177,7 +177,7 @@ def check(what: str, actual: Iterable[Tensor], expected: Iterable[Tensor], toler
     """Compare results with those expected, tensor by tensor; returns the largest relative error (RMS).
 
     Raises:
-        WrongResult: one that is above the tolerance or holds NaN.
+        WrongResult: an error is above the tolerance, or a result holds NaN.
     """
     worst = 0.0
     for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
@@ -211,7 +211,7 @@ def peak_of(command: Sequence[str]) -> int:
 
 def module_step(module: nn.Module, x: Tensor | PackedSequence, cotangent: Tensor) -> tuple[Tensor, ...]:
     """Forward and backward of a recurrent module: the output, the gradient of x if it requires one, and those of all
-    parameters. Of a packed x the data of the output."""
+    parameters. For a packed x, the data of the output."""
     output = module(x)[0]
     output = output.data if isinstance(output, PackedSequence) else output
     variables = [*([x] if isinstance(x, Tensor) and x.requires_grad else []), *module.parameters()]
@@ -286,7 +286,7 @@ def conditions() -> dict[str, Any]:
 
 
 def write_results(folder: Path, rows: Sequence[Row]) -> Path:
-    """Write rows to `folder`/<yyyy-mm-dd>-<machine>.json, one a line, and return the path.
+    """Write rows to `folder`/<yyyy-mm-dd>-<machine>.json, one per line, and return the path.
 
     The rows are added to a file of the same day and conditions (the commit may differ), and replace earlier rows of the
     same measurements. A file with other conditions is not changed, and the name of the new one gets a number.

@@ -10,7 +10,7 @@ instructions between a store to shared memory and the barrier that waits for it.
 
 The *path* of a loop is its longest way from the first instruction to the branch back, if possible without function
 calls and without inner loops that multiply nothing and send nothing to another block. Other inner loops are passed
-once. Rarely taken code that the compiler has moved behind the loop is not part of it.
+once. Rarely taken code that the compiler has moved after the loop is not part of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def is_shuffle_routine(self) -> bool:
-        """sm_80: a shuffle for lanes that have parted, which the compiler cannot exclude, behind a BRA.DIV."""
+        """sm_80: a shuffle for diverged lanes, which the compiler cannot exclude, after a BRA.DIV."""
         return self.is_call and "shflsync" in self.operands
 
     @property
@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def ends(self) -> bool:
-        """No way to the next instruction."""
+        """Whether there is no path to the next instruction."""
         if self.predicate not in ("", "@PT"):
             return False
         conditional = ".DIV" in self.opcode or self.operands.startswith(("UP", "!UP"))  # BRA.U: a uniform predicate
@@ -129,7 +129,7 @@ class Loop:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What a hot loop must not have, with its count."""
+        """The instructions that a hot loop must not have, with their counts."""
         counts = {
             "division": sum(one.is_division for one in self.body),
             "function call": sum(one.is_call and not one.is_shuffle_routine for one in self.body),
@@ -138,7 +138,7 @@ class Loop:
         return {name: count for name, count in counts.items() if count}
 
     def path(self) -> list[Instruction]:
-        """The longest way through the loop; loops inside are passed once."""
+        """The longest path through the loop; inner loops are passed once."""
         rare: set[int] = set()
         for loop in loops(self.function):
             if self.contains(loop) and loop.count(*MULTIPLY_ADDS) < 8 and not loop.count("STAS"):
@@ -156,7 +156,7 @@ class Loop:
             if i in avoided:
                 continue
             ways = [] if code[i].ends else [i + 1]
-            if ".DIV" not in code[i].opcode:  # lanes that have parted, which is what the compiler cannot exclude
+            if ".DIV" not in code[i].opcode:  # diverged lanes, which the compiler cannot exclude
                 ways += [target for target in code[i].targets if target > i]
             lengths = [(best[way][0] + 1, way) for way in ways if way in best]
             if lengths:
@@ -186,7 +186,7 @@ def loops(function: Function) -> list[Loop]:
     last: dict[int, int] = {}
     for i, instruction in enumerate(function.instructions):
         for target in instruction.targets:
-            # a way back out of the code behind the loop is no loop: it has no way from its target to itself
+            # a branch back from the code after the loop is no loop: there is no path from its target to itself
             if instruction.base == "BRA" and target < i:
                 last[target] = max(last.get(target, 0), i)
     exits = [i for i, one in enumerate(function.instructions) if one.base == "EXIT" and not one.predicate]
@@ -217,7 +217,7 @@ def table(shown: Sequence[Loop]) -> str:
 
 
 def find_nvdisasm() -> str | None:
-    """The wheel's, which lies in site-packages/nvidia, or the one of a CUDA toolkit."""
+    """The program of the wheel, in site-packages/nvidia, or that of a CUDA toolkit."""
     for folder in {sysconfig.get_paths()["purelib"], *sys.path}:
         for place in Path(folder or ".").glob("nvidia/*/bin/nvdisasm"):
             return str(place)
@@ -225,8 +225,8 @@ def find_nvdisasm() -> str | None:
 
 
 def compiled(source: Path, arch: str, nvcc: str, folder: Path) -> tuple[Path, str]:
-    """A .cu file of this project for one architecture: the cubin in `folder`, and what ptxas says of the resources of
-    each kernel. Minutes on a slow machine."""
+    """A .cu file of this project for one architecture: the cubin in `folder`, and what ptxas reports about the
+    resources of each kernel. Minutes on a slow machine."""
     cubin = folder / f"{source.stem}.{arch}.cubin"
     command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas=-v", f"-I{ROOT / 'csrc'}", "-cubin"]
     done = subprocess.run([*command, "-o", str(cubin), str(source)], capture_output=True, text=True)

@@ -140,7 +140,7 @@ def size_label(size: Mapping[str, int], without: str = "") -> str:
 
 
 def by_size(rows: Sequence[Row], title: str) -> Table:
-    """A table of cases by sizes. The letters that are the same in all sizes are left out, but N, K and T."""
+    """A table of cases by sizes. The letters that are the same in all sizes are left out, except N, K and T."""
     columns, (better,) = sizes(rows), {row["better"] for row in rows}
     constant = "".join(letter for letter in "BDC" if len({size.get(letter) for size in columns}) == 1)
     header = ["", *(size_label(size, constant) for size in columns)]
@@ -190,7 +190,7 @@ def table5(results: Results) -> list[Table]:
 
 
 def speed_summary(results: Results) -> list[Table]:
-    """Three modules beside those of torch, for the README."""
+    """Three modules next to torch's, for the README."""
     cells = []
     for name, (table, case) in SUMMARY.items():
         rows = [row for row in of(results, table) if row["case"] == case]
@@ -210,7 +210,7 @@ def all_tables(results: Results) -> list[Table]:
 
 
 def conditions_line(results: Results, link: str) -> str:
-    """What the numbers of a section depend on."""
+    """The conditions on which the numbers of a section depend."""
     here = results["conditions"]
     machine, versions = here["machine"], here["versions"]
     commit = f"commit {here['commit'][:10]}" if here["commit"] else "commit unknown"

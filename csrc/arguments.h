@@ -18,8 +18,8 @@
 
 namespace orthokern {
 
-// The first name of a literal with names separated by ", ", as a Python string; `names` becomes the rest. The strings
-// are cached by the address of the literal: creating those of all arguments takes longer than a call of a few steps.
+// Returns the first of the names in a literal, separated by ", ", as a Python string; `names` becomes the rest. The
+// strings are cached by the address of the literal: creating all of them takes longer than a call of a few steps.
 inline PyObject* next_name(const char*& names) {
   static auto& kept = *new std::unordered_map<const char*, std::pair<PyObject*, size_t>>;  // guarded by the GIL
   auto& [name, length] = kept[names];
@@ -32,8 +32,8 @@ inline PyObject* next_name(const char*& names) {
   return name;
 }
 
-// Sets each field that it visits to the value under its name. TypeError for a missing field and, from done(), for a key
-// that is no field.
+// Sets each visited field to the value of its name. Throws TypeError for a missing field and, in done(), for a key that
+// is not a field.
 class Arguments {
  public:
   enum Missing { kRefused, kKeepsItsValue };
@@ -48,7 +48,7 @@ class Arguments {
     (read(next_name(names), fields), ...);
   }
 
-  // The value under a name; a null object if it is missing and need not be there.
+  // The value of a name; a null object if it is missing and not required.
   pybind11::object take(const char* name) { return take(next_name(name)); }
   pybind11::object take(PyObject* name) {
     if (PyObject* value = PyDict_GetItemWithError(given_.ptr(), name)) {
@@ -84,7 +84,7 @@ class Arguments {
     } else {
       field = value.cast<T>();
     }
-    if constexpr (std::is_same_v<T, int>)  // the kernels rely on it to be in their list
+    if constexpr (std::is_same_v<T, int>)  // the kernels rely on it being in their list
       if (!PyUnicode_CompareWithASCIIString(name, "activation") && !visit_activation(field, [](auto) {}))
         throw std::invalid_argument("unknown activation " + std::to_string(field));
   }
@@ -97,7 +97,7 @@ class Arguments {
   std::vector<PyObject*> names_;
 };
 
-// A struct read out of a dict; `fields` is the member function that lists what is expected there.
+// Reads a struct from a dict; `fields` is the member function that lists the expected keys.
 template <class Struct>
 Struct read_arguments(const char* function, const pybind11::dict& given, void (Struct::*fields)(Arguments&),
                       Arguments::Missing missing = Arguments::kRefused) {

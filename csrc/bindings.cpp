@@ -23,7 +23,7 @@ using namespace orthokern;
 
 namespace {
 
-// The function `name` reads its arguments, which `fields` lists, and runs a kernel of the instruction set in use.
+// The function `name` reads the arguments that `fields` lists and runs a kernel of the selected instruction set.
 template <class Args>
 void bind(py::module_& m, const char* name, bool (*CpuKernels::*kernel)(const Args&),
           void (Args::*fields)(Arguments&)) {

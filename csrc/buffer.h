@@ -84,7 +84,7 @@ class BufferPool {
   static Block map(size_t bytes) {
     void* memory = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return {nullptr, 0};
-    // Cut to a huge page's boundary, and ask for huge pages: 512 times fewer faults on first use.
+    // Align to a huge page and request huge pages: 512 times fewer faults on first use.
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory),
                     aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
     if (aligned > begin) munmap(memory, aligned - begin);
@@ -95,7 +95,7 @@ class BufferPool {
 #endif
     return {reinterpret_cast<void*>(aligned), bytes};
   }
-  // Oldest first, until what is held fits under the peak.
+  // Frees blocks, oldest first, until the total is at most the peak.
   void trim() {
     while (!waiting_.empty() && live_bytes_ + waiting_bytes_ > peak_bytes_) drop_oldest();
   }

@@ -59,11 +59,11 @@ __all__ = [
 
 
 def _wait_passively() -> None:
-    """In a command of this package, threads of OpenMP that wait give up their core, unless the environment says
+    """In a command of this package, let waiting OpenMP threads give up their core, unless the environment says
     otherwise. OpenMP reads the setting when torch is loaded.
 
-    By default they spin. Where other processes use the cores, the thread that the others wait for then does not run:
-    training was five times as long on two busy cores.
+    By default they spin. If other processes use the cores, the thread that the others wait for then does not run:
+    training took five times as long on two busy cores.
     """
     arguments = sys.orig_argv
     if "-m" in arguments[:-1] and arguments[arguments.index("-m") + 1].split(".")[0] == "orthokern":
@@ -72,8 +72,8 @@ def _wait_passively() -> None:
 
 _wait_passively()
 
-# All but these are imported on first use, so that `import orthokern` costs no more than torch, and the errors not even
-# that.
+# All names but these are imported on first use, so that `import orthokern` costs no more than importing torch, and
+# importing the errors costs less.
 _LAZY = set(__all__) - globals().keys() - {"empty_cache"}
 
 

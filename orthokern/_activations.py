@@ -16,7 +16,7 @@ class Parameter:
     """The parameter ``act_param`` of an activation."""
 
     name: str  # in messages
-    stem: str | None = None  # a module's are named <stem>_l0, ...; None: not learned, the module's ``negative_slope``
+    stem: str | None = None  # of a module's names <stem>_l0, ...; None: not learned, the module's ``negative_slope``
     per_unit: bool = False  # whether a module has one for each unit, [N], or one for all, [1]
     start: float | tuple[float, float] = 0.0  # initial value if learned, or the bounds of its uniform distribution
 

@@ -1,8 +1,8 @@
 """Decompositions that do not depend on one LAPACK driver.
 
-A driver can fail for matrices that training makes. With 120 equal singular values, as a clip leaves them, the divide
-and conquer driver of some builds of MKL fails to converge for a number of threads and succeeds for another one. A
-training must not end because of that.
+A driver can fail for matrices that occur in training. With 120 equal singular values, as after clipping, the
+divide-and-conquer driver of some builds of MKL fails to converge with one number of threads and succeeds with another.
+Training must not end because of that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Svd = tuple[Tensor, Tensor, Tensor]
 def robust_svd(a: Tensor) -> Svd:
     """``torch.linalg.svd(a, full_matrices=False)``: (U [..., M, R], S [..., R] descending, V^T [..., R, K]).
 
-    If torch's driver raises, or its result is not finite or not accurate, the decomposition of the transposed matrix,
-    and one from the eigenvectors of the Gram matrix are tried.
+    If torch's driver raises, or its result is not finite or not accurate, the function tries the decomposition of the
+    transposed matrix, and one from the eigenvectors of the Gram matrix.
 
     Args:
         a: [..., M, K], finite, float32 or float64.
@@ -48,7 +48,7 @@ def polar(w: Tensor) -> Tensor:
 
 
 def robust_svdvals(a: Tensor) -> Tensor:
-    """``torch.linalg.svdvals(a)``, differentiable once where the driver fails."""
+    """``torch.linalg.svdvals(a)``, differentiable once if the driver fails."""
     try:
         return torch.linalg.svdvals(a)
     except LinAlgError:
@@ -57,7 +57,7 @@ def robust_svdvals(a: Tensor) -> Tensor:
 
 
 def robust_eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """``torch.linalg.eigh(a)``; from the other triangle, by other rounding errors, if the driver fails."""
+    """``torch.linalg.eigh(a)``; from the other triangle, with other rounding errors, if the driver fails."""
     try:
         values, vectors = torch.linalg.eigh(a)
     except LinAlgError:

@@ -25,7 +25,7 @@ from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps, running, started
 
 # Elements of the adjoints in one product of the gradients, 32 MiB in float32. Sums over all steps are accumulated over
-# such windows of steps, the last one first, with and without recomputed states, so that the bits are the same.
+# such windows of steps, the last one first, with and without recomputed states, so that the results are bit-identical.
 WINDOW_ELEMENTS = 1 << 23
 # Below this many steps, or above this many sequences, `auto` uses the sequential scan: if the sequences occupy the GPU,
 # chunks of time are not faster.
@@ -62,9 +62,9 @@ def new_results(args: ScanArgs | GruArgs) -> Callable[..., Tensor]:
 class Scan:
     """Launches of the kernel of one scan, forward or backward, over the B rows of a batch or over chunks of time.
 
-    With ``chunk``, the T steps of a launch are cut into chunks of so many steps, which run in parallel from states of
-    their own: sequence c B + b is chunk c of row b, and in the backward chunk 0 is the last one in time. ``sequences``
-    is their number. Without chunks it is B.
+    With ``chunk``, the T steps of a launch are divided into chunks of that many steps, which run in parallel from
+    states of their own: sequence c B + b is chunk c of row b, and in the backward chunk 0 is the last one in time.
+    ``sequences`` is their number. Without chunks it is B.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class _States:
         self.scan.run(high - low, time=low, **inputs, start=start, out=entered[1:], pre=self.pre)
 
     def _from(self, low: int, high: int) -> int:
-        """The step of the first row of what is saved, or recomputed so that it includes these steps."""
+        """The step of the first saved row, or of the first row that is recomputed to include these steps."""
         if low < self.low:
             self._recompute(low, high)
         return self.low
@@ -277,7 +277,7 @@ class _Sums:
         K = args.second.shape[1]
         self.thin = args.first is not None and without_m(steps * args.h0.shape[0], args.h0.shape[1], K)
         self.m: Tensor | None = None
-        self.m_v: Tensor | None = None  # thin: M V and M^T U [N, K] in float64, in place of M
+        self.m_v: Tensor | None = None  # thin: M V and M^T U [N, K] in float64, instead of M
         self.mt_u: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None  # in float64 if it is the sum of several windows
@@ -301,7 +301,7 @@ class _Sums:
                 self.ghat_at_resets += started(ghat, ~args.resets[here], None).sum(0)
         if self.x is not None and args.weight is not None:
             torch.mm(delta.view(-1, N), args.weight, out=self.x[here].view(-1, args.weight.shape[1]))
-        # always the same alignment, since the library's choice of a kernel, and so the bits, may depend on it
+        # always the same alignment, since the library's choice of a kernel, and so the rounding, may depend on it
         shifted = low > 0 and delta.shape[1] * N % 4 > 0
         rows = (delta.clone() if shifted else delta).view(-1, N)
         of_leak = ghat is not None and needs.leak
@@ -376,7 +376,7 @@ class _Adjoints:
         self.kind, self.args, self.grad_hs, self.states = kind, args, grad_hs, states
         self.scan = kind(args, backward=True)
         (self.steps, B, N), self.needs_h0 = grad_hs.shape, needs.h0
-        # all of delta is kept where it is grad_x (x is the input term), or if there are no checkpoints; else a window
+        # all of delta is kept if it is grad_x (x is the input term), or if there are no checkpoints; else a window
         self.keep = not args.checkpoint_every or (needs.x and args.weight is None)
         self.delta = new_results(args)(self.steps if self.keep else min(window_steps(B, N), self.steps), *args.h0.shape)
         self.carry: Tensor | None = None  # delta of the first step so far

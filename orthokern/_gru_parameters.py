@@ -23,7 +23,7 @@ def constrained_weights(suffixes: Iterable[str], inputs: str) -> list[str]:
         inputs: the input weights of the layers above the first ("upper"), of all layers ("all"), or "none".
 
     Raises:
-        InputError: another `inputs`.
+        InputError: an unknown `inputs`.
 
     Example::
 

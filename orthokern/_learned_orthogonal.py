@@ -83,11 +83,11 @@ def learned_orthogonal_(
         With c = 4 lr and W = U S V^T a step does not change U and V, and maps every singular value
             s -> s (1 + c - c s^2),
         whose fixed points are 0, which repels, and 1 and -1, which attract for c < 1 (a negative s is a flipped column
-        of U). |s| grows without end as soon as s^2 > 1 + 2 / c, and for lr = 0.1 that is |s| > 2.45: "always converges"
-        (section II-A) holds inside that region only, which normal matrices of standard deviation 0.1 leave near
-        n = 150.
+        of U). |s| grows without bound as soon as s^2 > 1 + 2 / c, which is |s| > 2.45 for lr = 0.1: "always converges"
+        (section II-A) holds inside that region only. Matrices of normal numbers with standard deviation 0.1 leave it
+        near n = 150.
         The certificate of divergence. For k singular values, sum (s^2 - 1)^2 > k (2 / c)^2 means that one is outside.
-        The guard. G = W W^T has the eigenvalues s^2, so max s^2 <= ||G^8||_F^(1/8): an upper bound, where a power
+        The guard. G = W W^T has the eigenvalues s^2, so max s^2 <= ||G^8||_F^(1/8): an upper bound, whereas a power
         iteration would give a lower one, and at most k^(1/16) too large. If it is above nine tenths of 1 + 2 / c, W is
         scaled so that the bound is (1 + c) / (2 c). From there a step multiplies every s by more than a half: the first
         by at least (1 + c) / 2, and the others, since no step ends above s^2 = 4 (1 + c)^3 / (27 c), by at least
@@ -106,7 +106,7 @@ def learned_orthogonal_(
         scale=torch.ones(count, dtype=W.dtype, device=W.device),
     )
     if not W.is_meta:
-        matrices = W.reshape(count, n, m)  # a view where strides allow one
+        matrices = W.reshape(count, n, m)  # a view if strides allow one
         wide = matrices if n <= m else matrices.mT
         if guard:
             result.scale.copy_(_guard(wide, 4.0 * lr))
@@ -121,7 +121,7 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
     require(W.dtype in (torch.float32, torch.float64), f"{name}: W", "a tensor of float32 or float64", W.dtype)
     require(is_number(lr) and 0.0 < lr < 0.25, f"{name}: lr", "a number above 0 and below 0.25", repr(lr))
     integer(f"{name}: max_steps", max_steps)
-    # Below an s^2 - 1 of eps / (8 lr) a step is rounded away, and the Gram matrix has a rounding of its own: measured
+    # Below an s^2 - 1 of eps / (8 lr) a step is rounded away, and the Gram matrix has its own rounding error: measured
     # at lr = 0.1, the descent ends between 1 and 4 k eps^2 for k singular values.
     lowest = min(W.shape[-2:]) * (torch.finfo(W.dtype).eps * max(2.0, 0.25 / lr)) ** 2
     accepted = f"a finite number above {lowest:.2g}, the rounding of {W.dtype} matrices {list(W.shape[-2:])}"
@@ -140,7 +140,7 @@ def _check_learned(W: Tensor, lr: float, tol: float, max_steps: int) -> None:
 def _guard(w: Tensor, c: float) -> Tensor:
     """The factors [count] that scale w [count, k, l], k <= l, into the region of convergence."""
     largest = w.abs().amax(dim=(-2, -1), keepdim=True)
-    w = w / largest  # so that squares neither overflow nor vanish
+    w = w / largest  # so that squares neither overflow nor underflow
     power, log = w @ w.mT, torch.zeros_like(largest)
     for _ in range(3):  # power exp(log) is G, G^2, G^4, G^8 in turn
         norm = torch.linalg.matrix_norm(power, keepdim=True)

@@ -15,7 +15,7 @@ from orthokern._scan_contract import ScanArgs
 
 def without_m(rows: int, N: int, K: int) -> bool:
     """Whether M V and M^T U [N, K] take less time as sums of products with V^T h_{t-1} and U^T delta_t, 6 to 8 N K
-    operations per row, than from M [N, N], 2 N^2 per row and 4 N^2 K at the end: for a low rank, or few rows where N is
+    operations per row, than from M [N, N], 2 N^2 per row and 4 N^2 K at the end: for a low rank, or few rows if N is
     not small."""
     return (N >= 64 and 8 * K <= N) or (N >= 256 and 4 * rows <= N)
 

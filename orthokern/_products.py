@@ -1,4 +1,4 @@
-"""Matrix products in IEEE float32, and norms, by the libraries of torch, beside the kernels of this package."""
+"""Matrix products in IEEE float32, and norms, by the libraries of torch, in addition to the kernels of this package."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class ieee_products(contextlib.ContextDecorator):
                 _restore()
 
 
-# Only the last thread that leaves restores the setting: one that restored what it found would lower the precision of
-# another one's products, or keep the setting of another one for good.
+# Only the last thread that leaves restores the setting. A thread that restored the value it found could lower the
+# precision of another thread's products, or make another thread's setting permanent.
 _lock = threading.RLock()  # a signal handler may have products too
 _open: set[ieee_products] = set()  # contexts of all threads
-_changed: list[tuple[Any, str]] = []  # the settings that were others, and their values
+_changed: list[tuple[Any, str]] = []  # the changed settings, and their previous values
 # the reader below the attribute fp32_precision, which takes several times as long; since torch 2.9
 _precision_of: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KINDS: Any = [(name, getattr(getattr(torch.backends, name), "matmul", None)) for name in ("cuda", "mkldnn")]
 
 
 def _lowered() -> list[tuple[Any, str]]:
-    """(setting, its value) of what allows products below IEEE float32."""
+    """(setting, its value) of each setting that allows products below IEEE float32."""
     if _precision_of is not None:
         return [(kind, value) for name, kind in _KINDS if (value := _precision_of(name, "matmul")) not in _EXACT]
     precision = torch.get_float32_matmul_precision()  # for CPU and GPU; allow_tf32 is the same setting
@@ -69,7 +69,7 @@ def are_ieee() -> bool:
 
 
 def _set_ieee() -> list[tuple[Any, str]]:
-    """Set the precision to IEEE. Returns (setting, its value) of what was another one."""
+    """Set the precision to IEEE. Returns (setting, previous value) of each changed setting."""
     others = _lowered()
     for kind, _ in others:
         if kind is None:
@@ -92,10 +92,10 @@ def _restore() -> None:
 
 @functools.cache
 def _onednn_is_faster() -> bool:
-    """Whether torch's float32 products are MKL's on a CPU of AMD with AVX-512.
+    """Whether torch's float32 products are MKL's on an AMD CPU with AVX-512.
 
-    MKL does not use AVX-512 there. oneDNN, which is part of torch, does: 230 in place of 110 GFLOP/s for 1024 x 1024
-    matrices on one core of an EPYC of 2025. torch takes it for bfloat16 alone.
+    MKL does not use AVX-512 there. oneDNN, which is part of torch, does: 230 instead of 110 GFLOP/s for 1024 x 1024
+    matrices on one core of an EPYC of 2025. torch uses it for bfloat16 only.
     """
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
@@ -133,12 +133,12 @@ def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 # oneDNN keeps a kernel with its memory for every shape, up to a thousand of them. In training on sequences of different
-# lengths every call has another number of rows, so products are computed for a few numbers of rows only.
+# lengths every call has another number of rows, so products are computed for only a few numbers of rows.
 _ADDED_ROWS = (4096, 2048, 1024, 512, 256)
 
 
 def _unit(rows: int) -> int:
-    """The multiples of it next to `rows` have at most four significant bits."""
+    """A number whose multiples next to `rows` have at most four significant bits."""
     return 1 << max(rows.bit_length() - 4, 0)
 
 
@@ -190,7 +190,7 @@ def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
     the wider one."""
     if left.shape[1] > right.shape[1]:
         return _product_over_rows(right, left).mT.contiguous()
-    # a product without addition also where torch.func transforms `right` alone: vmap cannot add that to a plain tensor
+    # a product without addition also if torch.func transforms only `right`: vmap cannot add that to a plain tensor
     if len(left) < _ADDED_ROWS[-1] or torch._C._are_functorch_transforms_active():
         return left.mT @ right
     result = left.new_zeros(left.shape[1], right.shape[1])
@@ -201,7 +201,7 @@ def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:
 def product_with_states(rows: Tensor, h0: Tensor, hs: Tensor) -> Tensor:
     """The gradient of a recurrent map: the sum over steps of rows_t^T h_{t-1} [R, N], of rows [T, B, R], h0 [B, N] and
     hs [T, B, N]. To be called in `ieee_products`."""
-    transposed = h0.mT @ rows[0]  # MKL takes two thirds of the time that it takes for the gradient as it is
+    transposed = h0.mT @ rows[0]  # MKL takes two thirds of the time that it takes without the transposition
     if len(rows) > 1:
         add_product(transposed, hs[:-1].flatten(0, 1), rows[1:].flatten(0, 1))
     return transposed.mT.contiguous()

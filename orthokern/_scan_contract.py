@@ -35,9 +35,9 @@ from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
 
-# types of arguments that are no tensors; a look-up takes a fraction of the time of isinstance(value, Tensor)
+# types of arguments that are not tensors; a look-up takes a fraction of the time of isinstance(value, Tensor)
 PLAIN = {type(None), str, int, float, bool}
-_SAVED = object()  # in place of a tensor
+_SAVED = object()  # instead of a tensor
 
 
 def split_tensors(args: Any) -> tuple[Any, list[Tensor]]:
@@ -111,7 +111,7 @@ def without_padding(values: Tensor, alive: Tensor | None) -> Tensor:
 
 
 def started(h: Tensor, resets: Tensor | None, reset_state: Tensor | None) -> Tensor:
-    """h [..., B, N] with reset_state [B, N], or zeros for None, where resets [..., B] is true: Note [Resets] of the
+    """h [..., B, N] with reset_state [B, N], or zeros for None, wherever resets [..., B] is true: Note [Resets] of the
     reference."""
     if resets is None:
         return h
@@ -211,7 +211,7 @@ class ScanStates(NamedTuple):
 
 
 class ScanGradients(NamedTuple):
-    """Results of a backward; None for what does not apply or is not needed."""
+    """Results of a backward; None for a result that does not apply or is not needed."""
 
     x: Tensor | None
     first: Tensor | None
@@ -265,7 +265,7 @@ class GruArgs(NamedTuple):
 
     @property
     def algorithm(self) -> str:
-        """There is one."""
+        """The only algorithm."""
         return "auto"
 
     @property
@@ -288,7 +288,7 @@ class GruStates(NamedTuple):
 
 
 class GruGradients(NamedTuple):
-    """Results of a backward; None for what does not apply or is not needed."""
+    """Results of a backward; None for a result that does not apply or is not needed."""
 
     x: Tensor | None  # [T, B, 3N]
     w: Tensor | None
@@ -345,7 +345,7 @@ class RotationArgs(NamedTuple):
 
 
 class RotationGradients(NamedTuple):
-    """Results of a backward; None for what does not apply or is not needed."""
+    """Results of a backward; None for a result that does not apply or is not needed."""
 
     x: Tensor | None
     re: Tensor
@@ -365,7 +365,7 @@ class Readout(NamedTuple):
 
 
 class LinearLoss(NamedTuple):
-    """Results of ``linear_cross_entropy``; the gradients are None where they are not needed or do not apply."""
+    """Results of ``linear_cross_entropy``; the gradients are None if they are not needed or do not apply."""
 
     loss: Tensor  # 0-dim
     hidden: Tensor | None

@@ -1,4 +1,4 @@
-"""Checks of values that were read from a file. An InputError has the name, the value and what is expected."""
+"""Checks of values that were read from a file. An InputError has the name, the value and the accepted values."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
             **keywords,
         )
         self.basic: set[str] = set()
-        # argparse's own pattern takes -1e-2 for an option
+        # argparse's own pattern mistakes -1e-2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
@@ -245,7 +245,7 @@ class Parser(argparse.ArgumentParser):
             options = [option.lstrip("-") for action in self._actions for option in action.option_strings]
             name = unknown[0].split("=")[0]
             guess = nearest(name.lstrip("-"), options) if name.startswith("-") else None
-            other = {"--epochs": "iterations", "--iterations": "epochs"}.get(name)  # a task may count in one alone
+            other = {"--epochs": "iterations", "--iterations": "epochs"}.get(name)  # a task may have only one of them
             guess = other if other in options else guess
             raise InputError(
                 f"unknown {'option' if name.startswith('-') else 'argument'} {name}"

@@ -21,8 +21,8 @@ from orthokern.errors import InputError, integer, require
 __all__ = ["Comparison", "Errors", "Times", "compare"]
 
 # The error of orthokern against float64 may be FACTOR times that of torch, plus FLOOR units of rounding of the largest
-# value: two orders of summation differ by that much. Where a unit of relu lies within rounding of its kink, the two may
-# take different branches, and a gradient then differs by more. TRIALS draws that all disagree are no such accident.
+# value: two orders of summation differ by that much. If a relu unit lies within rounding of its kink, the two may take
+# different branches, and a gradient then differs by more. If all of TRIALS draws disagree, this is not the reason.
 FACTOR, FLOOR, TRIALS = 4.0, 64.0, 3
 
 
@@ -236,7 +236,7 @@ class _Run:
         return outputs
 
     def varies(self, module: nn.Module) -> str | None:
-        """Why two forwards give two results; None if they do not."""
+        """Why two forwards give different results; None if they do not."""
         results = []
         with torch.no_grad():
             for seed in (self.seed, self.seed, self.seed + 1):
@@ -326,7 +326,7 @@ def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Erro
 
 
 def _largest(values: list[Tensor], others: list[Tensor]) -> float:
-    """The largest difference, relative to the largest value of each tensor; NaN where one alone is not finite."""
+    """The largest difference, relative to the largest value of each tensor; NaN if only one is not finite."""
     errors = [0.0]
     for a, b in zip(values, others, strict=True):
         a, b = a.detach().double().cpu().flatten(), b.detach().double().cpu().flatten()
@@ -360,7 +360,7 @@ def _kept_mib(module: nn.Module, run: _Run) -> float:
 def _time(
     modules: tuple[nn.Module, nn.Module], run: _Run, rounds: int
 ) -> tuple[Times, Times | None, tuple[float, float] | None]:
-    """Times in turns, after two rounds that do not count; and the peaks of memory on a CUDA device."""
+    """Times of alternating runs, after two warm-up rounds, and the peaks of memory on a CUDA device."""
     inputs = run.fresh_inputs()
     samples: tuple[list[Any], list[Any]] = ([], [])
     for number in range(rounds + 2):

@@ -27,7 +27,7 @@ DEVICES = ("cpu", "cuda", "meta")
 
 _KINDS = (nn.RNN, nn.GRU)
 COMPILED = "it is compiled; convert first, then compile"
-# What torch's modules keep in their own __dict__; anything else was put there by the user and is carried over.
+# The attributes in the __dict__ of torch's modules; any other was set by the user and is carried over.
 _OWN = frozenset[str]().union(*(kind(1, 1, device="meta").__dict__ for kind in _KINDS))
 
 
@@ -80,10 +80,10 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     """Replace the torch.nn.RNN and torch.nn.GRU modules of a model with orthokern's.
 
     Outputs and gradients are those of torch up to rounding, for both nonlinearities, layers, directions, layouts,
-    biases, dropout and PackedSequence. The state_dict has the same names. The new modules hold the very parameters of
-    the old ones (of their copies with ``inplace=False``): weights that are shared with other modules stay shared, and
-    with ``inplace=True`` an existing optimizer stays valid. A module that is registered under several names is replaced
-    by one module under all of them. Attributes that the user set are carried over.
+    biases, dropout and PackedSequence. The state_dict has the same names. The new modules hold the same parameter
+    objects as the old ones (as their copies with ``inplace=False``): weights that are shared with other modules stay
+    shared, and with ``inplace=True`` an existing optimizer stays valid. A module that is registered under several names
+    is replaced by one module under all of them. Attributes that the user set are carried over.
 
     A recurrent module is not replaced if the new one is not faster (torch.nn.LSTM, whose equivalent is
     ``orthokern.nn.LSTM``), or if there is no equivalent module: cells, subclasses, modules with hooks or
@@ -221,7 +221,7 @@ def _foreign(module: Any) -> str | None:
 
 
 def _successor(old: nn.Module, backend: str | None) -> nn.Module:
-    """orthokern's module in place of torch's, with its parameters."""
+    """orthokern's module that replaces torch's, with its parameters."""
     assert isinstance(old, nn.RNNBase)
     options: dict[str, Any] = {name: bool(getattr(old, name)) for name in ("bias", "batch_first", "bidirectional")}
     options |= {"num_layers": old.num_layers, "dropout": old.dropout, "backend": backend}

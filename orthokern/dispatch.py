@@ -1,9 +1,9 @@
 """Select the backend that runs an op, and give the reasons.
 
-A backend is a package with a module for every op that it implements (``orthokern/cpu/<op>.py``), called a leaf, whose
-functions have the names and signatures of the reference. The ops register their SUPPORT tables here (devices, dtypes,
-limits, or the reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never falls
-back to another one; only "auto" chooses.
+A backend is a package with one module, called a leaf, for every op that it implements (``orthokern/cpu/<op>.py``). The
+functions of a leaf have the names and signatures of the reference. The ops register their SUPPORT tables here (devices,
+dtypes, limits, or the reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never
+falls back to another one; only "auto" chooses.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def requested(backend: str | None) -> str:
 
 
 def auxiliary_backend(backend: str | None) -> str:
-    """The backend of an op that a module calls beside its recurrence and that only some backends have, given the
-    module's `backend`: "reference" for "reference", else "auto"."""
+    """The backend of an op that a module calls in addition to its recurrence and that only some backends have, given
+    the module's `backend`: "reference" for "reference", else "auto"."""
     return "reference" if requested(backend) == "reference" else "auto"
 
 

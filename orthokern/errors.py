@@ -17,7 +17,7 @@ LARGEST_INT64 = (1 << 63) - 1
 
 
 class InputError(ValueError):
-    """Bad input. The message is one line with the argument, the given value, and what is accepted."""
+    """Bad input. The message is one line with the argument, its value, and the accepted values."""
 
     def __init__(self, *args: object) -> None:  # the repr of a value may have several lines
         super().__init__(*(" ".join(arg.split()) if isinstance(arg, str) and "\n" in arg else arg for arg in args))

@@ -23,7 +23,7 @@ from orthokern.dispatch import Call
 from orthokern.errors import InputError, require
 from orthokern.ops import _checks as check
 
-# Sizes of a call by their letters. A SUPPORT table may limit some of them; D limits none, and is not in the help.
+# Sizes of a call by their letters. A SUPPORT table may limit some of them; none limits D, which is not in the help.
 LETTERS = {
     "B": "sequences in the batch",
     "T": "time steps",
@@ -55,7 +55,7 @@ def explain(
     """Describe the backends of this machine, or the backend that runs one call.
 
     The algorithm of ``functional.scan_cross_entropy`` depends on the recurrent matrix:
-    ``functional.explain_scan_cross_entropy`` and the method ``explain_loss`` of the modules tell it.
+    ``functional.explain_scan_cross_entropy`` and the method ``explain_loss`` of the modules report it.
 
     Args:
         op: the name of an op, e.g. "factored_scan", or None for a description of this machine: versions, the native

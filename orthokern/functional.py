@@ -1,12 +1,12 @@
 """The public functions: all ops, with checks of their arguments.
 
 Letters: B batch, T time, N hidden, K rank of U and V, D input features or number of token ids, C classes.
-A wrong argument raises ``InputError`` (one line: argument, value, what is accepted). ``backend`` is "reference", "cpu",
+A wrong argument raises ``InputError`` (one line: argument, value, accepted values). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that does not support the call raises ``BackendUnavailable``.
 All functions have derivatives of any order, in reverse and forward mode and under torch.func, with two exceptions:
 ``cayley`` is differentiable with backend="reference" only, in m and g; and the modal form, and ``scan_cross_entropy``
-where it recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a
+if it recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a
 RuntimeError that names the argument to change.
 """
 
@@ -115,9 +115,9 @@ def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
 
 
 def prelu(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
-    """max(x, 0) + weight min(x, 0) (He et al. 2015), as torch.nn.functional.prelu: several weights are those of dim 1.
+    """max(x, 0) + weight min(x, 0) (He et al. 2015), as torch.nn.functional.prelu: several weights apply along dim 1.
 
-    x [..., N] with weight [1], [N], or [B, N, ...] with weight [N]. For weights of the last dim of a larger x:
+    x [..., N] with weight [1], [N], or [B, N, ...] with weight [N]. For weights along the last dim of a larger x:
     ``activation(x, "prelu", weight)``.
 
     Example::
@@ -227,7 +227,7 @@ def scan_cross_entropy(
         reduction: "mean" over all steps before the end of their sequence, or "sum".
         basis: the ``basis`` of an earlier call with a similar matrix. It is refined to the eigenvectors of W if the
             refinement converges, which costs less than an eigensolver. The result depends on the arguments only, this
-            one included: save it for the same bits after a resume.
+            one included: save it for bit-identical results after a resume.
 
     Returns:
         A named tuple ScanLoss:
@@ -238,7 +238,7 @@ def scan_cross_entropy(
             - refused, the reason why the modal form was not used; "" if it was.
 
     Raises:
-        InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" where it is not possible.
+        InputError: wrong shapes, dtypes, devices, names, ids, lengths; "modal" if it is not possible.
         BackendUnavailable: the requested backend does not support the call.
 
     Example::
@@ -354,7 +354,7 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
     """s in [1 - m, 1 + m] from an unbounded parameter p (Vorontsov et al. 2017, eq. 10); p itself for margin None.
 
     "sigmoid": s = 2 m (sigmoid(p) - 1/2) + 1, as in the paper, with ds/dp = m / 2 at p = 0.
-    "tanh": s = m tanh(p) + 1, with ds/dp = m at p = 0: the same map of a p twice as large.
+    "tanh": s = m tanh(p) + 1, with ds/dp = m at p = 0: the "sigmoid" map of 2 p.
 
     Args:
         p: [K], floating; p = 0 gives s = 1.

@@ -170,7 +170,7 @@ def identity_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def glorot_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, K] with independent normals of variance 2 / (N + K) (Glorot and Bengio 2010, the normal variant).
 
-    For a square W the singular values fill (0, 2): no orthogonality.
+    The singular values of a square W fill (0, 2): W is not orthogonal.
 
     Example::
 
@@ -202,7 +202,7 @@ def glorot_uniform_(t: Tensor, generator: torch.Generator | None = None) -> Tens
 def normal_(t: Tensor, std: float, generator: torch.Generator | None = None) -> Tensor:
     """Fill t [..., N, K] with independent normals of mean 0 and standard deviation `std`.
 
-    Raises InputError for a std that is no number, not finite or not above 0.
+    Raises InputError for a std that is not a number, not finite or not above 0.
 
     Example::
 
@@ -257,20 +257,20 @@ INITS = {
 
 # Note [The largest angle]
 # A plane that rotates by the angle a per step adds up its inputs, each rotated by a times its age, and is back at its
-# start after 2 pi / a steps. Inputs that hardly change in this time cancel. So where neighbouring inputs are nearly
-# equal, as pixels that are read in order, small angles at the start store more, and such a network learns far faster
+# start after 2 pi / a steps. Inputs that hardly change in this time cancel. So if neighbouring inputs are nearly equal,
+# such as pixels that are read in order, small initial angles store more, and such a network learns far faster
 # (docs/choosing.md, "The start"). The published distributions have no such parameter.
 ROTATIONS = {"henaff": henaff_, "cayley": cayley_}
 
 
 def check_rotations(name: str | None, max_angle: float, names: Collection[str | None] = ROTATIONS) -> None:
-    """Raises InputError for a max_angle that is not one, or if the initialisation is not one of `names`."""
+    """Raises InputError for an invalid max_angle, or if the initialisation is not one of `names`."""
     _checked_angle(max_angle)
     if name not in names:
         raise InputError(f"max_angle={max_angle} with init {name!r}; accepted with init {', '.join(map(repr, names))}")
 
 
-UNCONSTRAINED = ("glorot", "glorot-uniform")  # not orthogonal: a margin of the singular values does not admit them
+UNCONSTRAINED = ("glorot", "glorot-uniform")  # not orthogonal: not accepted with a margin of the singular values
 
 
 def initialize_(
@@ -288,7 +288,7 @@ def initialize_(
         t.
 
     Raises:
-        InputError: another name, a max_angle that the initialisation does not have, or a t that it does not fill.
+        InputError: an unknown name, a max_angle that the initialisation does not have, or a t that it cannot fill.
 
     Example::
 
@@ -317,16 +317,17 @@ def factorized_(
 
     orthogonal: U and V independent Haar, s = 1.
     henaff, cayley, identity, learned: V Haar, U = W0 V with W0 the named orthogonal matrix, s = 1, so that
-        W = W0 V V^T = W0. A Haar V rather than V = I because V fixes the directions that s may later scale: with V = I
+        W = W0 V V^T = W0. V is Haar rather than I because V fixes the directions that s may later scale: with V = I
         they would be the coordinate axes.
     glorot, glorot-uniform: the K leading singular triplets of such a matrix, so W is that matrix (K = N) or its best
         approximation of rank K, whose eigenvalues are small: the spaces of U and V are nearly orthogonal.
 
     For K < N, the orthogonal starts are those of K units, in a random subspace of K dimensions. With a Haar basis P
     [N, K] of it and the K x K factors U_K and V_K of the named start W_K = U_K V_K^T, U = P U_K and V = P V_K. So
-    V = U Q, Q = U_K^T V_K orthogonal, and W = P W_K P^T: it drops what is outside of the subspace, and acts as W_K
-    within. W has the K eigenvalues of W_K, on the unit circle, and N - K zeros. If U and V were independent, V^T U
-    and with it the spectral radius of W would be about sqrt(K/N), and the states would be forgotten in a few steps.
+    V = U Q, Q = U_K^T V_K orthogonal, and W = P W_K P^T: W drops the components outside of the subspace, and acts as
+    W_K within it. W has the K eigenvalues of W_K, on the unit circle, and N - K zeros. If U and V were independent,
+    V^T U and with it the spectral radius of W would be about sqrt(K/N), and the states would be forgotten in a few
+    steps.
 
     Args:
         u, v: [N, K] float, K <= N; written with orthonormal columns.
@@ -375,12 +376,12 @@ def skew_generator_(
     """Fill t [..., N, N] with a strictly lower triangular L whose A = L - L^T has the blocks (0, s; -s, 0) of an
     initialisation.
 
-    For recurrences with the matrix exp(A): each block turns its plane by the angle s.
+    For recurrences with the matrix exp(A): each block rotates its plane by the angle s.
 
-    henaff: s ~ U(-pi, 0), as expRNN's first release and nnRNN's draw it. torus: s ~ U(-pi, pi), uniform on the maximal
-    torus of rotations, as geotorch and the later expRNN have it (there also under the name "henaff"); the eigenvalue
-    pairs exp(+-is) have the same distribution for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of
-    `cayley_` in the exponential, as in expRNN and nnRNN: angles in (-1, 0), where `cayley_` turns by u.
+    henaff: s ~ U(-pi, 0), as in the first release of expRNN and in nnRNN. torus: s ~ U(-pi, pi), uniform on the maximal
+    torus of rotations, as in geotorch and the later expRNN (there also under the name "henaff"); the eigenvalue pairs
+    exp(+-is) have the same distribution for both. cayley: s = -tan(u/2), u ~ U(0, pi/2), the generator of `cayley_` in
+    the exponential, as in expRNN and nnRNN: the angles are in (-1, 0), whereas `cayley_` rotates by u.
     identity: s = 0.
 
     With max_angle, in (0, pi], s is in [-max_angle, 0] or, for torus, in [-max_angle, max_angle]; Note [The largest
@@ -432,8 +433,8 @@ def skew_generator_(
 
 @torch.no_grad()
 def haar_rotation_(t: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill t [..., N, N] with Haar-distributed rotations: orthogonal matrices of determinant +1, the ones that are an
-    exponential of a skew matrix. `haar_orthogonal_` has both signs.
+    """Fill t [..., N, N] with Haar-distributed rotations: orthogonal matrices of determinant +1, which are the
+    exponentials of skew matrices. `haar_orthogonal_` has both signs.
 
     Args:
         t: [..., N, N] float.

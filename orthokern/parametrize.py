@@ -5,11 +5,11 @@
 Each class takes the tensor to constrain, of which it reads the shape, dtype and device. `right_inverse` computes the
 parameters of the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its
 weight as far as possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
-An object holds the base or the signs of one weight: make one for every layer.
+An object holds the base or the signs of one weight: create one for every layer.
 
 Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
-not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm where A is not
-finite or too large, and of Householder and FactorizedSpectrum where a reflection vector is zero.
+not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm if A is not
+finite or too large, and of Householder and FactorizedSpectrum if a reflection vector is zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from orthokern.ops._linear import linear
 __all__ = ["Cayley", "Exponential", "FactorizedSpectrum", "Householder", "SchurForm"]
 
 INSIDE = 1e-3  # distance of a spectrum from the ends of its range, relative to the margin: keeps its parameter finite
-DEFECTIVE = 1e-6  # what may stand above Theta's blocks, relative to |W|_F
+DEFECTIVE = 1e-6  # accepted size of entries above Theta's blocks, relative to |W|_F
 
 # Eigenvectors whose smallest singular value is below this are dependent: rounding to float32 or float64 splits those of
 # a Jordan block of two by about the root of eps, those of larger blocks by less.
@@ -77,7 +77,7 @@ class _Trivialized(_Based):
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] for a base."""
+        """Zeros [N,N], with the orthogonal matrix nearest to weight [N,N] as the base."""
         self.base.copy_(polar(_check_weight(type(self).__name__, weight, tuple(self.base.shape))))
         return torch.zeros_like(self.base)
 
@@ -114,11 +114,11 @@ class Exponential(_Trivialized):
 
 
 class Cayley(_Trivialized):
-    """Orthogonal W = B (I - A/2)^-1 (I + A/2) [N,N]: the Cayley map as torch and geotorch have it, with the derivative
-    of exp(A) at A = 0.
+    """Orthogonal W = B (I - A/2)^-1 (I + A/2) [N,N]: the Cayley map as in torch and geotorch, with the derivative of
+    exp(A) at A = 0.
 
-    A and B are those of Exponential. B^T W rotates by angles below pi: a W for which B^T W has the eigenvalue -1 is the
-    value of no A.
+    A and B are those of Exponential. B^T W rotates by angles below pi: no A gives a W for which B^T W has the
+    eigenvalue -1.
 
     Args:
         weight: the tensor [N,N] to constrain, float32 or float64.
@@ -198,7 +198,7 @@ class Householder(nn.Module):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Reflection vectors [N,K] of the nearest matrix with orthonormal columns (or rows)."""
         rest = polar(_check_weight("Householder", weight, self.shape))
-        # LAPACK's reflections, with a 1 on the diagonal; tau is 0 in place of the reflection of a unit vector
+        # LAPACK's reflections, with a 1 on the diagonal; tau is 0 instead of the reflection of a unit vector
         packed, tau = torch.geqrf(rest.mT if self.wide else rest)
         signs = packed.diagonal().sign()
         vectors = packed.tril(-1) + torch.eye(*packed.shape, dtype=packed.dtype, device=packed.device)
@@ -222,7 +222,7 @@ class FactorizedSpectrum(nn.Module):
         weight: the tensor [N,M] to constrain.
         margin: m >= 0: s in (1 - m, 1 + m). None: s is free.
         spectrum_map: "sigmoid" or "tanh", as in orthokern.functional.spectrum.
-        rank: K up to min(N, M), None for that.
+        rank: K, at most min(N, M); None: min(N, M).
 
     Example::
 
@@ -269,7 +269,7 @@ class FactorizedSpectrum(nn.Module):
 
 
 class SchurForm(_Based):
-    """W = P Theta P^T [N,N] as orthokern.nn.NonNormalRNN has it: eigenvalues gamma_i exp(+-i theta_i), free T below.
+    """W = P Theta P^T [N,N] as in orthokern.nn.NonNormalRNN: eigenvalues gamma_i exp(+-i theta_i), free T below.
 
     P = B exp(A), as in Exponential; its base B is a buffer. Parameters: that of A [N,N], gamma [ceil(N/2)],
     theta [floor(N/2)] in radians, T [N,N].
@@ -301,7 +301,7 @@ class SchurForm(_Based):
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(zeros, gamma, theta, T), with P for a base; see the class."""
+        """(zeros, gamma, theta, T), with P as the base; see the class."""
         w = _check_weight("SchurForm", weight, tuple(self.base.shape))
         n = len(w)
         p = torch.linalg.qr(_real_eigenbasis(w.mT)).Q

@@ -92,7 +92,7 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         The sum, a 0-dim tensor; for factorized recurrences with a gradient for the spectrum parameters only.
 
     Raises:
-        InputError: a module without a recurrence, or a tensor that is no floating matrix.
+        InputError: a module without a recurrence, or a tensor that is not a floating-point matrix.
 
     Cost: O(K) for a factorized recurrence; one product of O(n m min(n, m)) for a matrix.
 
@@ -122,22 +122,22 @@ class OrthogonalPenalty:
     """lambda ||W W^T - I||_F^2 of chosen layers, a term of the loss (Manchev and Spratling, section II-B, "OPEN", eq.
     29 and 30): ``loss = loss + penalty(rnn)``.
 
-    With plain SGD this is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W), the changed update of eq. 31. The factors stand
-    in this order, not in that of the published eq. 31, W (W W^T - I), which is no gradient unless W is normal.
+    With plain SGD this is W <- W - lr (dE/dW + 4 lambda (W W^T - I) W), the changed update of eq. 31. The factors are
+    in this order, not in the order of the published eq. 31, W (W W^T - I), which is not a gradient unless W is normal.
 
-    The Gram matrix is the smaller one: W W^T of W [n, m] if n <= m, else W^T W, so that the penalty is zero where the
+    The Gram matrix is the smaller one: W W^T of W [n, m] if n <= m, else W^T W, so that the penalty is zero if the
     rows, or else the columns, are orthonormal. The gradient of the square is the same for both, since
     (W W^T - I) W = W (W^T W - I). A factorized recurrence is penalised through its singular values, without forming W:
     Note [Orthogonality penalty].
 
     Args:
         strength: lambda, at least 0.
-        squared: False for lambda ||W W^T - I||_F, which is what the code released with the paper computes for recurrent
-            networks, where the paper's text squares: the strengths of its Tables I and II are for this one. Its
+        squared: False for lambda ||W W^T - I||_F, which the code released with the paper computes for recurrent
+            networks, whereas the paper's text squares it: the strengths of its Tables I and II are for this form. Its
             gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
             orthogonal W it is taken as zero.
-        on: which matrices of a module are meant, one or both of LAYERS. "recurrent": W_hh [N, N] of every recurrence;
-            "feedforward": the weight [n, m] of every other layer that has one, but embeddings.
+        on: which matrices of a module are penalised, one or both of LAYERS. "recurrent": W_hh [N, N] of every
+            recurrence; "feedforward": the weight [n, m] of every other layer that has one, except embeddings.
 
     Raises:
         InputError: a strength that is negative or not finite, unknown or no layers.
@@ -169,7 +169,7 @@ class OrthogonalPenalty:
             parts: modules, and matrices [n, m], which are used regardless of `on`.
 
         Raises:
-            InputError: a module without such a layer, or a tensor that is no floating matrix.
+            InputError: a module without such a layer, or a tensor that is not a floating-point matrix.
         """
         require(parts, "parts", "modules and matrices [n, m]", "nothing")
         distances = []
@@ -221,8 +221,8 @@ def spectrum_prior(module: nn.Module) -> Tensor:
     of v, gamma = 1 / (2 v)).
 
     Args:
-        module: a FactorizedRNN, whose s_i are signed for a margin above 1 or None, and are drawn to +1; or an RNN,
-            whose singular values are computed; or any module that contains some.
+        module: a FactorizedRNN, whose s_i are signed for a margin above 1 or None, and are pulled towards +1; or an
+            RNN, whose singular values are computed; or any module that contains some.
 
     Returns:
         The sum, a 0-dim tensor; for factorized recurrences with a gradient for the spectrum parameters only.
@@ -299,8 +299,8 @@ def composite_weight_decay(rnn: nn.Module) -> Tensor:
         vanishes,
             A = G U^T - U G^T = 2 U S^2 U^T - 2 U S^2 U^T = 0.
         The decay affects s only, so the gradients for U and V are left out. With them, the gradient norm that
-        GeodesicSGD clips would increase without any effect on the step. An optimizer for which U and V leave the
-        manifold should penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
+        GeodesicSGD clips would increase without any effect on the step. With an optimizer for which U and V leave the
+        manifold, penalise recurrent_matrix() instead, since sum s^2 is then not ||W||_F^2.
     """
     values = [(s * s).sum() for module in _modules(rnn) if hasattr(module, "spectra") for s in module.spectra()]
     return _total(values, rnn, "factorized recurrence, as a FactorizedRNN")

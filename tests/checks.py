@@ -17,7 +17,7 @@ from orthokern.ops.activations import PARAMETER
 
 
 def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
-    """A backward that needs one result, or all but one, has their bits, and no other."""
+    """A backward for one result, or for all but one, returns only these, bit-identical."""
     namespace = torch.ops.orthokern
     fwd, bwd = getattr(namespace, f"{problem.op}_fwd"), getattr(namespace, f"{problem.op}_bwd")
     args = problem.args(backend=backend)
@@ -30,13 +30,13 @@ def assert_each_result_alone(problem: ScanProblem, backend: str) -> None:
 
 
 def assert_unchanged(problem: Any, before: Any) -> None:
-    """A problem has the inputs and the cotangent of its clone."""
+    """The inputs and the cotangent of a problem equal those of its clone."""
     for one, other in zip((*problem.inputs(), problem.grad_hs), (*before.inputs(), before.grad_hs), strict=True):
         assert one is other is None or torch.equal(one, other)
 
 
 def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options: Any) -> None:
-    """The parity of one problem, everything that comes out of it, in memory of its own; nothing writes to inputs."""
+    """The parity of all results of one problem, each in its own memory; the inputs are not changed."""
     torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
     inexact = problem.to(dtype)
     before, actual = inexact.clone(), run_scan(inexact, backend, **options)
@@ -50,7 +50,7 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
 def check_gru(
     problem: GruProblem, dtype: torch.dtype, run: Callable[..., dict[str, Tensor]], lengths: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The parity of everything that comes out of one problem, by a function of a problem and lengths; returns it."""
+    """The parity of all results of one problem, by a function of a problem and lengths; returns them."""
     inexact = problem.map(lambda t: t.to(dtype))
     before, actual = inexact.clone(), run(inexact, lengths=lengths)
     expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
@@ -74,7 +74,7 @@ def assert_scan_parity(
     for field in ("act_param", "leak"):
         parameter = getattr(exact, field)
         if parameter is not None and parameter.numel() == 1:
-            # one number, the sum of what N units would get each: these are what its error is relative to
+            # one number, a sum of N terms, one for each unit: its error is relative to these terms
             each_unit = dataclasses.replace(exact, **{field: parameter.expand(exact.h0.shape[1])})
             scales[f"grad_{field}"] = float(reference(each_unit, **same)[f"grad_{field}"].norm())
     for name in actual:
@@ -93,7 +93,7 @@ def check_padding(
     everys: Sequence[int],
     **more: Any,
 ) -> dict[str, Tensor]:
-    """Zeros on padding, and the same bits whatever it holds and with checkpoints; returns the results.
+    """Zeros on padding, and bit-identical results for any padding and with checkpoints; returns the results.
 
     Args:
         lengths: None for no padding.
@@ -145,7 +145,7 @@ def check_activation(
 
 
 def check_special_values(activation: str, dtype: torch.dtype, run: Callable[..., Tensor]) -> None:
-    """Infinities, NaN, tiny and large arguments come out of a function of x and act_param as plain torch gives them."""
+    """For infinities, NaN, tiny and large arguments, a function of x and act_param agrees with plain torch."""
     inf, nan, tiny = float("inf"), float("nan"), torch.finfo(dtype).tiny
     x = torch.tensor([0.0, -0.0, tiny, -tiny, 1e4, -1e4, inf, -inf, 88, -88, 1e-6, -1e-6, nan, 1], dtype=dtype)
     param = torch.tensor([0.25], dtype=dtype) if activation in PARAMETER else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The part of the error that needs no excuse, relative to the largest element of the result: sums of some thousand
-# terms, in another order than torch takes them, differ by this much even where torch happens to round to no error at
-# all. In float64 torch is the reference, and its own error is not known.
+# The part of the error that is always allowed, relative to the largest element of the result: sums of some thousand
+# terms, in another order than in torch, differ by this much even if torch happens to have no rounding error. In float64
+# torch is the reference, and its own error is not known.
 FLOOR = {torch.float32: 32 * torch.finfo(torch.float32).eps, torch.float64: 4096 * torch.finfo(torch.float64).eps}
 
 
@@ -20,18 +20,18 @@ def assert_matches_reference(
     gradient: bool = False,
     scale: float | None = None,
 ) -> None:
-    """Error may be at most twice that of plain torch in the same dtype, plus a floor.
+    """The error may be at most twice the error of plain torch in the same dtype, plus a floor.
 
     Three measures: the largest error of an element, the RMS of the error, and for gradients the angle to the reference.
 
     Args:
-        actual: what is tested.
+        actual: the tested result.
         ref64: the reference in float64.
         torch_same_dtype: the reference, which is plain torch, in actual's dtype.
-        name: what to call it in a failure.
+        name: its name in a failure message.
         gradient: whether to compare the direction too.
-        scale: what the floor is relative to, where that is not the largest element: the size of the terms of a sum
-            that cancels, whose error plain torch may have met by luck.
+        scale: the size that the floor is relative to, if not the largest element: the size of the terms of a sum that
+            cancels, in which the error of plain torch may be small by chance.
     """
     assert actual.shape == ref64.shape, f"{name}: shape {list(actual.shape)}, expected {list(ref64.shape)}"
     assert actual.dtype == torch_same_dtype.dtype, f"{name}: dtype {actual.dtype}, expected {torch_same_dtype.dtype}"

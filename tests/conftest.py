@@ -25,14 +25,14 @@ from orthokern import cpu
 from orthokern.cpu import _call
 
 MAX_WORKERS = 8  # each takes some 700 MB, and the longest file sets the time from here on
-FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: not what a worker should end with
+FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: no worker should end with them
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The plain `pytest` shares its files out over the cores, where pytest-xdist is installed: a test seldom fills two.
+    """Plain `pytest` distributes the files over the cores if pytest-xdist is installed: a test seldom uses two cores.
 
-    Left alone are `-n`, a choice of files (a worker takes seconds to start), what wants the terminal, and a machine
+    Exceptions are `-n`, selected files (a worker takes seconds to start), options that need the terminal, and a machine
     with a GPU, which all workers would share.
     """
     option = config.option
@@ -49,7 +49,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without native kernels most tests are skipped, which must not pass for a success of CI."""
+    """Without native kernels most tests are skipped, which must not count as a success in CI."""
     if not cpu.AVAILABLE and os.environ.get("CI"):
         raise pytest.UsageError(f"CI is set, and the tests of the native kernels cannot run: {cpu.REASON}")
 
@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output that a kernel leaves unwritten is NaN here, where it would often be a harmless-looking zero."""
-    # Dynamo lists torch's functions by identity: before any of them is exchanged. The list is kept until a process
-    # group is made.
+    # Dynamo lists torch's functions by identity: before any of them is replaced. The list is kept until a process group
+    # is made.
     trace_rules.get_torch_obj_rule_map()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
@@ -80,7 +80,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> Iterator[None]:
-    """Seed every generator, and give back what a run in this process changes: thread count, flushing of denormals."""
+    """Seed every generator, and restore what a run in this process changes: thread count, flushing of denormals."""
     random.seed(42)
     np.random.seed(42)  # noqa: NPY002  (for libraries that draw from the global generator)
     torch.manual_seed(42)
@@ -111,7 +111,7 @@ def module(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images in which the row of a bright stripe tells the label: something that can be learned in seconds."""
+    """Images in which the row of a bright stripe determines the label: a task that is learned in seconds."""
     folder = tmp_path_factory.mktemp("mnist")
     generator = torch.Generator().manual_seed(0)
     for part, count in (("train", 260), ("t10k", 60)):
@@ -128,8 +128,8 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def signals_not_ignored() -> Iterator[None]:
-    """SIGHUP and SIGINT do what they do by default, also under nohup, which has SIGHUP ignored, and in the background
-    of a script, where SIGINT is."""
+    """SIGHUP and SIGINT have their default effect, even under nohup, which ignores SIGHUP, and in the background of a
+    script, which ignores SIGINT."""
     default = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     ignored = [number for number in default if signal.getsignal(number) == signal.SIG_IGN]
     for number in ignored:

@@ -44,13 +44,13 @@ class Problem:
         return type(self)(**{field.name: one(getattr(self, field.name)) for field in fields})
 
     def clone(self) -> Self:
-        """A copy, token ids too."""
+        """A copy, including token ids."""
         copy = self.map(torch.clone)
         copy.x = self.x.clone()
         return copy
 
     def with_poisoned_padding(self, lengths: Tensor) -> Self:
-        """A copy whose padding holds what must not be looked at: NaN, and token ids far out of range."""
+        """A copy whose padding holds values that must not be read: NaN, and token ids far out of range."""
         copy = self.clone()
         padding = torch.arange(len(self.grad_hs)).unsqueeze(1) >= lengths
         copy.x[padding] = float("nan") if copy.x.is_floating_point() else 10**9
@@ -93,7 +93,7 @@ class ScanProblem(Problem):
         return ("x", *matrices, "h0", "weight", "bias", "act_param")
 
     def grad_names(self) -> tuple[str, ...]:
-        """The names of what the backward returns."""
+        """The names of the results of the backward."""
         return tuple(f"grad_{name}" for name in (*self.input_names(), "reset_state", "leak", "norm"))
 
     def to(self, dtype: torch.dtype) -> ScanProblem:
@@ -101,7 +101,7 @@ class ScanProblem(Problem):
         return self.map(lambda t: t.to(dtype))
 
     def strided(self) -> ScanProblem:
-        """A copy with the same values and no contiguous tensor; 1-element tensors stay what they are."""
+        """A copy with the same values and no contiguous tensor; 1-element tensors are unchanged."""
         copy = self.map(strided)
         copy.x = strided(self.x)
         return copy
@@ -125,9 +125,9 @@ def strided(t: Tensor) -> Tensor:
 
 
 def distance_to_kink(problem: ScanProblem) -> float:
-    """How near a pre-activation of the problem comes to a place where its activation's derivative jumps.
+    """The smallest distance of a pre-activation to a point where the activation's derivative jumps.
 
-    A unit within rounding distance of such a place may flip between two precisions, which changes gradients by whole
+    A unit within rounding distance of such a point may flip between two precisions, which changes gradients by whole
     terms. Comparisons element by element need a problem without such units.
     """
     name, slope_or_bias = problem.activation, problem.act_param
@@ -225,7 +225,7 @@ def scan_problem(
 def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, object]]]:
     """(id, keyword arguments of ``scan_problem``) for every size, activation and kind of input.
 
-    oplu works on pairs: it gets the next even N where N is odd.
+    oplu works on pairs: it gets the next even N if N is odd.
     """
     kinds = ("dense", "features", "tokens")
     for size, (index, activation), kind in itertools.product(sizes, enumerate(NAMES), kinds):
@@ -346,14 +346,14 @@ class GruProblem(Problem):
         return GruArgs(self.x, self.w, self.h0, self.bias, self.variant, **options)
 
     def run_leaves(self, fwd: Any, bwd: Any | None = None, *, need_params: bool = True, **options: Any) -> Any:
-        """Forward and backward of two leaves' modules, everything that comes out and is not None, by name."""
+        """Forward and backward of two leaf modules: all results that are not None, by name."""
         args = self.args(**options)
         states = fwd.gru_scan_fwd(args)
         grads = (bwd or fwd).gru_scan_bwd(args._replace(x=None), self.grad_hs, states, gru_needs(need_params))
         return {name: t for name, t in zip(self.NAMES, (*states, *grads), strict=True) if t is not None}
 
     def run(self, backend: str, bwd_backend: str | None = None, *, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """Forward and backward op, everything that comes out, by the names of NAMES."""
+        """Forward and backward op: all results, by the names in NAMES."""
         namespace = torch.ops.orthokern
         args = self.args(backend=backend, lengths=lengths)
         saved = namespace.gru_scan_fwd(*args)
@@ -365,7 +365,7 @@ class GruProblem(Problem):
 def assert_same_bits(
     one: dict[str, Tensor], other: dict[str, Tensor], skip: tuple[str, ...] = (), rounded: tuple[str, ...] = ()
 ) -> None:
-    """Two results of ``run_scan`` are equal, but for the names in ``skip``.
+    """Two results of ``run_scan`` are equal, except for the names in ``skip``.
 
     ``rounded``: names that depend on products of torch with another number of rows in each result. The bits of a row of
     such a product may depend on the number of rows (MKL on CPUs with AVX-512), so they are compared to rounding.
@@ -379,7 +379,7 @@ def assert_same_bits(
 
 
 def backends(op: str) -> list[Any]:
-    """The native CPU backend; skipped with its reason where it is not built. Those of a GPU: tests/gpu."""
+    """The native CPU backend; skipped with its reason if it is not built. Those of a GPU: tests/gpu."""
     why = dispatch.absence(op, "cpu")
     return [pytest.param("cpu", marks=pytest.mark.skipif(why is not None, reason=f"cpu: {why}"), id="cpu")]
 
@@ -391,7 +391,7 @@ def each(*ops: str) -> Callable[[Any], Any]:
 
 
 def served(op: str) -> list[Any]:
-    """The reference, and the cpu backend where it is built."""
+    """The reference, and the cpu backend if it is built."""
     return ["reference", *backends(op)]
 
 

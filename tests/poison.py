@@ -1,4 +1,4 @@
-"""Allocations whose memory is poisoned until somebody has written it.
+"""Allocations whose memory is poisoned until it is written.
 
 A module of its own: Dynamo finds the globals of a function that it traces through the name of the module, and
 ``conftest`` is the name of several.
@@ -27,7 +27,7 @@ def poison(tensor: torch.Tensor) -> None:
 def poisoned(
     allocate: Callable[..., torch.Tensor], traced: Callable[..., torch.Tensor] | None = None, only: str = "orthokern"
 ) -> Callable[..., torch.Tensor]:
-    """``allocate``, but with poisoned memory where code of the module or package ``only`` is the caller.
+    """``allocate``, but with poisoned memory if code of the module or package ``only`` is the caller.
 
     A compiler that traces the caller sees ``traced`` alone: by default, ``allocate``.
     """

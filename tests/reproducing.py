@@ -1,4 +1,4 @@
-"""`python -m orthokern.reproduce` in tests, with a toy experiment whose runs take no processes."""
+"""`python -m orthokern.reproduce` in tests, with a toy experiment whose runs need no processes."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states have the same bits, tensors included. Wall times are not compared."""
+    """Whether two states are bit-identical, tensors included. Wall times are not compared."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""What the scans share: products of a row with a matrix, steps and rows of a sequence, and the sizes of tiles.
+"""Functions shared by the scans: products of a row with a matrix, steps and rows of a sequence, and the sizes of tiles.
 
 Registers cannot be indexed, so a tile's shape decides how a product runs. A matrix tile is [BLOCK_IN / WIDE, BLOCK_OUT,
 WIDE]: every thread multiplies the columns that it holds, and the sums over threads come last. A program owns one
@@ -80,7 +80,7 @@ def multiply_row(b_x, b_matrix, BLOCK_IN: tl.constexpr):
 def load_resident(
     p, OUT: tl.constexpr, IN: tl.constexpr, RESIDENT: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr
 ):
-    """The matrix [OUT, IN] in registers, or 0.0 where it is read in every step."""
+    """The matrix [OUT, IN] in registers, or 0.0 if it is read in every step."""
     b_matrix = 0.0
     if RESIDENT:
         b_matrix = load_matrix(p, 0, OUT, IN, BLOCK_OUT, BLOCK_IN)
@@ -112,8 +112,8 @@ def product(
 
 @triton.jit
 def steps_of(p_lengths, i_b, TIME, T):
-    """Steps from step TIME on that sequence i_b has, clamped to [0, T]: checking lengths on the host would need a
-    device synchronization. int32; p_lengths: int64 [B], or None."""
+    """The number of steps of sequence i_b from step TIME on, clamped to [0, T]: checking lengths on the host would need
+    a device synchronization. int32; p_lengths: int64 [B], or None."""
     steps = T
     if p_lengths is not None:
         # at least 0 before TIME is subtracted: the smallest int64 would become a large length
@@ -132,14 +132,14 @@ def flag_at(p_flags, row, exists):
 def columns(o_n, exists, N: tl.constexpr):
     """The mask [1, BLOCK_N] of a row, all False unless the row exists.
 
-    Not m_n & exists: where exists is a scalar, the interpreter of Triton 3.9 does not accept the result as a mask.
+    Not m_n & exists: if exists is a scalar, the interpreter of Triton 3.9 does not accept the result as a mask.
     """
     return o_n < tl.where(exists, N, 0)
 
 
 @triton.jit
 def row_or_zeros(p, i_row, p_like, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Row i_row of a matrix [., N], [1, BLOCK_N]; zeros of the dtype of p_like where p is None."""
+    """Row i_row of a matrix [., N], [1, BLOCK_N]; zeros of the dtype of p_like if p is None."""
     o_n = tl.arange(0, BLOCK_N)[None, :]
     b_row = tl.zeros([1, BLOCK_N], dtype=p_like.dtype.element_ty)
     if p is not None:
@@ -162,7 +162,7 @@ RESIDENT_WORDS = {torch.float32: 32768, torch.float64: 16384}
 
 
 def plan(N: int, K: int, matrices: int, dtype: torch.dtype) -> Plan:
-    """For so many matrices of N by K, from sizes alone.
+    """The plan for a number of matrices of N by K, from sizes alone.
 
     With fewer warps for matrices in registers, the compiler prefers a layout in which a warp spans 32 columns, and the
     sum over threads costs 5 shuffles per row instead of 3.

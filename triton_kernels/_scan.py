@@ -61,7 +61,7 @@ def steps_to_run(p_lengths, i_row, T, B, CHUNK, TIME, BACKWARD: tl.constexpr):
 
 @triton.jit
 def load_id(p_x, p_table, row, exists):
-    """The token id of a step; 0 without a table, and where there is no step."""
+    """The token id of a step; 0 without a table, and if there is no step."""
     token = row * 0
     if p_table is not None:
         token = tl.load(p_x + row, mask=exists, other=0)
@@ -125,7 +125,7 @@ def end_step(
 def scan_kernel(
     p_x,  # [T, B, N], or int64 [T, B] with a table; this and all other tensors of steps as in ``Scan.run``
     p_table,  # [D, N], or None
-    p_gate,  # [T, B, N], or None where phi' reads nothing
+    p_gate,  # [T, B, N], or None if phi' reads nothing
     p_start,  # [sequences, N], or None
     p_out,  # [T, B, N], or None
     p_pre,  # [T, B, N], or None

@@ -5,7 +5,7 @@
     columns ->  BLOCK_N        HBM: x in, y out (backward: grad_y, x in, grad_x out)
     rows    +-----------+      registers: one tile of each
     BLOCK_R |  i_r, i_n |      act_param: partial sums [programs along R, N], written once each and added by torch
-            +-----------+      afterwards: no atomics, and the same bits in every run
+            +-----------+      afterwards: no atomics, bit-identical in every run
 
 Limits: none on R and N. BLOCK_N and the first column of every tile are even, so that no pair of oplu is split.
 """

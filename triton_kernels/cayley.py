@@ -14,10 +14,10 @@ Why pivoting: I + lr/2 A has symmetric part I, so no pivot is ever zero. But its
 elimination without pivoting multiplies rounding errors by |lr/2 A|^2. With pivoting, a step of any length is as
 accurate as that of the reference. The thin system has no such symmetric part.
 
-No device synchronization and no atomics: the same bits in every run. Limits: a panel has 16384 words, a quarter of the
-registers of an SM, so BLOCK_C decreases from 64 as S grows. K is at most 1024, so S is at most 2048, where BLOCK_C is 8
-(float64: 4). Products are IEEE float32 even if the process allows TF32 elsewhere, which would reduce orthogonality.
-Bound by the latency of S sequential pivot searches, each a few reductions over a whole program.
+No device synchronization and no atomics: bit-identical results in every run. Limits: a panel has 16384 words, a quarter
+of the registers of an SM, so BLOCK_C decreases from 64 as S grows. K is at most 1024, so S is at most 2048, where
+BLOCK_C is 8 (float64: 4). Products are IEEE float32 even if the process allows TF32 elsewhere, which would reduce
+orthogonality. Bound by the latency of S sequential pivot searches, each a few reductions over a whole program.
 """
 
 # Triton compiles the kernel below; its arguments have no Python types.
@@ -67,7 +67,7 @@ def cayley_panel_kernel(
         b_pivot_row = tl.sum(tl.where((o_r == i_pivot)[:, None], b_a, 0.0), axis=0)
         pivot = tl.sum(tl.where(o_c == k, b_pivot_row, 0.0), axis=0)
         above = tl.sum(tl.where(o_c == k, b_row, 0.0), axis=0)
-        # exchange rows k and i_pivot, also where they are the same
+        # exchange rows k and i_pivot, even if they are the same
         b_a = tl.where((o_r == i_pivot)[:, None], b_row[None, :], b_a)
         b_a = tl.where((o_r == k)[:, None], b_pivot_row[None, :], b_a)
         order_k = tl.sum(tl.where(o_r == k, b_order, 0), axis=0)

@@ -8,7 +8,7 @@
            +-----------+      tile of hidden or grad_hidden at a time
 
 d = dL/dz is C / N of the size of hidden. grad_weight = d^T hidden and grad_bias, the sums of d, are torch's, over
-chunks of rows in a fixed order: no atomics, the same bits every time. With more than MAX_FUSED_C classes the
+chunks of rows in a fixed order: no atomics, bit-identical results in every run. With more than MAX_FUSED_C classes the
 logits of a chunk of rows are torch's product, and a second kernel turns them into d in place, one program for each row.
 
 There is no device synchronization. A target outside [0, C) makes the loss, and the gradients of its row, NaN. Products
@@ -169,7 +169,7 @@ def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: boo
 def _fused(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad: Tensor | None, rows: int, mean: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(sums of losses, d [R, C] or None); grad [R, N] is filled where it is not None."""
+    """(sums of losses, d [R, C] or None); grad [R, N] is filled if it is not None."""
     (R, N), C = hidden.shape, weight.shape[0]
     block_r, block_n, block_c = fused_blocks(C)
     programs = triton.cdiv(R, block_r)

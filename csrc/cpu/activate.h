@@ -29,7 +29,7 @@ ORTHOKERN_INLINE V<T> activate_grad(V<T> saved, V<T> g, V<T> param, V<T>* param_
   else return A::template backward<VectorMath<T>>(saved, g, param);
 }
 
-// (1 - leak) h + leak phi, exactly phi where leak is 1.
+// (1 - leak) h + leak phi, exactly phi if leak is 1.
 template <class T>
 ORTHOKERN_INLINE V<T> leaky(V<T> h, V<T> phi, V<T> leak) {
   return (1 - leak) * h + leak * phi;
@@ -46,7 +46,7 @@ inline bool expand_param(Scratch<T>* to, const T* param, int64_t size, int64_t N
   return true;
 }
 
-// The gradient of the parameter, [1] or [N], from of_unit(n), those of the units.
+// The gradient of the parameter, [1] or [N], from the gradients of_unit(n) of the units.
 template <class T, class F>
 inline void write_param_grad(T* to, int64_t size, int64_t N, const F& of_unit) {
   double whole = 0;

@@ -1,4 +1,4 @@
-// The activations as ops of their own on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12
+// The activations as separate ops on the CPU: one pass over memory, 8 (float32) bytes per element forward and 12
 // backward.
 #include "cpu/activate.h"
 #include "cpu/ops.h"
@@ -7,7 +7,7 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
-// Rows summed in working precision before a parameter's gradient goes to its double total.
+// Rows summed in working precision before a parameter's gradient is added to its double total.
 constexpr int64_t kSumRows = 64;
 
 template <class T, class A, bool BACKWARD>
@@ -49,7 +49,7 @@ bool run(const ActivationArgs& args) {
       }
     }
   };
-  // not by share(): subnormal numbers are not flushed here
+  // not share(), which flushes subnormal numbers
   parallel_run(tasks, [](void* fn, int task) { (*static_cast<decltype(rows_of)*>(fn))(task); }, (void*)&rows_of);
   if (BACKWARD && args.grad_act_param)
     write_param_grad(static_cast<T*>(args.grad_act_param), size, size == 1 ? padded : args.N,

@@ -20,7 +20,7 @@
 //     second   Z              5 N^3    The next term, X^3, is skew, which does not harm orthogonality.
 //     fourth   (I + S) Z      7 N^3    The next term is X^5.
 //     LU       of I + X       6.7 N^3  At a lower rate.
-//     large    LU of I + X    4.7 N^3  At a lower rate. For an X that turns all of M by about 90 degrees or more. The
+//     large    LU of I + X    4.7 N^3  At a lower rate. For an X that rotates all of M by about 90 degrees or more. The
 //                                      correction is then no smaller than M, and M_new = 2 (I + X)^-1 M - M has the
 //                                      smallest rounding error.
 //
@@ -30,14 +30,14 @@
 // Limit: the rate of the multiply-adds. Float32, 2 matrices on 2 cores with AVX-512, form `first`, 4 N^3 operations per
 // matrix, as a share of the rate of torch's SGEMM (1536^3), best of many: 77 % at N = 64, 86 at 128, 96 at 256, 95 at
 // 512, 91 at 1000. The products alone reach SGEMM's rate while their factors fit into L2. The rest is packing,
-// transposes and starting threads at small N. At N = 1000 it is the left factor, which is read from L3 once for each
-// group of panels.
+// transposes and starting threads at small N, and at N = 1000 reading the left factor from L3 once for each group of
+// panels.
 //
 // Rounding: in every form but `large` the rounding errors are relative to the correction, which is small against M,
 // except for the final subtraction.
 //
 // Threads: with at least one matrix for each thread, every matrix is computed by one thread. Otherwise rows and panels
-// of a matrix are divided among threads. The bits are the same in both cases and for any number of threads.
+// of a matrix are divided among threads. Results are bit-identical in both cases and for any number of threads.
 #include "cpu/cayley_thin.h"
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -75,7 +75,7 @@ bool cayley(const CayleyArgs& args) {
   const FlushDenormals flush;
   const bool thin = 2 * args.K < args.N;
   // Another thread must save more than the microseconds that waking it costs: once for a batch of matrices, about ten
-  // times for a matrix that threads share.
+  // times for a matrix that is divided among threads.
   const double flops = static_cast<double>(args.N) * args.K * (thin ? 10 * args.K : 4 * args.N);
   const bool cooperate = flops > 1.6e7;
   double useful = cooperate ? flops / 4e6 * args.batch : flops / 2e5 * args.batch;

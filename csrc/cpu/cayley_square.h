@@ -11,9 +11,9 @@ template <class T>
 constexpr double kEpsilon = sizeof(T) == 4 ? 1.2e-7 : 2.2e-16;
 // Bounds on the truncation error of a series, relative to M.
 constexpr double kSkewRemainder = 1.0 / 32;         // of the rounding unit
-constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, where it adds up over the steps
-// From this root mean square of X's singular values on, M_new = 2 (I + X)^-1 M - M has the smaller error and drift
-// (measured, N = 128).
+constexpr double kSymmetricRemainder = 1.0 / 2048;  // the same, if it accumulates over the steps
+// At or above this root mean square of the singular values of X, M_new = 2 (I + X)^-1 M - M has the smaller error and
+// drift (measured, N = 128).
 constexpr double kLargeTurn = 0.75;
 
 enum Form { kSeries, kFourth, kLu, kLarge };
@@ -28,7 +28,7 @@ struct SquareShape {
   int N, K, threads;
   int blocks = ceil_div(N, W), columns = ceil_div(K, W);  // panels of N columns, and of K
   int rows = panel_rows<T>(N);                            // of a panel, with padding
-  ptrdiff_t stride = static_cast<ptrdiff_t>(rows) * W;    // elements from a panel to the next
+  ptrdiff_t stride = static_cast<ptrdiff_t>(rows) * W;    // elements from one panel to the next
   // panels of M that a thread processes together: two such groups and the data that is read once fit into L2
   int cached = max_of(static_cast<int>((512 << 10) / (stride * sizeof(T))), 1);
   int group = ceil_div(blocks, max_of(ceil_div(blocks, cached), min_of(threads, columns)));
@@ -40,7 +40,7 @@ struct SquareShape {
 template <class T>
 struct SquareWork {
   Scratch<T> x;          // panels [N, N]: P, then X, then Z
-  Scratch<T> s;          // panels [N, N]: those of G, then S or the LU factors
+  Scratch<T> s;          // panels [N, N]: G, then S or the LU factors
   Scratch<double> sums;  // [N]: squared norms of rows
   Scratch<int> swaps;    // [N]
   Scratch<T> m;          // panels of M or M^T, [N, group * W]
@@ -141,7 +141,7 @@ Form prepare(const SquareShape<T>& shape, const Panels<T>& X, const Panels<T>& S
   const double skew_limit = kSkewRemainder * kEpsilon<T>;
   const Norms x = norms<T>(X, N, sums, threads);
   if (2 * x.largest_row * x.frobenius <= kSymmetricRemainder * kEpsilon<T>) return kSeries;
-  // Lower bounds of the norms of S, from those of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
+  // Lower bounds on the norms of S from the norms of X: rows of norm |X|^2 / N, and |S|_F >= |X|^2 / sqrt(N). If the
   // remainder is too large even with these, S is not computed.
   const double least_row = x.frobenius * x.frobenius / N, least_norm = x.frobenius / __builtin_sqrt(__builtin_sqrt(N));
   if (2 * least_row * least_norm * least_norm * least_norm <= skew_limit) {

@@ -25,14 +25,14 @@ struct ThinShape {
 // The three Gram matrices, each [K, K].
 template <class T>
 struct Grams {
-  Panels<T> gg, gm, mm;  // G^T G, G^T M, M^T M; of gg and mm only the upper triangle
+  Panels<T> gg, gm, mm;  // G^T G, G^T M, M^T M; for gg and mm only the upper triangle
 };
 
 // The working memory of a matrix and of the thread that computes it.
 template <class T>
 struct ThinWork {
   Scratch<T> grams;    // [parts][3][columns][stride]
-  Scratch<T> y;        // panels [2 K, 2 K]: lr/2 Q^T P, then the LU factors of I + it
+  Scratch<T> y;        // panels [2 K, 2 K]: Y = lr/2 Q^T P, then the LU factors of I + Y
   Scratch<T> w, w2;    // panels [2 K, K]
   Scratch<int> swaps;  // [2 K]
   Scratch<T> m, g, d;  // panels [kThinRows, K]
@@ -77,8 +77,8 @@ void gram(const Panels<T>& a, const Panels<T>& b, int rows, int K, bool upper, b
   }
 }
 
-// The Gram matrices of m and g [N, K], in grams[0] of the first thread: the partial ones of blocks of rows, then their
-// sum.
+// Computes the Gram matrices of m and g [N, K] in grams[0] of the first thread: partial ones for blocks of rows, then
+// their sum.
 template <class T>
 void thin_grams(const ThinShape<T>& s, const ThinWork<T>* team, const T* m, const T* g, int threads) {
   const int N = s.N, K = s.K;

@@ -1,4 +1,4 @@
-// dense_scan on the CPU: that of factored_scan.cpp, with K == 0.
+// dense_scan on the CPU: as in factored_scan.cpp, with K == 0.
 #include "cpu/ops.h"
 
 namespace orthokern::ORTHOKERN_ISA {

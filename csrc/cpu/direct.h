@@ -1,8 +1,8 @@
 // Products of a few vectors with a row-major weight matrix that is read in place, once: for calls of so few steps that
 // packing the weights (gemm.h) would take longer than the steps.
 //
-// A block of L rows of the matrix is read in squares of L x L, each transposed in registers, so that an element of the
-// result is the same chain of multiply-adds in ascending depth as in the packed product: the bits are equal.
+// A block of L rows of the matrix is read in squares of L x L, which are transposed in registers. An element of the
+// result is the same chain of multiply-adds in ascending depth as in the packed product: results are bit-identical.
 #pragma once
 
 #include "cpu/tasks.h"
@@ -11,7 +11,7 @@
 namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int64_t kDirectRows = 4;                // largest T B for which reading the weights in place is faster
-constexpr size_t kDirectThreadBytes = 256 << 10;  // least bytes of weights for which a product is divided among threads
+constexpr size_t kDirectThreadBytes = 256 << 10;  // minimum bytes of weights to divide a product among threads
 
 // sum + the products of `a` [depth] with `count` <= L rows of w, `stride` elements apart; one lane for each row.
 template <class T>
@@ -96,7 +96,7 @@ inline void direct_share(int threads, size_t bytes, int size, int unit, const F&
   });
 }
 
-// to [size, cols] = sum_r left(r) right(r)^T of `rows` rows; nothing without `to`.
+// to [size, cols] = sum_r left(r) right(r)^T over `rows` rows; does nothing if `to` is null.
 template <class T, class Left, class Right>
 inline void direct_outer(int threads, int rows, const Left& left, const Right& right, void* to, int size, int cols) {
   const T *l[kDirectRows], *r[kDirectRows];

@@ -1,7 +1,7 @@
-// What the scans with gates, gru_scan and peephole_scan, share: the plan of a call with its packed weights, a group of
-// rows, and vectors of row-major matrices whose rows need not fill whole vectors.
+// The common part of the gated scans, gru_scan and peephole_scan: the plan of a call with its packed weights, a group
+// of rows, and vectors of row-major matrices whose rows need not fill whole vectors.
 //
-// As in scan.h a thread processes its rows of the batch for all steps, in groups of at most kGroupRows rows whose
+// As in scan.h, a thread processes its rows of the batch for all steps, in groups of at most kGroupRows rows whose
 // state stays blocked in the caches. Threads never synchronize. The gradients of weights and biases are sums over
 // sequences: products over all steps that the caller computes afterwards. The epilogue of a gate runs per panel of 2 L
 // columns, while the product's result is in the nearest cache, and skips rows that have ended between others that run.
@@ -25,9 +25,9 @@ struct GatedPlan {
   bool stream;                 // write gates, or their gradients, with streaming stores
   bool to_h0;                  // backward: the adjoint of step 0 is passed to h0 or to reset_state
   Packed<T> gate[kMostGates];  // forward [N, N]: the transposes of the gates' weights
-  Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is apart
+  Packed<T> back, back_last;   // backward: [gates N, N], without the last gate if that is separate
   size_t sum_size;
-  Scratch<double> sums;  // [threads][sum_size]: what tasks add up
+  Scratch<double> sums;  // [threads][sum_size]: sums of the tasks
   Scratch<int> begin;    // [threads + 1]: task i has the rows [begin[i], begin[i + 1]) of the batch
 
   int padded() const { return round_up(N, kLanes<T>); }
@@ -63,7 +63,7 @@ struct GatedPlan {
   }
 };
 
-// A group of rows. Blocked matrices of it are [N/L][R][L].
+// A group of rows. Its blocked matrices are [N/L][R][L].
 template <class T>
 struct GatedRows : RowSteps {
   static constexpr int L = kLanes<T>;
@@ -71,7 +71,7 @@ struct GatedRows : RowSteps {
   const T *reset_state, *x;  // [B, N], or null: zeros; [T, B, gates N]
   T* const gates;            // like x, or null
   const ptrdiff_t N, block;
-  Scratch<T> zeros;  // a row of them, in place of a reset_state
+  Scratch<T> zeros;  // one row, used if there is no reset_state
 
   template <class Args>
   GatedRows(const GatedPlan<T>& plan_, const Args& args, int row0_, int R_)
@@ -83,7 +83,7 @@ struct GatedRows : RowSteps {
         N(plan_.N),
         block(static_cast<ptrdiff_t>(R_) * L) {}
 
-  // With blocked matrices, which products write by whole panels.
+  // Also allocates blocked matrices, which products write in whole panels.
   template <class... Matrix>
   bool allocate(Matrix&... matrix) {
     return count_steps() && zeros.allocate(plan.padded()) && allocate_matrices(matrix...);
@@ -98,7 +98,7 @@ struct GatedRows : RowSteps {
   }
   T* at(void* matrix, int64_t t, int width) const { return static_cast<T*>(matrix) + (t * batch + row0) * width * N; }
   const T* start(int r) const { return reset_state ? reset_state + (row0 + r) * N : zeros.get(); }
-  // fn(block, count of lanes, row, element of blocked matrices) for all rows that run at step t, of some blocks.
+  // fn(block, count of lanes, row, element of blocked matrices) for all rows of some blocks that run at step t.
   template <class F>
   ORTHOKERN_INLINE void each(int64_t t, int first, int last, const F& fn) const {
     const int R_t = active[t];
@@ -119,7 +119,7 @@ struct GatedRows : RowSteps {
   void prefetch(Transfers<T>* transfers, const T* from, ptrdiff_t row, int64_t t) const {
     transfers->prefetch(from, row, L, active[t], plan.blocks());
   }
-  // What the forward of step t + 1 reads first and that of step t writes, of the gates: a share for each product.
+  // Per product, a share of the inputs that step t + 1 forward reads first and of the gates that step t writes.
   void prefetch_gates(Transfers<T>* transfers, int64_t t) const {
     const ptrdiff_t row = plan.gates * N;
     for (int g = 0; g < plan.gates; g++) {
@@ -127,8 +127,8 @@ struct GatedRows : RowSteps {
       if (gates && !plan.stream) prefetch(&transfers[g], at(gates, t, plan.gates) + g * N, row, t);
     }
   }
-  // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), in its place of `gates`
-  // if they are not null.
+  // Gate g of step t forward: value(b, count, r, at, product of its weights and h, its input), stored in `gates` if
+  // that is not null.
   template <class F>
   ORTHOKERN_INLINE void gate(int64_t t, int g, const T* h, T* acc, Transfers<T>* transfers, const F& value) const {
     const ptrdiff_t row = plan.gates * N;

@@ -20,7 +20,7 @@
 //
 // A deep product is computed in chunks of its depth. The part of `a` and of a panel that belongs to a chunk then stays
 // in the nearest cache for all tiles. The sums are stored in `out` between chunks and loaded again, so each chain is
-// continued and no bit changes.
+// continued and the result is bit-identical.
 #pragma once
 
 #include "cpu/tiles.h"
@@ -114,9 +114,9 @@ inline TileKernel<T> tile_kernel_for(int rows, int panels, bool narrow, bool fet
   return fetch ? tile_kernel_for_rows<T, PAIRS, 1, true>(rows) : tile_kernel_for_rows<T, PAIRS, 1, false>(rows);
 }
 
-// out = a . w for blocked a (its segments, of pairs if w is) and blocked out, R rows. In the last chunk, panels are
-// computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those columns are in
-// the nearest cache. out overlaps neither a nor what the transfers read.
+// out = a . w for blocked a (given by its segments, of pairs if w has pairs) and blocked out, R rows. In the last
+// chunk, panels are computed one after another, and `after(first_block, last_block)`, the epilogue, runs while those
+// columns are in the nearest cache. out must overlap neither a nor the sources of the transfers.
 template <class T>
 __attribute__((noinline)) void multiply(const Segment<T>* segments, int segment_count, const Packed<T>& w, int rows,
                                         T* out, ptrdiff_t out_block, Transfers<T>* transfers, const Epilogue& after) {

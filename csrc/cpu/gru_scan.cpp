@@ -88,16 +88,16 @@ struct GruBackward {
   const GruArgs& args;
   double* const norms;  // [T]: sums of squares of ghat_t
   GatedRows<T> rows;
-  int now = 0;  // which of two steps' adjoints are those of the current step
-  // Blocked. acc: results of products; direct: the part of ghat_{t-1} that needs no product. d_r, d_z and d_q of two
-  // steps, because a product still reads those of the step after.
+  int now = 0;  // index of the current step's adjoints
+  // Blocked. acc: results of products; direct: the part of ghat_{t-1} that needs no product. d_r, d_z and d_q have two
+  // buffers, because a product still reads those of the step after.
   Scratch<T> acc = {}, direct = {}, d_n = {}, d_r[2] = {}, d_z[2] = {}, d_q[2] = {};
 
   bool run() {
     if (!rows.allocate(acc, direct, d_n, d_r[0], d_r[1], d_z[0], d_z[1]) ||
         !(KANAI || rows.allocate_matrices(d_q[0], d_q[1])))
       return false;
-    // Rows whose last step has not been reached are zero in all of these, which is what they have to start with.
+    // Rows whose last step has not been reached are zero in all of these, as required at their start.
     rows.template clear_padding<T>(args.grad_x, 3 * plan.N);
     rows.template clear_padding<T>(args.factor, plan.N);
     begin(rows.longest - 1, 0, plan.blocks());
@@ -108,7 +108,7 @@ struct GruBackward {
   }
 
  private:
-  // dL/dh0, and the part of step 0 in dL/d reset_state.
+  // dL/dh0, and the part of dL/d reset_state from step 0.
   void finish() {
     T* grad_h0 = args.grad_h0 ? rows.at(args.grad_h0, 0, 1) : nullptr;
     const uint8_t* cut = rows.resets_at(0);
@@ -119,8 +119,8 @@ struct GruBackward {
     });
   }
   const T* state_before(int64_t t) const { return t ? rows.at(args.saved_hs, t - 1, 1) : rows.at(args.h0, 0, 1); }
-  // What a step passes to the state before it, of what it has for it. A step that starts from reset_state passes it
-  // there.
+  // The part of `carry` that a step passes to the state before it: zero if the step starts from reset_state, whose
+  // gradient then receives `carry`.
   ORTHOKERN_INLINE V<T> passed(const uint8_t* cut, V<T> carry, int b, int count, int r) const {
     if (!cut || !cut[r]) return carry;
     if (args.grad_reset_state) {
@@ -160,7 +160,7 @@ struct GruBackward {
       if (t > 0) begin(t - 1, first, last);
     });
   }
-  // The start of step t for some blocks. ghat_t is g_t and what step t + 1 passes.
+  // The start of step t for some blocks. ghat_t is g_t plus the carry of step t + 1.
   void begin(int64_t t, int first, int last) {
     const ptrdiff_t N = plan.N;
     const bool stream = plan.stream;
@@ -216,7 +216,7 @@ struct GruBackward {
   }
 };
 
-// The forward of a few steps, with weights that are read in place (direct.h). Results are bitwise those of GruForward.
+// The forward of a few steps, with weights that are read in place (direct.h). Results are bit-identical to GruForward.
 template <class T, bool KANAI>
 struct DirectGru {
   static constexpr int L = kLanes<T>;

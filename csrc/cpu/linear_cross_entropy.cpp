@@ -31,7 +31,7 @@ struct ReadoutCall {
   const LinearCrossEntropyArgs& args;
   const int N = static_cast<int>(args.N), C = static_cast<int>(args.C);
   const int depth = N + (args.bias ? 1 : 0);
-  // of a group: fewer where they are long, so that states and their gradients stay in L2
+  // rows of a group: fewer if they are long, so that states and their gradients stay in L2
   const int rows = N <= 256 ? kGroupRows : N <= 512 ? kGroupRows / 2 : kGroupRows / 4;
   const int64_t useful = args.rows / rows + 1;
   const int tasks = static_cast<int>(useful < args.threads ? useful : args.threads);
@@ -53,8 +53,8 @@ bool readout_task(ReadoutCall<T>& call, int task) {
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
   const V<T> lowest = splat<T>(static_cast<T>(sizeof(T) == 4 ? -double{__FLT_MAX__} : -__DBL_MAX__));
-  // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; a group's rows are `block` apart from block
-  // to block.
+  // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; blocks of a group are `block` elements
+  // apart.
   Scratch<T> h, d, out;
   if (!h.allocate(static_cast<size_t>(h_blocks) * rows * L) ||
       !d.allocate(static_cast<size_t>(round_up(C, 2 * L)) * rows) ||
@@ -62,7 +62,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
     return false;
   if (call.need_grad && !call.sums[task].allocate(static_cast<size_t>(c_blocks) * L * h_blocks * L, args.rows))
     return false;
-  typename Vec<T>::I missing;  // lanes of the last block that are no class
+  typename Vec<T>::I missing;  // lanes of the last block without a class
   for (int i = 0; i < L; i++) missing[i] = (c_blocks - 1) * L + i < C ? 0 : -1;
   double loss = 0;
   const int64_t begin = args.rows * task / call.tasks, end = args.rows * (task + 1) / call.tasks;

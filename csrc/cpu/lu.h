@@ -89,7 +89,7 @@ inline void factor_panel(T* panel, int rows, int size, int* swaps) {
 }
 
 // b = L^-1 b and b = U^-1 b for a diagonal block [size, size] that holds unit L and U, and b [size, W]; both have rows
-// of W.
+// of W elements.
 template <class T>
 inline void lower_solve(const T* a, int size, T* b) {
   constexpr int L = kLanes<T>;
@@ -117,7 +117,7 @@ inline void upper_solve(const T* a, int size, T* b) {
   }
 }
 
-// Rows that one item of shared-out work covers.
+// Rows per work item.
 constexpr int kRowsPerItem = 4 * kMaxRows;
 
 // Factors lu.a in place. group: panels that share one pass over L.
@@ -126,7 +126,7 @@ void factor(const Lu<T>& lu, int group, int threads) {
   constexpr int W = kWidth<T>;
   const int n = lu.n, blocks = lu.blocks();
   const Panels<T>& a = lu.a;
-  // Row block i of panel p, above the diagonal: what remains after the columns from `done` on.
+  // Completes row block i of panel p, above the diagonal, with the columns from `done` on.
   const auto finish_upper = [&](int i, int p, int done) {
     const Panels<T> c = a.from(p);
     const int depth = i * W - done;

@@ -13,7 +13,7 @@
 // readout, its transpose and its gradient 72 each; recurrence and adjoint, float64, 32 each; diagonal 16; exponentials
 // 7: 303, and 32 for the recurrence alone. Loads, stores, conversions and shuffles go to other units. T = 10 020,
 // B = 50: 152 million cycles of a core that does one such multiply-add a cycle (Zen 4), half with two. Measured on Zen
-// 4 with other work beside it: 60 ms of CPU time, 21 ms for the loss alone.
+// 4 with other work running: 60 ms of CPU time, 21 ms for the loss alone.
 #include "cpu/modal.h"
 
 #include <math.h>
@@ -105,7 +105,7 @@ void back_tile(const T* d, int C, const T* readout, int Np, T* g) {
   ORTHOKERN_UNROLL for (int r = 0; r < R; r++) ORTHOKERN_UNROLL for (int v = 0; v < NV; v++)
       store(g + static_cast<ptrdiff_t>(r) * Np + v * L, acc[r][v]);
 }
-// g [steps][Np] = d^T readout, and up to 3 rows more
+// g [steps][Np] = d^T readout, and up to 3 more rows
 template <class T>
 void back_product(const T* d, int C, const T* readout, int steps, int Np, T* g) {
   constexpr int L = kLanes<T>, R = 4, NV = k32Registers ? 4 : 2;
@@ -192,7 +192,7 @@ struct Worker {
     constexpr int L = kLanes<T>, W = kLanes<double>;
     const V<T> zero = V<T>{}, scale = splat<T>(static_cast<T>(args.scale));
     for (int r = 0; r < steps; r++) targets[r] = static_cast<Id<T>>(args.target[(t + r) * args.B + b]);
-    for (int r = steps; r % L; r++) targets[r] = -1;  // no class: counts for nothing
+    for (int r = steps; r % L; r++) targets[r] = -1;  // no class: ignored
     V<double> loss = V<double>{}, product = loss + 1.0;
     for (int begin = 0; begin < steps; begin += L) {
       T* at = d.get() + begin;
@@ -284,7 +284,7 @@ struct Worker {
     keep_steps(b, t, steps, g, args.step_adjoints);
   }
 
-  // Copies the rows [steps][Np] of the steps that the caller asks for to [K, B, 2M].
+  // Copies the rows [steps][Np] of the requested steps to [K, B, 2M].
   void keep_steps(int64_t b, int64_t t, int steps, const T* rows, void* to) {
     for (int64_t k = 0; k < args.K; k++) {
       const int64_t r = args.steps[k] - t;

@@ -59,7 +59,7 @@ ORTHOKERN_INLINE void pin(X& v) {
 #endif
 }
 
-// Vectors of double with modes in one pass of the recurrence: real and imaginary parts of states and coefficients fit
+// Vectors of double processed in one pass of the recurrence: real and imaginary parts of states and coefficients fit
 // into the registers.
 constexpr int kModeVectors = k32Registers ? 4 : 2;
 
@@ -75,7 +75,7 @@ inline void spread(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[m] = static_cast<R>(from[m]);
   for (int m = 0; m < modes.M; m++) to[modes.Mp + m] = static_cast<R>(from[modes.M + m]);
 }
-// And back.
+// The reverse.
 template <class S, class R>
 inline void gather(const Modes& modes, const S* from, R* to) {
   for (int m = 0; m < modes.M; m++) to[m] = static_cast<R>(from[m]);
@@ -108,7 +108,7 @@ inline void read_rows(const Modes& modes, const SequenceRows<const S>& from, int
     spread(modes, from[t + r], to + static_cast<ptrdiff_t>(r) * modes.Np);
   }
 }
-// And back, with streaming stores if all vectors are whole and aligned.
+// The reverse, with streaming stores if all vectors are whole and aligned.
 template <class T>
 inline void write_rows(const Modes& modes, const T* from, const SequenceRows<T>& to, int64_t t, int steps) {
   constexpr int L = kLanes<T>;

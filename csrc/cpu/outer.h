@@ -89,7 +89,7 @@ constexpr int kPartRows = 4096;
 // of at most kPartRows rows has one part, and so have sums of double. An object whose bytes are all zero is empty.
 template <class T>
 struct RowSums {
-  Scratch<T> part;  // to which outer_add adds
+  Scratch<T> part;  // the destination of outer_add
   Scratch<double> total;
   size_t size;
   int64_t rows;  // of the part
@@ -102,7 +102,7 @@ struct RowSums {
     size = elements;
     return part.allocate(size) && (!several || total.allocate(size));
   }
-  // Called after so many rows have been added to the part.
+  // Called after `count` rows have been added to the part.
   void added(int count) {
     rows += count;
     if (rows >= kPartRows) end_part();

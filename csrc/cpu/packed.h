@@ -1,7 +1,7 @@
-// The factors of the products of gemm.h and tiles.h in their two storage forms, and the memory transfers during one.
+// The factors of the products of gemm.h and tiles.h in their two storage forms, and memory transfers during a product.
 //
 // Blocked rows:  a matrix of R rows and C columns is stored as [ceil(C/L)][R][L], with L lanes of a vector. Column c of
-//                row r lies at
+//                row r is at
 //                    block(c / L) + r * L + c % L.
 //                Broadcasting an element and storing a vector of a row both need constant offsets only, and the output
 //                of a product can be the input of the next one.
@@ -16,7 +16,7 @@ namespace orthokern::ORTHOKERN_ISA {
 
 constexpr int kMaxSegments = 4;
 
-// One stretch of the depth: `depth` columns of a blocked matrix, blocks `block` elements apart, at its first row.
+// One segment of the depth: `depth` columns of a blocked matrix with blocks `block` elements apart, at its first row.
 template <class T>
 struct Segment {
   const T* a;
@@ -90,7 +90,7 @@ class Transfers {
   Transfer<T> list_[kMost];
 };
 
-// What follows a product's columns, fn(first block, last block), by reference: products are compiled once for all.
+// The epilogue of columns, fn(first block, last block), by reference: products are compiled once for all epilogues.
 class Epilogue {
  public:
   template <class F>
@@ -128,10 +128,10 @@ inline void unblock_rows(const T* from, ptrdiff_t from_block, int rows, int colu
 
 constexpr int kTilePairs = 16;  // depth of a tile
 
-// Pairs of a sum of n terms. Those of tiles fill whole tiles; the missing ones are zero.
+// Number of pairs in a sum of n terms. For tiles, it is rounded up to whole tiles; the missing pairs are zero.
 inline int paired_depth(int n, bool tiles) { return tiles ? round_up(pair_count(n), kTilePairs) : pair_count(n); }
 
-// A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows are taken in pairs.
+// A weight matrix [depth, cols] in panels; or [2 depth, cols], whose rows form pairs.
 template <class T>
 struct Packed {
   Scratch<T> panels;
@@ -178,7 +178,7 @@ struct Packed {
   }
 
  private:
-  // Of a panel; what it does not write is zero.
+  // For one panel; elements that it does not write are zero.
   static void fill_pairs(uint16_t* panel, int width, int count, int row0, int rows, const T* from, ptrdiff_t row_stride,
                          ptrdiff_t col_stride, const T* scale) {
     for (int k = row0; k < row0 + rows; k++, from += row_stride) {

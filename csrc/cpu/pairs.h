@@ -1,4 +1,4 @@
-// bfloat16 factors of float32 products, which precision "bf16" of the scans selects where the CPU has them.
+// bfloat16 factors of float32 products, which precision "bf16" of the scans selects if the CPU supports them.
 //
 // A pair is two bfloat16 numbers in the 32 bits of a float: the factors of two consecutive terms of a sum, the first in
 // the lower half. One instruction adds both products to a float32 sum, at the rate of a multiply-add of float32. So a
@@ -10,7 +10,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-// Whether kernels of pairs are built. args.bf16 says whether the CPU runs them.
+// Whether kernels with pairs are built. args.bf16 says whether the CPU supports them.
 template <class T>
 constexpr bool kPairs = ORTHOKERN_HAVE_BF16 && kVectorBytes == 64 && sizeof(T) == 4;
 
@@ -20,14 +20,14 @@ inline int pair_count(int n) { return (n + 1) / 2; }
 ORTHOKERN_INLINE uint16_t to_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // a NaN stays one
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // a NaN stays a NaN
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 #if defined(__AVX512BW__)
 
-// The instructions are written out: their intrinsics need functions compiled for CPUs that have them, and the rest of a
-// kernel would have to be compiled a second time.
+// Inline assembly: intrinsics need functions compiled for CPUs that have these instructions, and the rest of a kernel
+// would have to be compiled a second time.
 
 // acc += the two products of each lane
 ORTHOKERN_INLINE void add_pairs(V<float>* acc, V<float> a, V<float> b) {

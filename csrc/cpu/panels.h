@@ -34,7 +34,7 @@ inline int max_of(int a, int b) { return a > b ? a : b; }
 template <class T>
 struct Panels {
   T* p;
-  ptrdiff_t stride;  // elements from a panel to the next
+  ptrdiff_t stride;  // elements from one panel to the next
   T* at(int row, int panel) const { return p + panel * stride + static_cast<ptrdiff_t>(row) * kWidth<T>; }
   Panels from(int panel) const { return {p + panel * stride, stride}; }
 };
@@ -46,8 +46,8 @@ inline int panel_rows(int rows) {
   return ceil_div(rows, kLanes<T>) * kLanes<T> + 4;
 }
 
-// a: MR rows (or, transposed, MR columns) of panels, b: [depth, W] of one panel, add and out: [MR, NV * L] with row
-// distances of their own. add may be null, and may be out.
+// a: MR rows (or, transposed, MR columns) of panels, b: [depth, W] of one panel, add and out: [MR, NV * L] with
+// separate row distances. add may be null, and may be out.
 template <class T>
 using ProductTile = void (*)(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T* add, ptrdiff_t add_row,
                              T alpha, T* out, ptrdiff_t out_row);
@@ -62,7 +62,7 @@ void product_tile(const T* a, ptrdiff_t a_stride, const T* b, int depth, const T
   while (depth > 0) {
     const int count = TRANSPOSED || depth < W ? depth : W;
     if (!TRANSPOSED && depth > W) {
-      // The rows of the next panel are far away, and the hardware does not prefetch them. That costs 3 % where A comes
+      // The rows of the next panel are far away, and the hardware does not prefetch them. That costs 3 % if A comes
       // from L3.
       ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) {
         __builtin_prefetch(a + a_stride + r * W, 0, 3);
@@ -110,7 +110,7 @@ struct RowTiles {
 // One result of a product: rows [row0, row0 + rows) of `panels` panels, the last of them `last` columns wide.
 //   out(panel q) = add(panel q) + alpha * a[rows, k0 .. k0 + depth) . b[k0 .. k0 + depth, panel q]
 // where k0 is a multiple of W.
-// out may be add; it may be a when the product has one panel of depth and one of width, and it may not be b.
+// out may be add. It may be a if the product has one panel of depth and one of width. It must not be b.
 template <class T>
 ORTHOKERN_INLINE void product(const Panels<T>& a, int row0, int rows, int k0, int depth, const Panels<T>& b, int panels,
                               int last, const Panels<T>* add, T alpha, const Panels<T>& out) {

@@ -83,7 +83,7 @@ struct PeepholeBackward {
   const T* const peephole;  // [3][round_up(N)]
   double* const sums;       // [3][round_up(N)]: gradients of the peepholes
   GatedRows<T> rows;
-  // Blocked. What a step passes to the one before: to h by the product, and to c.
+  // Blocked. The gradients that a step passes to the step before: of h, by the product, and of c.
   Scratch<T> acc = {}, cell = {};
   // Of i, f, g, o, at this step and at the one before: the product still reads the former when the epilogue of its
   // first columns writes the latter.

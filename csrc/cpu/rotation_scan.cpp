@@ -8,8 +8,8 @@
 // range of sequences and processes them in chunks of kSteps steps, so that rows are read and written about in the order
 // of memory. During a chunk, states and sums of a group of vectors are in registers, in float64.
 //
-// Limit: memory traffic. A call reads x, and h for the sums, and writes z; with features, it reads or writes those in
-// place of x or of z in the backward.
+// Limit: memory traffic. A call reads x, and h for the sums, and writes z; with features, it reads or writes those
+// instead of x or, in the backward, of z.
 #include "cpu/gemm.h"
 #include "cpu/modal.h"
 #include "cpu/outer.h"
@@ -40,12 +40,12 @@ ORTHOKERN_INLINE void keep(double* p, X v) {
 template <class T>
 struct Rows {
   T* first;          // null for none
-  ptrdiff_t stride;  // elements from a row to the next one
+  ptrdiff_t stride;  // elements from one row to the next
   bool blocked;
 
   Rows from(int step) const { return {first ? first + step * stride : nullptr, stride, blocked}; }
 };
-// Steps of which none but the first starts from zero. h: row-major states of the forward before each step, or null.
+// Steps of which only the first may start from zero. h: row-major states of the forward before each step, or null.
 template <class T>
 struct Steps {
   Rows<const T> x;
@@ -73,7 +73,7 @@ struct Rotations {
   }
   int at(int v) const { return (v + 1) * kWide <= M ? v * kWide : M - kWide; }
   int columns() const { return groups * 2 * kGroup * kWide; }
-  // The element of a row [2M] that a column of blocked rows has, -1 for none, and whether an earlier column has it too.
+  // The element of a row [2M] in a column of blocked rows (-1: none), and whether an earlier column holds it too.
   int element(int column, bool* repeated) const {
     const int v = column / (2 * kGroup * kWide) * kGroup + column / kWide % kGroup,
               imaginary = column / (kGroup * kWide) % 2;
@@ -98,7 +98,7 @@ struct Rotations {
   }
 
  private:
-  // The place of a vector's real or imaginary part in a row.
+  // The offset of a vector's real or imaginary part in a row.
   ptrdiff_t place(int v, int part, bool blocked) const {
     if (!blocked) return at(v) + part * M;
     const int column = ((v / kGroup * 2 + part) * kGroup + v % kGroup) * kWide;
@@ -144,7 +144,7 @@ struct Rotations {
   }
 };
 
-// What the tasks share: W and b in the order of blocked columns.
+// Data shared by the tasks: W and b in the order of blocked columns.
 template <class T, class X>
 struct Call {
   const RotationArgs& args;
@@ -220,7 +220,7 @@ class Task {
   ptrdiff_t size() const { return static_cast<ptrdiff_t>(modes.groups) * 2 * kGroup * kWide; }
   double* state(int64_t b) const { return states + (b - begin) * size(); }
   bool is_reset(int64_t t, int64_t b) const { return args.resets && args.resets[t * args.B + b]; }
-  // Whether step i of the recurrence, in its order, starts from a state of zero.
+  // Whether step i in the order of the recurrence starts from a state of zero.
   bool starts_from_zero(int64_t i, int64_t b) const {
     return args.reverse ? i > 0 && is_reset(args.T - i, b) : is_reset(i, b);
   }
@@ -253,7 +253,7 @@ class Task {
     }
   }
 
-  // Steps [i, last) of the recurrence, in its order.
+  // Steps [i, last) in the order of the recurrence.
   void chunk(int64_t b, int64_t i, int64_t last) {
     const int count = static_cast<int>(last - i);
     const int64_t t = args.reverse ? args.T - 1 - i : i, rows = args.reverse ? -args.B : args.B;
@@ -285,7 +285,7 @@ class Task {
     }
     if (args.features && args.grad_re) add_products(at, rows, count);
   }
-  // first: with h, the step of the sequence that is the last one here.
+  // first: with h, the step of the sequence that is processed last here.
   void advance(int64_t b, int64_t first, const Steps<T>& steps) {
     const bool begins = args.grad_re && (first == 0 || is_reset(first, b));  // then the state before it is not in h
     Steps<T> rest = steps.part(steps.count - begins, steps.count);

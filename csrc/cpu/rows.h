@@ -1,7 +1,7 @@
 // Which rows of a group of the batch run at which step of a scan, and which of them start from reset_state there.
 //
 // Sequences of different lengths: step t computes the first R_t rows of a group, up to the last one that still runs. In
-// a batch sorted by falling length no step computes a row that has ended.
+// a batch sorted by descending length, no step computes a row that has ended.
 #pragma once
 
 #include "cpu/simd.h"
@@ -16,7 +16,7 @@ struct RowSteps {
   int longest, shortest;         // steps
   Scratch<int> length;           // [R]
   Scratch<int> active;           // [steps + 1] R_t: one more than the last row that runs at step t, 0 after the longest
-  Scratch<int> running;          // [steps + 1] how many run; fewer than R_t where a row in between has ended
+  Scratch<int> running;          // [steps + 1] running rows; fewer than R_t if a row in between has ended
 
   template <class Args>
   RowSteps(const Args& args, int row0_, int R_)
@@ -38,7 +38,7 @@ struct RowSteps {
     }
     return true;
   }
-  // Zeros for the padding of a result [steps, batch, columns], or of none.
+  // Sets the padding of a result [steps, batch, columns] to zero; the result may be null.
   template <class T>
   void clear_padding(void* result, ptrdiff_t columns) const {
     for (int64_t t = shortest; result && t < steps; t++)
@@ -51,7 +51,7 @@ struct RowSteps {
   const uint8_t* resets_at(int64_t t) const {
     if (!flags) return nullptr;
     const uint8_t* of_step = flags + t * batch + row0;
-    // a bool tensor that was viewed from bytes may have other values than 0 and 1
+    // a bool tensor that was viewed from bytes may have values other than 0 and 1
     for (int r = 0; r < active[t]; r++)
       if (of_step[r]) return of_step;
     return nullptr;

@@ -8,11 +8,11 @@
 //   forward    h_t = (1 - l) h_{t-1} + l phi(a_t)
 //   backward   ghat_t = g_t + map^T(delta_{t+1}) + (1 - l) ghat_{t+1},  delta_t = clip(phi'(a_t) * l ghat_t)
 //
-// Here: the entry functions. scan_plan.h has what threads share, scan_rows.h a group of rows and one step forward,
-// scan_backward.h the loop backward.
+// This file has the entry functions, scan_plan.h the data shared by the threads, scan_rows.h a group of rows and one
+// step forward, scan_backward.h the backward loop.
 //
 // Sequences are independent. A thread processes its rows of the batch for all steps, in groups of R rows. Threads
-// synchronize only at the end, where the parameter gradients are added. Where the data of a step and a group is:
+// synchronize only at the end, when the parameter gradients are added. Locations of the data of a step and a group:
 //
 //   registers  one tile of 13 rows x 2 vectors of a product (gemm.h)
 //   L1         the state, blocked [N/L][R][L]; one panel of weights

@@ -2,10 +2,10 @@
 //
 // delta_t and [h_{t-1}, x_t, 1] of the last few steps are kept in two rings of blocked rows. A ring holds about
 // ring_rows() rows. Once it is full, one product (outer.h) adds it to this thread's sums, which gives the gradients of
-// the map, of W_in and of b without a second pass over memory. With plan.thin, the sum for the map is not M =
-// sum_t delta_t h_{t-1}^T [N, N], but M V and M^T U diag(s) [N, K]: products with V^T h_{t-1}, which is computed for a
-// full ring, and with s U^T delta_t, the first half of map^T(delta_t). Which steps share a ring depends on t and the
-// lengths alone, so the sums have the same bits when states are recomputed from checkpoints.
+// the map, of W_in and of b without a second pass over memory. With plan.thin, the sum for the map is not M = sum_t
+// delta_t h_{t-1}^T [N, N], but M V and M^T U diag(s) [N, K]: products with V^T h_{t-1}, which is computed for a full
+// ring, and with s U^T delta_t, the first half of map^T(delta_t). Which steps share a ring depends only on t and the
+// lengths, so the sums are bit-identical when states are recomputed from checkpoints.
 #pragma once
 
 #include "cpu/scan_rows.h"
@@ -13,7 +13,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-// What one step reads and writes: rows N apart, or blocked rows of a ring.
+// The inputs and outputs of one step: rows N apart, or blocked rows of a ring.
 template <class T>
 struct BackwardStep {
   int64_t t;
@@ -24,7 +24,7 @@ struct BackwardStep {
   const T* h;             // h_t in the ring, blocked, of the rows that have a step t + 1
   const T* ending;        // h_t of all rows
   T* delta;               // delta_t, blocked
-  T* delta_out;           // where delta_t goes as rows, or null
+  T* delta_out;           // destination of delta_t as rows, or null
   const int64_t* ids;     // of the tokens whose gradients are wanted, or null
   const uint8_t* resets;  // flags of the rows at step t + 1, or null if none resets
 };
@@ -42,10 +42,10 @@ struct BackwardRows {
   const int blocks = plan.blocks(), x_blocks = round_up(plan.X, L) / L;  // of N columns, and of X
   // the derivative of the activation or of the leak reads a_t
   const bool needs_input = reads_of(args.activation) == act::kInput || args.leak;
-  T* const delta_out = static_cast<T*>(delta_result(args));  // grad_x where delta is that, or null
-  const bool dx_out = args.grad_x && plan.X != 0;            // grad_x is that of the features
-  // steps of R rows that fit into a ring: at least two, as a dense map still reads delta_{t+1} while the first columns
-  // of delta_t are written
+  T* const delta_out = static_cast<T*>(delta_result(args));  // grad_x if that is delta, or null
+  const bool dx_out = args.grad_x && plan.X != 0;            // grad_x is the gradient of the features
+  // steps of R rows that fit into a ring: at least two, because a dense map still reads delta_{t+1} while the first
+  // columns of delta_t are written
   const int slots = plan.params && plan.ring_rows() > 2 * R ? plan.ring_rows() / R : 2;
   const ptrdiff_t ring_block = static_cast<ptrdiff_t>(slots) * R * L;  // elements from one block of a ring to the next
   const ptrdiff_t ldc = plan.summed_columns();
@@ -199,7 +199,7 @@ struct BackwardRows {
     const Segment<T> from = rows.factor(delta + place(t), ring_block, rows.active[t], plan.N, rows.paired);
     multiply<T>(&from, 1, plan.first_t, rows.active[t], of_u_rows(t), of_u_block(), &transfers, [](int, int) {});
   }
-  // message <- map^T(delta of step t), of a factored map from of_u.
+  // message <- map^T(delta of step t), for a factored map from of_u.
   void multiply_back(int64_t t, Transfers<T>* transfers, const Epilogue& after) {
     const int R_t = rows.active[t];
     const Segment<T> from = plan.factored ? rows.factor(of_u_rows(t), of_u_block(), R_t, plan.K, rows.paired)
@@ -212,7 +212,7 @@ struct BackwardRows {
     transfers->stream(delta + place(t), L, ring_block, delta_out + (t * B + row0) * N, N, L, rows.active[t], blocks);
   }
 
-  // The messages of the rows that reset at step t do not go on to step t - 1, but to the gradient of reset_state.
+  // The messages of the rows that reset at step t go to the gradient of reset_state instead of step t - 1.
   void take_messages(const uint8_t* flags, int64_t t, int first, int last) const {
     for (int r = 0; r < rows.active[t]; r++) {
       if (!rows.resets(flags, r, t)) continue;
@@ -260,12 +260,12 @@ struct BackwardRows {
     }
   }
 
-  static ORTHOKERN_INLINE V<T> clip(V<T> d, V<T> bound) {  // a NaN stays a NaN
+  static ORTHOKERN_INLINE V<T> clip(V<T> d, V<T> bound) {  // propagates NaN
     d = d > bound ? bound : d;
     return d < -bound ? -bound : d;
   }
 
-  // delta_t for blocks [first, last), of which the message is ready.
+  // delta_t for blocks [first, last), whose message is ready.
   template <class A, bool LEAK>
   void finish_blocks(const BackwardStep<T>& step, int first, int last, SquareSum<T>* square) {
     if (step.resets) take_messages(step.resets, step.t + 1, first, last);
@@ -280,8 +280,8 @@ struct BackwardRows {
       if (LEAK) add_units(sums->leak + b * L, leak_grad);
     }
   }
-  // Rows [from, to) of a block. UNMASKED: nearly all rows, with no branch inside the loop. Of the others some may have
-  // ended before step t or end with it, or they read a_t.
+  // Rows [from, to) of a block. UNMASKED: nearly all rows, with no branch inside the loop. The other rows may have
+  // ended before step t, may end with it, or read a_t.
   template <class A, bool LEAK, bool UNMASKED>
   ORTHOKERN_INLINE void finish_rows(const BackwardStep<T>& step, int from, int to, int b, SquareSum<T>* square,
                                     V<T>* param_grad, V<T>* leak_grad) {
@@ -323,7 +323,7 @@ struct BackwardRows {
     T* to = step.delta_out + b * L;
     for (int r = 0; r < step.rows; r++) write(to + r * N, load(from + r * L), count);
   }
-  // delta_t of one block to the rows of the table that the tokens chose.
+  // delta_t of one block to the rows of the table selected by the tokens.
   ORTHOKERN_INLINE void add_to_table(const BackwardStep<T>& step, int b) const {
     const T* from = step.delta + b * ring_block;
     const int padded = blocks * L;
@@ -358,7 +358,7 @@ struct BackwardRows {
     }
     if (token_steps && t % token_steps == 0) sums->table.end_part();
   }
-  // sums += sum over the rows of the ring of delta [h, x, 1]^T, or without M of delta [x, 1]^T; thin: and the products
+  // sums += sum over the rows of the ring of delta [h, x, 1]^T, or without M of delta [x, 1]^T; thin: also the products
   // of the factors.
   void add_ring() {
     if (ldc) {

@@ -1,5 +1,5 @@
-// The scans of scan.h for a few steps, with weights that are read in place (direct.h). Results are bitwise those of
-// scan.h, but for the sums over rows in the backward, which are one chain in the order of the rows.
+// The scans of scan.h for a few steps, with weights that are read in place (direct.h). Results are bit-identical to
+// scan.h, except for the sums over rows in the backward, which are one chain in the order of the rows.
 #pragma once
 
 #include "cpu/activate.h"
@@ -14,7 +14,7 @@ struct DirectScan {
   const ScanArgs& args;
   int N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
   Scratch<T> z = {};  // [round_up(K)], V^T h
-  // of the row that is computed
+  // of the current row
   const T* h = nullptr;  // [N], h_{t-1}
   int64_t row = 0;       // t B + b
 
@@ -66,7 +66,7 @@ struct DirectScan {
   }
 };
 
-// Whether a call of scan_fwd is one of a few steps that may read the weights in place.
+// Whether a call of scan_fwd has so few steps that it may read the weights in place.
 inline bool direct_serves(const ScanArgs& args) {
   return args.T * args.B <= kDirectRows && !args.lengths && !args.resets && !args.checkpoint_every;
 }
@@ -79,12 +79,12 @@ struct DirectBackward {
   const ScanArgs& args;
   int N = static_cast<int>(args.N), K = static_cast<int>(args.K), D = static_cast<int>(args.D);
   int B = static_cast<int>(args.B), rows = static_cast<int>(args.T) * B;  // numbered t B + b
-  // elements from one row to the next of what has N columns, and K
+  // elements from one row to the next of matrices with N columns, and with K
   ptrdiff_t wide = round_up(N, L), across = round_up(K, L);
   Scratch<T> delta = {};    // [rows][wide]
   Scratch<T> message = {};  // [B][wide], map^T(delta_{t+1})
   Scratch<T> z = {};        // [rows][across], s U^T delta_t
-  int64_t step = 0;         // that is computed
+  int64_t step = 0;         // the current one
 
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
   static T* at(void* pointer) { return static_cast<T*>(pointer); }
@@ -151,7 +151,7 @@ struct DirectBackward {
         direct_columns<T, false>(w, K, first, last, N, from(r), 0, 1, nullptr, to + r * across, across);
     });
   }
-  // Of V, s and U.
+  // The gradients of V, s and U.
   bool factor_gradients() {
     Scratch<T> of_h, of_delta;  // [rows][across]: V^T h_{t-1}, then multiplied by s, and U^T delta_t
     if (!of_h.allocate(rows * across) || !of_delta.allocate(rows * across)) return false;

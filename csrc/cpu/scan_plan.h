@@ -1,4 +1,4 @@
-// What all threads of a call of scan.h share: the sizes, the rows of every thread and the packed weights.
+// Data shared by all threads of a call of scan.h: the sizes, the rows of every thread and the packed weights.
 #pragma once
 
 #include "cpu/activate.h"
@@ -9,7 +9,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-// Where delta_t of all steps goes: grad_x, if that is not the gradient of features or tokens; or null.
+// Destination of delta_t of all steps: grad_x, if that is not the gradient of features or tokens; or null.
 inline void* delta_result(const ScanArgs& args) { return args.weight ? nullptr : args.grad_x; }
 
 template <class T>
@@ -22,7 +22,7 @@ struct ScanPlan {
   const bool features = args.weight && !args.tokens, bias_column = features && args.bias;
   const int X = features ? D + bias_column : 0;  // extra columns of the product: D and the one for the bias
   const bool factored = args.scale != nullptr;
-  const bool thin = backward && args.grad_first;  // sums of M V and M^T U diag(s) in place of M
+  const bool thin = backward && args.grad_first;  // sums of M V and M^T U diag(s) instead of M
   const bool params = backward && (args.grad_m || thin || args.grad_weight);  // a gradient of the map, W_in or b
   const bool pairs = kPairs<T> && args.bf16;       // products have bfloat16 factors, see pairs.h
   const bool tiles = kTiles<T> && args.bf16 == 2;  // these products are those of tiles.h
@@ -46,14 +46,13 @@ struct ScanPlan {
   static const T* at(const void* pointer) { return static_cast<const T*>(pointer); }
   int padded() const { return round_up(N, L); }
   int blocks() const { return padded() / L; }
-  // Backward without M, of a low rank: the weights are small, and groups of few rows keep the rings in the nearest
-  // caches.
+  // Backward without M at low rank: the weights are small, and groups of few rows keep the rings in the nearest caches.
   bool low_rank() const { return factored && 8 * K <= N && !args.grad_m; }
   int ring_rows() const { return low_rank() ? 4 * kMaxRows : 128; }
   // Columns of the sums over rows of delta [h, x, 1]^T, or without M of delta [x, 1]^T.
   int state_columns() const { return args.grad_m ? padded() : 0; }
   int summed_columns() const { return state_columns() + round_up(X, L); }
-  // Rows of a packed matrix that `n` rows take, such that others can follow.
+  // Rows of a packed matrix used by `n` rows, such that others can follow.
   int depth(int n) const { return pairs ? 2 * paired_depth(n, tiles) : n; }
 
   bool prepare() {
@@ -61,7 +60,7 @@ struct ScanPlan {
     PackJobs<T> jobs;
     const bool runs_forward = !backward || args.checkpoint_every;  // backward recomputes states from checkpoints
     if ((runs_forward && !forward_weights(&jobs)) || (backward && !backward_weights(&jobs))) return false;
-    // large weights are packed by all threads, also where the batch has fewer rows
+    // large weights are packed by all threads, even if the batch has fewer rows
     jobs.run(N >= 256 ? args.threads : threads);
     return expand_param(&param, at(args.act_param), args.act_param_size, N) &&
            expand_param(&leak, at(args.leak), args.leak_size, N);

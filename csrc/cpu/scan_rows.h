@@ -13,7 +13,7 @@ struct ScanRows : RowSteps {
   const ScanArgs& args;
   ptrdiff_t block;               // elements from one block of a blocked matrix of R rows to the next
   Scratch<T> state, next, z, x;  // [N/L][R][L] twice, [K/L][R][L], [X/L][R][L]
-  Scratch<T> paired, paired_x;   // with plan.pairs: those of the state or of z, [max(N, K)/2L][R][L]; [X/2L][R][L]
+  Scratch<T> paired, paired_x;   // with plan.pairs: pairs of the state or of z, [max(N, K)/2L][R][L]; [X/2L][R][L]
   Scratch<const T*> e_rows;      // [R] rows of e_t, or of the table, or null
   Scratch<int> place;            // [longest] first row of step t in the ring, see place_steps
 
@@ -45,10 +45,10 @@ struct ScanRows : RowSteps {
     }
     return {a, a_block, columns};
   }
-  // Places the steps in a ring of `capacity` rows, at least 2 R. Consecutive steps lie one after the other until the
-  // next one would not fit; that one starts at row 0 again. At least two steps fit before each restart, and later steps
-  // have no more rows than earlier ones. So the first step after a restart never overlaps the step before it, which is
-  // still needed.
+  // Places the steps in a ring of `capacity` rows, at least 2 R. Consecutive steps are stored one after the other. A
+  // step that would not fit starts at row 0 again. At least two steps fit before each restart, and later steps have no
+  // more rows than earlier ones. So the first step after a restart never overlaps the step before it, which is still
+  // needed.
   bool place_steps(int capacity) {
     if (!place.allocate(longest)) return false;
     int next_place = 0;
@@ -59,7 +59,7 @@ struct ScanRows : RowSteps {
     }
     return true;
   }
-  // reset_state of the rows that reset at step t, into a blocked matrix.
+  // Writes reset_state of the rows that reset at step t to a blocked matrix.
   void put_reset_state(const uint8_t* flags, int64_t t, T* rows, ptrdiff_t rows_block) const {
     const T* from = static_cast<const T*>(args.reset_state) + row0 * static_cast<ptrdiff_t>(plan.N);
     for (int r = 0; r < active[t]; r++) {
@@ -150,7 +150,7 @@ struct ScanRows : RowSteps {
     if (t + 1 < args.T) transfers->prefetch(x_next, plan.D, L, active[t + 1], (plan.D + L - 1) / L);
     return false;
   }
-  // The epilogue of a step's last product, for blocks [first, last): adds e_t where it is not yet included, and
+  // The epilogue of a step's last product, for blocks [first, last): adds e_t if it is not yet included, and
   // turns a_t into h_t.
   template <class A, bool LEAK>
   void activate_blocks(int first, int last, int R_t, bool has_e, T* out, T* h_out, T* pre_out, bool stream) const {
@@ -178,7 +178,7 @@ struct ScanRows : RowSteps {
       }
     }
   }
-  // One block of it: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
+  // One block of the epilogue: a, blocked [rows][L], becomes h there and, with STORE, in rows N apart.
   template <class A, bool INPUT, bool STORE>
   ORTHOKERN_INLINE void activate_rows(int rows, T* a, int b, V<T> param, T* h_out) const {
     const T* const* e = e_rows;

@@ -15,7 +15,7 @@ struct ScanSums {
   Scratch<double> param, leak;  // [round_up(N)]
   Scratch<double> norm;         // [T]
 
-  // parts: whether the sums of tokens have several.
+  // parts: whether the sums of tokens have several parts.
   bool allocate(const ScanPlan<T>& plan, bool parts) {
     const ScanArgs& args = plan.args;
     const size_t padded = plan.padded(), thin = padded * round_up(plan.K, kLanes<T>);
@@ -43,7 +43,7 @@ void collect_products(const ScanPlan<T>& plan, const ScanSums<T>* sums) {
   const ScanArgs& args = plan.args;
   const int N = plan.N, before = plan.state_columns();
   const ptrdiff_t ldc = plan.summed_columns();
-  // row n of a result [N, count] <- columns `from` and so on of the sums
+  // row n of a result [N, count] <- `count` columns of the sums, starting at `from`
   const auto write = [&](void* to, int n, ptrdiff_t from, int count) {
     if (to)
       row_totals(

@@ -1,4 +1,4 @@
-// Selects, once, the instruction set whose kernels run on this machine; and the threads they run on.
+// Selects once the instruction set whose kernels run on this machine, and the threads that they run on.
 #include "cpu/select.h"
 
 #include <dlfcn.h>

@@ -7,7 +7,7 @@
 
 namespace orthokern {
 
-// All kernels: name, struct of the arguments, its member function that lists those which the kernel reads.
+// All kernels: name, argument struct, and its member function that lists the arguments that the kernel reads.
 #define ORTHOKERN_CPU_KERNELS(kernel)                               \
   kernel(factored_scan_fwd, ScanArgs, forward);                     \
   kernel(factored_scan_bwd, ScanArgs, backward);                    \
@@ -32,17 +32,17 @@ struct CpuKernels {
 #undef ORTHOKERN_MEMBER
 };
 
-// The best that this machine can run, or what ORTHOKERN_ISA names.
+// The best set that this machine can run, or the one that ORTHOKERN_ISA names.
 const CpuKernels& cpu_kernels();
 // Choose by name (null: the best); false if it was not built or this machine cannot run it.
 bool cpu_select(const char* isa);
-// Those that this machine can run, best first.
+// The sets that this machine can run, best first.
 std::vector<const char*> cpu_isas();
 // Whether the kernels in use have products with bfloat16 factors, and this machine can run them.
 bool cpu_has_bf16();
 // Whether they also have those in the tile registers of AMX, which the system then lets this process use.
 bool cpu_has_amx();
-// Where the threads come from.
+// The thread pool in use.
 const char* parallel_pool();
 
 }  // namespace orthokern

@@ -25,7 +25,7 @@
 #endif
 
 #define ORTHOKERN_INLINE inline __attribute__((always_inline))
-// In front of a loop of at most 16 rounds, a number that is known when the file is compiled.
+// Precedes a loop of at most 16 iterations, a number that is known at compile time.
 #define ORTHOKERN_UNROLL _Pragma("GCC unroll 16")
 
 namespace orthokern::ORTHOKERN_ISA {
@@ -142,7 +142,7 @@ ORTHOKERN_INLINE V<T> splat(T x) {
 template <class T>
 ORTHOKERN_INLINE void add_product(V<T>& sum, V<T> w, V<T> x, int lane) {
 #if defined(__aarch64__) && !defined(__clang__)
-  // GCC 12 would copy the lane to a register of its own first, and run out of registers.
+  // GCC 12 would copy the lane to a separate register first, and run out of registers.
   if (sizeof(T) == 4) __asm__("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(lane));
   else __asm__("fmla %0.2d, %1.2d, %2.d[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(lane));
 #else
@@ -157,7 +157,7 @@ ORTHOKERN_INLINE void add_lane_products(V<T> (&acc)[MR][NV], const T* a, ptrdiff
   constexpr int L = kLanes<T>;
   const T* panels[(NV + 1) / 2];
   ORTHOKERN_UNROLL for (int n = 0; n < NV; n += 2) panels[n / 2] = b + n / 2 * b_panel;
-  // Without this GCC keeps an address for each vector that is loaded, and stores some of them on the stack.
+  // Without this, GCC keeps an address for each vector that is loaded, and stores some of them on the stack.
   if (NV > 2) ORTHOKERN_UNROLL for (int n = 0; n < NV; n += 2) __asm__("" : "+r"(panels[n / 2]));
   V<T> x[MR];
   ORTHOKERN_UNROLL for (int r = 0; r < MR; r++) x[r] = load(a + r * a_row);
@@ -168,7 +168,7 @@ ORTHOKERN_INLINE void add_lane_products(V<T> (&acc)[MR][NV], const T* a, ptrdiff
         add_product<T>(acc[r][n], w[n], x[r], j);
   }
 }
-// The lanes of a and b, in this order, that `index` names.
+// The lanes of a and b, concatenated in this order, that `index` selects.
 template <class T>
 ORTHOKERN_INLINE V<T> pick(V<T> a, V<T> b, typename Vec<T>::I index) {
 #if defined(__clang__)
@@ -243,7 +243,7 @@ ORTHOKERN_INLINE V<float> quotient(V<float> p, V<float> q) {
 }
 ORTHOKERN_INLINE V<double> quotient(V<double> p, V<double> q) { return p / q; }
 
-// Flushes subnormal numbers to zero during the lifetime of this object. They cost a hundred cycles each where a state
+// Flushes subnormal numbers to zero during the lifetime of this object. They cost a hundred cycles each when a state
 // decays over thousands of steps.
 class FlushDenormals {
  public:

@@ -8,7 +8,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-constexpr int kGroupRows = 13 * 8;         // most rows of a group: whole tiles, and its state stays in L2
+constexpr int kGroupRows = 13 * 8;         // maximum rows of a group: whole tiles, and its state stays in L2
 constexpr int64_t kStreamBytes = 8 << 20;  // results larger than this are written with streaming stores
 
 // Whether a result [rows, N] is written with streaming stores; false for null.
@@ -33,7 +33,7 @@ void share(int threads, int items, const Fn& fn) {
   parallel_run(context.threads, run, &context);
 }
 
-// fn(0) ... fn(tasks - 1), each on a thread of its own; false if one of them returns false: its memory ran out.
+// fn(0) ... fn(tasks - 1), each on its own thread; false if one of them returns false: its memory ran out.
 template <class Fn>
 bool run_tasks(int tasks, const Fn& fn) {
   bool failed = false;
@@ -44,7 +44,7 @@ bool run_tasks(int tasks, const Fn& fn) {
 }
 
 // Gives each task about the same number of steps, summed over its rows of the batch: task i gets the rows
-// [begin[i], begin[i + 1]). A task may get no rows, where neighbouring sequences have very different lengths.
+// [begin[i], begin[i + 1]). A task may get no rows if neighbouring sequences have very different lengths.
 inline bool share_rows(int tasks, int B, const int64_t* lengths, int64_t T, Scratch<int>* begin) {
   if (!begin->allocate(tasks + 1)) return false;
   auto length = [&](int b) { return lengths ? lengths[b] : T; };
@@ -60,7 +60,7 @@ inline bool share_rows(int tasks, int B, const int64_t* lengths, int64_t T, Scra
   return true;
 }
 
-// fn(row0, R) for each group, of at most `most` rows, of the rows of a task; false if one returns false.
+// fn(row0, R) for each group of at most `most` rows of a task; false if one call returns false.
 template <class F>
 bool each_group(const int* begin, int task, int most, const F& fn) {
   const int64_t first = begin[task], rows = begin[task + 1] - first, groups = (rows + most - 1) / most;

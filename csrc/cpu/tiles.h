@@ -5,11 +5,11 @@
 // Blocked rows and panels of pairs already have the layout of A and B, so tiles are loaded from them in place.
 //
 // The depth of a product is a multiple of 16 pairs; the missing ones are zero in both factors. Rows are divided into
-// tiles of equal height, and the last tile overlaps the one before it where they do not fit: the rows in common are
+// tiles of equal height. If they do not divide evenly, the last tile overlaps the one before it: the common rows are
 // computed twice, with the same result. So one configuration of the registers serves a product.
 //
-// One instruction sums its even and its odd terms apart and then adds both to C. The sums differ from those of pairs.h
-// in the last bits, and do not depend on how rows and columns are divided.
+// One instruction sums its even and its odd terms separately and then adds both to C. The sums differ from those of
+// pairs.h in the last bits, and do not depend on how rows and columns are divided.
 #pragma once
 
 #include "cpu/packed.h"
@@ -17,7 +17,7 @@
 
 namespace orthokern::ORTHOKERN_ISA {
 
-// Whether kernels of tiles are built. args.bf16 == 2 says that the CPU runs them.
+// Whether kernels with tiles are built. args.bf16 == 2 says that the CPU supports them.
 template <class T>
 constexpr bool kTiles = kPairs<T> && ORTHOKERN_HAVE_AMX;
 
@@ -33,7 +33,7 @@ struct TileRows {
 
 #if ORTHOKERN_HAVE_AMX && defined(__AVX512BW__)
 
-// The instructions are written out for the reason given in pairs.h. No other code uses the tile registers meanwhile.
+// Inline assembly for the reason given in pairs.h. No other code uses the tile registers meanwhile.
 
 template <int REG>
 ORTHOKERN_INLINE void tile_zero() {
@@ -53,7 +53,7 @@ ORTHOKERN_INLINE void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// Registers 0 to 5, of C and A, have `height` rows, 6 and 7, of B, all 16. Their contents become zero.
+// Registers 0 to 5 (C and A) have `height` rows, 6 and 7 (B) all 16. Their contents become zero.
 inline void configure_tiles(int height) {
   struct alignas(64) {
     uint8_t palette, start_row, reserved[14];
@@ -156,7 +156,7 @@ __attribute__((noinline)) inline void pair_rows_transposed(const float* from, pt
   }
 }
 
-// A tile of C, or two beside or two below each other, or four.
+// A tile of C, or two next to or below each other, or four.
 template <int ROWS, int COLS>
 void outer_tiles(const float* d, int depth, const float* h, ptrdiff_t h_block, float* c, ptrdiff_t ldc) {
   constexpr int L = kLanes<float>;
@@ -184,7 +184,7 @@ void outer_tiles(const float* d, int depth, const float* h, ptrdiff_t h_block, f
       }
 }
 
-// outer_add of outer.h: d of pair_rows_transposed, h of pair_rows.
+// outer_add of outer.h: d from pair_rows_transposed, h from pair_rows.
 inline void outer_add_tiles(const float* d, int d_blocks, const float* h, int h_blocks, ptrdiff_t h_block, int depth,
                             float* c, ptrdiff_t ldc) {
   constexpr int L = kLanes<float>;

@@ -70,7 +70,7 @@ ORTHOKERN_INLINE void load_transposed(const T* from, ptrdiff_t step, V<T> (&v)[k
     v1 = second;
   }
 }
-// The same of a block of `rows` rows and `columns` columns; the rest is zero.
+// The same for a block of `rows` rows and `columns` columns; the rest is zero.
 template <class T>
 inline void load_transposed(const T* from, ptrdiff_t step, int rows, int columns, V<T> (&v)[kLanes<T>]) {
   constexpr int L = kLanes<T>;

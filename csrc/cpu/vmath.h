@@ -65,7 +65,7 @@ ORTHOKERN_INLINE V<T> vexp(V<T> y) {
   return y < low ? V<T>{} : result;
 }
 
-// 1 / (1 + e^{-x}), accurate in relative terms; a NaN stays a NaN.
+// 1 / (1 + e^{-x}), accurate in relative terms; propagates NaN.
 template <class T>
 ORTHOKERN_INLINE V<T> sigmoid(V<T> x) {
   const V<T> one = splat<T>(1);
@@ -100,7 +100,7 @@ ORTHOKERN_INLINE V<T> vtanh(V<T> x) {
   const I sign = ~I{} << (8 * sizeof(T) - 1);
   V<T> y = (V<T>)((I)x & ~sign);
   y = y + y;
-  y = limit < y ? limit : y;  // in this order a NaN stays a NaN
+  y = limit < y ? limit : y;  // this order propagates NaN
   return (V<T>)((I)vtanh_abs(y) | ((I)x & sign));
 }
 

@@ -11,7 +11,7 @@ namespace orthokern::cuda {
 // The scalar operations that the formulas of common/activations.h need.
 struct ScalarMath {
   static ORTHOKERN_HD float tanh(float a) { return ::tanhf(a); }
-  // One Newton step after the approximate hardware division gives the same bits as an IEEE division for nearly all
+  // The approximate hardware division followed by one Newton step is bit-identical to an IEEE division for nearly all
   // numbers, without its branch and function call. The hardware division gives 0 for b > 2^126; the result is then 1
   // with the sign of a. a may be infinite or NaN.
   static ORTHOKERN_HD float divide(float a, float b) {

@@ -1,4 +1,4 @@
-// The table of contents of the CUDA kernels, for csrc/bindings.cpp and for the host harness of the tests
+// The bindings of the CUDA kernels, for csrc/bindings.cpp and for the host harness of the tests
 // (tests/cuda_host/module.cpp).
 //
 // Every function takes a dict with the fields of a struct. The GIL is released while it launches.
@@ -24,7 +24,7 @@ void bind(pybind11::module_& m, const char* name, void (*launcher)(const Args&),
   });
 }
 
-// Writes the fields that it visits to a dict.
+// Writes the visited fields to a dict.
 struct Results {
   pybind11::dict dict;
   template <class... T>

@@ -1,60 +1,60 @@
-// The Cayley step, batched over matrices of any shapes. There are two ways, and the shape alone decides (`way_of`):
+// The Cayley step, batched over matrices of any shapes. There are two ways, selected by the shape alone (`way_of`):
 //
-//     one block     K up to 64, and all of it in shared memory: one launch, a block for each matrix.
-//     tiles         everything else: tiled products, 64 x 64 results a block, so that even a single matrix is spread
+//     one block     K up to 64, with all data in shared memory: one launch, a block for each matrix.
+//     tiles         everything else: tiled products, 64 x 64 results per block, so that even a single matrix is spread
 //                   over many multiprocessors; the decisions between kernels are made on the device. The matrices of a
-//                   launch lie along blockIdx.z.
+//                   launch are along blockIdx.z.
 //
-// By tiles, square, K = N, with c = lr/2:
+// Tiles, square, K = N, with c = lr/2:
 //     skew       X = c (G M^T - M G^T), the upper half of the tiles, mirrored
-//     begin      Y = X M, D = Y, out = M - 2 D       (a step that turns M as a whole: Y = M, Note [Large steps])
+//     begin      Y = X M, D = Y, out = M - 2 D       (a step that rotates all of M: Y = M, Note [Large steps])
 //     iterate    Y <- -X Y, D += Y, out = M - 2 D    up to three times, Note [Series]; nothing once it has converged
 //     eliminate  D = (I + X)^-1 Y                    Note [Elimination]; nothing if the series has converged
 //     finish     out = M - 2 D                       (large: 2 D - M)
 //
-// By tiles, thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that
-// is orthogonal to M, and E = G'^T G':
+// Tiles, thin, K < N: nothing of size N x N, and systems of K x K. With H = M^T G, the part G' = G - M H of G that is
+// orthogonal to M, and E = G'^T G':
 //     A M = M B + G' and A G' = -M E with B = H - H^T, so the ansatz (I + c A)^-1 M = M a - c G' a leads to
 //     (I + F) a = I,  F = c B + c^2 E,    hence    M_new = M - 2 (M F + c G') a    (large: 2 (M - c G') a - M).
-// This uses M^T M = I, but for H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second
-// order. Elsewhere a step carries a deviation on without enlarging it.
+// This uses M^T M = I, except in H, where the deviation would be amplified: H = (2 I - M^T M) M^T G, exact to second
+// order. Elsewhere a step passes a deviation on without enlarging it.
 //
-// One block, with R = I - (I + X)^-1 = (I + X)^-1 X, or of F, which Note [Pivots of two] gives as accurately as X
+// One block, with R = I - (I + X)^-1 = (I + X)^-1 X, or the same of F. Note [Pivots of two] gives it as accurately as X
 // itself is:
 //     square     M_new = M - 2 R M
 //     thin       M_new = M - 2 ((M - c G') R + c G'),  since F a = R and a = I - R
 //
 // Note [Elimination]
 //     Gauss-Jordan in blocks of 64 without pivoting on [I + X | Y]: per block, (1) every block of threads inverts the
-//     diagonal block in registers and multiplies its 64 columns of the row with it, (2) the other rows subtract. Both X
-//     and F have a symmetric part >= 0, so the pivots of I + X and I + F never vanish. It takes 3 N^3 operations where
-//     LU and two triangular solves take 8/3 N^3, all of them in products, with 2 N/64 launches; an LU panel by panel
-//     would leave most of the chip waiting.
+//     diagonal block in registers and multiplies its 64 columns of the row by the inverse, (2) the other rows subtract.
+//     Both X and F have a symmetric part >= 0, so the pivots of I + X and I + F never vanish. It takes 3 N^3
+//     operations, all of them in products, with 2 N/64 launches. LU and two triangular solves take 8/3 N^3, but an LU
+//     panel by panel would leave most of the chip idle.
 //
 // Note [Series]
 //     D = X M - X^2 M + X^3 M - ... With M orthogonal, the k-th term has the norm |X^k|_F, and X is skew: |X|_2 <=
 //     (|X^k|_F / sqrt 2)^(1/k).
-//     A term costs 2 N^3 operations, so the series pays for few terms: small steps, which training makes. It goes on
-//     until what is left out is
-//     below eps / 2048 of M: a symmetric remainder changes |M| in the same direction at every step.
+//     A term costs 2 N^3 operations, so the series pays off for few terms: small steps, as in training. It continues
+//     until the remainder is below eps / 2048 of M: a symmetric remainder changes |M| in the same direction at every
+//     step.
 //
 // Note [Large steps]
-//     Where X turns M as a whole by about 90 degrees or more, the correction is no smaller than M, and 2 (I + X)^-1 M -
-//     M rounds least.
+//     If X rotates all of M by about 90 degrees or more, the correction is no smaller than M, and 2 (I + X)^-1 M - M
+//     has the smallest rounding error.
 //
 // Note [Pivots of two]
-//     Up to 64 x 64, a block of threads inverts in place, by Gauss-Jordan with pivots of 2 x 2. That has half as many
-//     dependent steps, and it suits a skew X: where X is large, a single pivot of I + X is 1, and what it multiplies
-//     grows to |X|^2, while [1 x; -x 1]^-1 is below 1 / |x|.
+//     A block of threads inverts matrices of up to 64 x 64 in place, by Gauss-Jordan with pivots of 2 x 2. That has
+//     half as many dependent steps, and it suits a skew X: for a large X, a single pivot of I + X is 1, and its
+//     products grow to |X|^2, while [1 x; -x 1]^-1 is below 1 / |x|.
 //     With the pivot block P, Q = P^-1, and D_pj = I and D_ij = 0 in the pivot's own columns, D becomes
 //         Q D_pj in the pivot's rows,  D_ij - D_ip Q D_pj elsewhere.
-//     The one-block step keeps the diagonal without the I where the step is small. Then P = I + D_pp, the second line
-//     holds in the pivot block too,
-//     and D ends as (I + X)^-1 - I = -R, accurate relative to X: no difference of numbers near 1 is ever taken.
+//     For small steps, the one-block step keeps the diagonal without the I. Then P = I + D_pp, the second line also
+//     holds in the pivot block, and D ends as (I + X)^-1 - I = -R, accurate relative to X: numbers near 1 are never
+//     subtracted.
 //
-// Limit: the rate of the multiply-adds for large N; for smaller N by tiles the latency of 2 N/64 + 3 kernels and of 32
-// dependent pairs of pivots in each second one; in one block that of N/2 pairs, with a barrier each, beside the
-// multiply-adds of one multiprocessor.
+// Limit: for large N, the rate of the multiply-adds; for smaller N by tiles, the latency of 2 N/64 + 3 kernels and of
+// 32 dependent pairs of pivots in every second one; in one block, the latency of N/2 pairs, with a barrier each, and
+// the multiply-adds of one multiprocessor.
 #include <type_traits>
 
 #include "cuda/cayley_block.h"
@@ -73,8 +73,8 @@ Way way_of(const CayleyMatrices& some) {
   return some.K < some.N ? kThinTiles : kSquareTiles;
 }
 
-// `batch` matrices of one shape in one launch, beginning with number `skip` of their CayleyMatrices; the workspace from
-// `memory` on. Returns the bytes that they take of it.
+// `batch` matrices of one shape in one launch, starting at number `skip` of their CayleyMatrices, with the workspace at
+// `memory`. Returns the bytes of workspace that they use.
 template <class T>
 int64_t lay_out(Matrices<T>& w, const CayleyMatrices& some, int64_t skip, int64_t, char*) {
   const int64_t size = some.N * some.K;
@@ -109,8 +109,8 @@ int64_t lay_out(Work<T>& w, const CayleyMatrices& some, int64_t skip, int64_t ba
 
 unsigned tiles_of(int64_t rows) { return static_cast<unsigned>((rows + kTile - 1) / kTile); }
 
-// f(batch, number of matrices) for one launch after the other of the matrices that go this way, which Some describes.
-// Launches follow one another on the stream, so they share the workspace. Returns the bytes that the largest takes.
+// f(batch, number of matrices) for each launch of the matrices that are computed this way, which Some describes.
+// Launches run in order on the stream, so they share the workspace. Returns the bytes that the largest uses.
 template <class T, class Some, class F>
 int64_t each_launch(const CayleyArgs& args, Way way, F f) {
   Batch<Some> batch{};

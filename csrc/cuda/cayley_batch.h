@@ -9,15 +9,15 @@ namespace orthokern::cuda {
 namespace {
 
 constexpr int kTile = 64, kDepth = 16,
-              kThreads = 256;      // a block's result, the slice of the sum in shared memory; 4 x 4 results a thread
+              kThreads = 256;      // a block's result, the slice of the sum in shared memory; 4 x 4 results per thread
 constexpr int kPitch = kTile + 4;  // keeps the rows of a slice 16-byte aligned, without bank conflicts
-constexpr int kIterations = 3;     // of the series, from this N on:
+constexpr int kIterations = 3;     // of the series, for N >= kSeriesFrom
 constexpr int kSeriesFrom = 129;
 constexpr double kLargeTurn = 0.75;   // root mean square of the singular values of X or F
 constexpr int kLargestBatch = 65535;  // matrices in one launch
-constexpr int kMostShapes = 16;       // of them
+constexpr int kMostShapes = 16;       // shapes in one launch
 constexpr int kMostShared =
-    94 << 10;  // bytes of dynamic shared memory of one block; with the static 99 KB, which every GPU has
+    94 << 10;  // bytes of dynamic shared memory of one block; 99 KB with the static part, which every GPU has
 static_assert(kTile * kDepth % kThreads == 0 && kTile * kTile == 16 * kThreads,
               "every thread loads and computes the same number of elements");
 
@@ -193,7 +193,7 @@ struct Work : Matrices<T> {
 
 // The matrices of one launch, with up to kMostShapes shapes: the matrices of shape s start at number first[s]. In the
 // tiled kernels all are square or all are thin, and the grid has the size of the largest matrix in each direction;
-// blocks outside of their matrix return.
+// blocks outside their matrix return.
 template <class Some>
 struct Batch {
   int shapes;
@@ -212,8 +212,8 @@ struct Pivots {
   T row[2][kTile], column[2][kTile];  // Q D_pj and D_ip of a pair
 };
 
-// Note [Pivots of two] on a matrix of up to kTile, of which the thread has the elements (4 (thread / 16) + r, 4 (thread
-// % 16) + c), in place: X becomes (I + X)^-1 - I; with `plain`, a matrix becomes its inverse. The padding is 0, or I
+// Inverts a matrix of up to kTile in place, see Note [Pivots of two]; the thread has the elements (4 (thread / 16) + r,
+// 4 (thread % 16) + c). X becomes (I + X)^-1 - I; with `plain`, a matrix becomes its inverse. The padding is 0, or I
 // with `plain`.
 template <class T>
 __device__ __forceinline__ void invert(T (&d)[4][4], int order, bool plain) {

@@ -96,7 +96,7 @@ static_assert(kMostShared + 2 * sizeof(Pivots<double>) + kThreads / 32 * sizeof(
 template <class T>
 struct Held {
   int pitch;
-  // [K, K]  square: G^T, then G M^T      thin: 2 I - M^T M, then G'^T G'      at last (I + X)^-1, or without the I
+  // [K, K]  square: G^T, then G M^T      thin: 2 I - M^T M, then G'^T G'      finally (I + X)^-1, or without the I
   T* x;
   T* m;  // [N, K]  square: M^T, then M          thin: M, then M - c G'
   T* g;  // [N, K]                               thin: G, then G'

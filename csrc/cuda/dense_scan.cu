@@ -1,6 +1,6 @@
-// dense_scan on CUDA: h_t = phi(W h_{t-1} + e_t), and its adjoint recurrence. scan.h says what a caller passes,
-// scan_resident.h and scan_cluster.h how a step is carried out. Here too: the end of a step of both scans whose product
-// is a library's.
+// dense_scan on CUDA: h_t = phi(W h_{t-1} + e_t), and its adjoint recurrence. scan.h describes the arguments,
+// scan_resident.h and scan_cluster.h the computation of a step. This file also has the end of a step of both scans with
+// library products.
 #include "cuda/scan_carry.h"
 #include "cuda/scan_launch.h"
 

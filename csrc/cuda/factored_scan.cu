@@ -1,5 +1,5 @@
-// factored_scan on CUDA: h_t = phi(U (s * (V^T h_{t-1})) + e_t), and its adjoint recurrence. scan.h says what a caller
-// passes, scan_low_rank.h, scan_resident.h and scan_cluster.h how a step is carried out.
+// factored_scan on CUDA: h_t = phi(U (s * (V^T h_{t-1})) + e_t), and its adjoint recurrence. scan.h describes the
+// arguments, scan_low_rank.h, scan_resident.h and scan_cluster.h the computation of a step.
 #include "cuda/scan_launch.h"
 
 namespace orthokern::cuda {

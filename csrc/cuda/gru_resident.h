@@ -1,6 +1,6 @@
 // gru_scan for small N: one block computes all steps of its sequences, without communication between blocks.
 //
-//   registers      w, or backward its transpose: lane l of warp w has, of each of the three matrices, the tile of the 8
+//   registers      w, or backward its transpose: of each of the three matrices, lane l of warp w has the tile of the 8
 //                  rows [16 w + 8 (l / 16), ...) and C columns, as in scan_resident.h
 //   shared memory  the vectors that the products read; ring buffers of the inputs of the next kGruAhead steps, filled
 //                  by cp.async, each element by the thread that reads it; backward: squares of the last steps, which
@@ -50,7 +50,7 @@ struct GruMemory {                    // layout of the shared memory of a block,
   }
 };
 
-// Whether a block has sequence `g`. 32 bits without a sign: at N = 128 there is no register to spare.
+// Whether a block has sequence `g`. Unsigned 32-bit: at N = 128 there is no register to spare.
 __device__ __forceinline__ bool gru_has(const GruScanArgs& a, unsigned group, unsigned g) {
   return blockIdx.x * group + g < static_cast<unsigned>(a.B);
 }
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
   const int slots = group * kPadded;
   int* const ends = reinterpret_cast<int*>(memory + at.steps);  // [group]
   float* const states =
-      reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: used in turn with the variant "torch"
+      reinterpret_cast<float*>(memory + at.vectors);  // [2][group][kPadded]: alternate with the variant "torch"
   float* const m = states + 2 * slots;                // [group][kPadded]: kanai
   float* const zs = m + slots;                        // [group][kPadded]: kanai
   float* const inputs = reinterpret_cast<float*>(memory + at.inputs);  // [kGruAhead][3][group][kPadded]
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
     if (t < kGruAhead - 1) cp_async_commit();
   }
 
-  // Only the new state lies between the last sum of a step and the barrier. Its results go to memory, and later inputs
-  // are fetched, while the lanes exchange the first sums of the next product.
+  // Only the new state is computed between the last sum of a step and the barrier. Results are stored and later inputs
+  // are fetched while the lanes exchange the first sums of the next product.
   float n = 0, q = 0, h = 0;
   bool has_result = false;
   auto publish = [&](int t, int g) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
     if (has_result) a.hs[offset + row] = h;
     fetch(g, t + kGruAhead);
   };
-  // What came before sequence g in step t. kanai: in the second product, behind which come inputs of the next step.
+  // The result before sequence g in step t. kanai: in the second product, which is followed by inputs of the next step.
   constexpr int kPending = kKanai ? kGruAhead - 2 : kGruAhead - 1;
   auto publish_last = [&](int t, int g) {
     publish(g > 0 ? t : t - 1, g > 0 ? g - 1 : group - 1);

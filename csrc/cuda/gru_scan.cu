@@ -1,5 +1,5 @@
-// gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h says what a caller passes,
-// gru_resident.h and gru_step.h how a step is carried out; here: the choice between them and their launches.
+// gru_scan on CUDA: a gated recurrent unit and its adjoint recurrence. gru_scan.h describes the arguments,
+// gru_resident.h and gru_step.h the computation of a step. This file has the choice between them and their launches.
 #include "cuda/gru_resident.h"
 #include "cuda/gru_step.h"
 #include "cuda/scan_launch.h"
@@ -7,7 +7,7 @@
 namespace orthokern::cuda {
 namespace {
 
-// Warps of the resident kernels: 16 units each. Three matrices of more do not fit into the registers.
+// Warps of the resident kernels: 16 units each. Three larger matrices do not fit into the registers.
 int gru_warps(int64_t n) {
   for (int warps : {2, 4, 8})
     if (n <= 16 * warps) return warps;
@@ -39,7 +39,7 @@ GruPlan plan_gru_scan(const GruScanArgs& a, bool backward, const GruOverrides& o
   GruPlan plan{};
   const int warps = gru_warps(a.N);
   if (warps && a.B <= INT_MAX - kLargestGroup && overrides.path != static_cast<int>(GruPath::kLibrary)) {
-    // As few sequences a block as keep every multiprocessor busy, see plan_resident.
+    // The fewest sequences per block that keep every multiprocessor busy, see plan_resident.
     auto fits = [&](int64_t group) {
       return gru_bytes(backward, warps, group) <= static_cast<int64_t>(limits.shared_per_block);
     };

@@ -38,7 +38,7 @@ struct GruScanArgs {
   const float* w;            // [3N, N]
   const float* h0;           // [B, N]
   const int64_t* lengths;    // [B] or null: T for all
-  const uint8_t* resets;     // [T, B] or null: where not 0, the step starts from reset_state in place of h_{t-1}
+  const uint8_t* resets;     // [T, B] or null: if not 0, the step starts from reset_state instead of h_{t-1}
   const float* reset_state;  // [B, N], null: zeros
 
   const float* x;     // forward: [T, B, 3N]

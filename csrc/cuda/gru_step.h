@@ -1,5 +1,5 @@
-// The pointwise parts of a step of gru_scan whose products are a library's (GruPath::kLibrary). The caller multiplies,
-// and calls a part for each product:
+// The pointwise parts of a step of gru_scan with library products (GruPath::kLibrary). The caller multiplies, and calls
+// a part for each product:
 //
 //              forward                                         backward
 //   kanai      kGates      of h W_rz^T: r, z; m = r * h        kReset  of d_n W_n: d_r, factor
@@ -16,9 +16,9 @@ namespace orthokern::cuda {
 
 enum class GruStep { kGates, kCandidate, kAll, kReset, kCarry };
 
-// product: a row for each sequence. passed: what the next product reads; forward m or the state that step t + 1 starts
-// from [B, N], backward [B, 3N]: (d_r, d_z, d_q), or (d_r, d_z, d_n) of kanai. Backward, steps are counted from the
-// last one, and the one after all of them, t = -1 of kCarry, gives grad_h0.
+// product: a row for each sequence. passed: the input of the next product; forward m or the state that step t + 1
+// starts from [B, N], backward [B, 3N]: (d_r, d_z, d_q), or (d_r, d_z, d_n) of kanai. In the backward, steps are
+// counted from the last one, and the one after all of them, t = -1 of kCarry, gives grad_h0.
 template <GruStep kStep>
 __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     gru_step_kernel(const Stored<GruScanArgs>* stored, const float* product, float* passed, const int step) {

@@ -14,14 +14,14 @@ __device__ __forceinline__ int gru_steps_of(const GruScanArgs& a, int64_t b) {
   return static_cast<int>(length < 0 ? 0 : length < a.T ? length : a.T);
 }
 
-// Whether step t of sequence b starts from reset_state; false behind the last step.
+// Whether step t of sequence b starts from reset_state; false after the last step.
 __device__ __forceinline__ bool gru_resets(const GruScanArgs& a, int64_t t, int64_t b) {
   return a.resets && t < a.T && a.resets[t * a.B + b];
 }
 __device__ __forceinline__ float gru_reset_state(const GruScanArgs& a, int64_t b, int unit) {
   return a.reset_state ? a.reset_state[b * a.N + unit] : 0.f;
 }
-// What step t of sequence b passes to the state before it, of `carry`: nothing where it starts from reset_state. One
+// The part of `carry` that step t of sequence b passes to the state before it: zero if it starts from reset_state. One
 // thread has a unit in all steps.
 __device__ __forceinline__ float gru_passed(const GruScanArgs& a, int64_t t, int64_t b, int unit, float carry) {
   if (!gru_resets(a, t, b)) return carry;

@@ -41,15 +41,15 @@ struct Launch {
 // part is not known here, so every launch with dynamic memory raises the attribute for a larger limit, if it is lower.
 inline bool asks_for_shared_memory(const Launch& at) { return at.shared_bytes > 0; }
 
-// The largest limit on dynamic shared memory that a kernel has been given, by device. Limits only go up: a host thread
-// that lowered one could do so between the call that raised it in another thread and the launch that needs it.
+// The largest limit on dynamic shared memory that a kernel has been given, by device. Limits are only raised: otherwise
+// a host thread could lower one between the call that raised it in another thread and the launch that needs it.
 class SharedMemoryLimits {
  public:
   static SharedMemoryLimits& of_process() {
     static SharedMemoryLimits* const limits = new SharedMemoryLimits;  // never destroyed: threads may launch at the end
     return *limits;
   }
-  // Call set(bytes), which throws if it fails, unless the limit is as large already.
+  // Call set(bytes), which throws if it fails, unless the limit is already as large.
   template <class Set>
   void raise(int device, const void* kernel, size_t bytes, Set set) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -116,7 +116,7 @@ inline DeviceLimits device_limits() {
           static_cast<size_t>(get(cudaDevAttrMaxSharedMemoryPerMultiprocessor))};
 }
 
-// The compute capability that the code of a kernel was compiled for, as 90. It is below that of the device where the
+// The compute capability for which the code of a kernel was compiled, such as 90. It is below that of the device if the
 // build has no binary for it and the driver has compiled older PTX: __CUDA_ARCH__ was that of the PTX.
 template <class... Parameters>
 int compiled_for(void (*kernel)(Parameters...)) {

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kModalThreads) modal_readout_kernel(ModalReado
   const int64_t target = padding ? 0 : a.target[row];
   const bool known = target >= 0 && target < a.C;
   X largest = -INFINITY;
-  int64_t place = a.C;  // of the first one of the largest logits
+  int64_t place = a.C;  // of the first of the largest logits
   for (int64_t c = lane; c < a.C; c += 32)
     if (logits[c] > largest) largest = logits[c], place = c;
   for (int bits = 16; bits; bits /= 2) {

@@ -7,9 +7,9 @@
 
 namespace orthokern::cuda {
 
-// A span of T steps from the step `start` of a call on. B batch, M modes, D token ids, chunks = ceil(T / chunk). Rows
-// are contiguous. The element type X is float or double by `dtype`. Steps at or after lengths[b] are padding: they are
-// not read, their input is zero, and z is zero there.
+// A span of T steps that begins with step `start` of a call. B batch, M modes, D token ids, chunks = ceil(T / chunk).
+// Rows are contiguous. The element type X is float or double by `dtype`. Steps at or after lengths[b] are padding: they
+// are not read, their input is zero, and z is zero there.
 struct ModalArgs {
   int dtype, device;
   void* stream;
@@ -24,8 +24,8 @@ struct ModalArgs {
   const uint8_t* chunk_resets;  // [chunks, B], with resets: chunks whose end does not depend on the chunk before
   const double* re;             // [M]
   const double* im;             // [M]
-  const double* z0;             // [B, 2M], the state before the first step, or reverse after the last one
-  double* ends;                 // [chunks, B, 2M]: the states that chunks end with; of several, from z0 or from zero
+  const double* z0;             // [B, 2M], the state before the first step, or with reverse after the last one
+  double* ends;                 // [chunks, B, 2M]: the last states of chunks; of several, from z0 or from zero
   double* states;               // [chunks, B, 2M]: the state after each chunk; null for one chunk
   void* z;                      // [T, B, 2M], as x, or double; null: only `ends` and `states`
   const void* h;                // X [T, B, 2M]: states of the forward scan, for `sums`; or null
@@ -49,7 +49,7 @@ struct ModalReadoutArgs {
   const int64_t* target;   // [T, B]
   const int64_t* lengths;  // [B], or null
   double* losses;          // [T, B]
-  uint8_t* right;          // [T, B], whether the first one of the largest logits is that of the target
+  uint8_t* right;          // [T, B], whether the first of the largest logits is that of the target
 
   ORTHOKERN_FIELDS_OF(fields, dtype, device, stream, T, B, C, start, scale, count, logits, target, lengths, losses,
                       right);

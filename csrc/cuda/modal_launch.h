@@ -1,4 +1,4 @@
-// What the kernels of rotation_scan.cu and modal.cu share.
+// The common part of the kernels of rotation_scan.cu and modal.cu.
 #pragma once
 
 #include "cuda/launch.h"

@@ -1,5 +1,5 @@
-// peephole_scan on CUDA: the pointwise part of a step, whose product is a library's. A thread has one unit of one
-// sequence, in all steps. The names d_* are those of Note [Peephole scan backward] of the reference.
+// peephole_scan on CUDA: the pointwise part of a step with a library product. A thread has one unit of one sequence, in
+// all steps. The names d_* are those of Note [Peephole scan backward] of the reference.
 #include "cuda/peephole_scan.h"
 #include "cuda/scan_step.h"
 

@@ -21,8 +21,8 @@ using ClusterAddress = uintptr_t;
 using ClusterAddress = uint32_t;  // in the window shared::cluster
 #endif
 
-// Whether the architecture that is compiled for has clusters. Code under it is not compiled for the others. A device
-// with clusters may run code without them (compiled_for).
+// Whether the target architecture has clusters. Code guarded by it is not compiled for the others. A device with
+// clusters may run code without them (compiled_for).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kHasClusters = false;
 #else
@@ -38,8 +38,8 @@ constexpr bool kHasClusters = true;
 namespace orthokern::cuda {
 
 #define ORTHOKERN_DEVICE __device__ __forceinline__
-// Instructions of sm_90 and up. Compiled for an older GPU the functions trap, and the kernels that use them are not
-// launched: not on that GPU, nor on a later one that runs such code (plan_scan).
+// Instructions of sm_90 and up. Compiled for an older GPU, the functions trap, and the kernels that use them are
+// launched neither on that GPU nor on a later one that runs such code (plan_scan).
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define ORTHOKERN_SM90(...) __VA_ARGS__
 #else

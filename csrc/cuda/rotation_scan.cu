@@ -1,13 +1,13 @@
-// A linear recurrence in its own modes, z_t = lambda z_{t-1} + x_t, in chunks of time: a thread owns one mode of one
-// sequence in one chunk. The adjoint is the same recurrence from the last step to the first, and sums its products with
-// the states on the way.
+// A linear recurrence in modal coordinates, z_t = lambda z_{t-1} + x_t, in chunks of time: a thread owns one mode of
+// one sequence in one chunk. The adjoint is the same recurrence from the last step to the first, and sums its products
+// with the states on the way.
 //
 // Coefficients and states are double in registers from the first step of a chunk to the last. Threads of a warp are
 // neighbouring modes, so that rows are read and written with unit stride. kAhead steps are loaded together: their loads
-// are under way while earlier steps are computed. Without atomics or exchange between threads.
+// are in flight while earlier steps are computed. There are no atomics and no exchange between threads.
 //
-// Three passes make a scan: every chunk from a zero state (the first one from z0), for the states that it ends with; the
-// recurrence of these ends with lambda^chunk, for the states between chunks; and every chunk from its state.
+// A scan has three passes: every chunk from a zero state (the first one from z0), for its last state; the recurrence of
+// these last states with lambda^chunk, for the states between chunks; and every chunk from its own state.
 //
 // Limit: memory bandwidth. A call reads x (twice, once to find the states between chunks; rows of a table stay in the
 // cache) and h, and writes z.

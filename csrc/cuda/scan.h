@@ -14,17 +14,17 @@
 // virtual sequences that run in parallel, q = c * B + b for row b from step c * chunk on, each from its own initial
 // state. Without chunks, chunk = T and Q = B.
 //
-// With cut, the state that a step leaves is replaced before the next product, by restart: forward by the state of a
-// sequence that begins anew, backward by zeros, since nothing passes from there to the steps before. What a step writes
-// is not changed. Without chunks.
+// With cut, the state after a step is replaced by restart before the next product: forward by the state of a new
+// sequence, backward by zeros, since nothing is passed to the steps before. The results of the step are not changed.
+// Only without chunks.
 //
-// With leak l, one number or one for each unit, and c what a unit carries from step to step:
+// With leak l, one number or one for each unit, and c, the value that a unit carries from step to step:
 //
 //   forward    state = h_t = (1 - l) c + l phi(a)          c = h_t, or with a cut that of restart
 //   backward   a = map(state) + g_t + (1 - l) c            c = a, or with a cut zero
 //              state = delta_t = phi'(.) l a, from gate = a_t for every activation
 //
-// Without chunks.
+// Only without chunks.
 //
 // With lengths, a sequence has the steps before its length: the forward ends early, the backward begins late, and
 // padding of the results is not written. The values of lengths are not checked on the host: a value below 0 is read as
@@ -45,9 +45,9 @@ enum class ScanPath {
   kLowRank = 3,   // factored, K small: one block owns a sequence, its lanes hold rows of the factors (scan_low_rank.h)
 };
 
-// The least precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
-// IEEE are for tensor cores, with sums in float32. A plan says which one its products have, never a lower one than asked
-// for.
+// The lowest precision that products of float32 may have; in the order of orthokern.functional.PRECISIONS. Those below
+// IEEE use tensor cores, with sums in float32. A plan states the precision of its products, which is never lower than
+// the requested one.
 enum ScanPrecision {
   kIeee = 0,
   kTf32 = 1,
@@ -99,7 +99,7 @@ struct ScanArgs {
   const float* leak;       // [1] or [N] or null: 1
 
   float* out;  // [T, B, N] states, or null; padding is not written
-  float* pre;  // [T, B, N] the a, or null; padding is not written; backward: with a leak alone
+  float* pre;  // [T, B, N] the a, or null; padding is not written; backward: only with a leak
   float* end;  // [Q, N] states after `chunk` steps, or null; zero for a sequence that ends before
   // backward: [2, sums_rows, N] running sums for the gradient of act_param and their rounding errors, or null; the
   // caller multiplies them by the leak
@@ -130,23 +130,23 @@ struct ScanOverrides {
   ORTHOKERN_FIELDS_OF(fields, path, cluster, group, shared_chunks, tensor);
 };
 
-// A kernel of one step whose product is a library's. It reads the arguments of the scan from device memory, where
-// a function store_* wrote them, so that one CUDA graph serves calls whose tensors lie elsewhere.
+// A kernel of one step with a library product. It reads the arguments of the scan from device memory, where a function
+// store_* wrote them, so that one CUDA graph serves calls with tensors at other addresses.
 struct StepArgs {
   int device, part;
   int64_t rows, N;       // sequences, hidden
   int64_t step;          // counted from `first` of Stored
   const void* stored;    // Stored<Args> of the scan
   const float* product;  // a row for each sequence
-  float* passed;         // what the next product reads
+  float* passed;         // the input of the next product
   void* stream;
 
   ORTHOKERN_FIELDS_OF(fields, device, part, rows, N, step, stored, product, passed, stream);
 };
-constexpr size_t kStoredBytes = 512;  // that a caller allocates
+constexpr size_t kStoredBytes = 512;  // allocated by the caller
 template <class Args>
 struct Stored {
-  int64_t first;  // the step that step 0 of a window is; the caller increments it
+  int64_t first;  // the step of step 0 of a window; the caller increments it
   Args args;
 };
 

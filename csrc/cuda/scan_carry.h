@@ -1,10 +1,10 @@
 // The states at the borders of chunks: starts[c + 1] = map starts[c] + ends[c], one block for each row of the batch.
 //
 // In float64: a power of the map that is rounded to float32 would cost eps |W^chunk| at every border, more than the
-// steps it stands for.
+// steps that it replaces.
 //
-// The steps depend on each other, so that latency is what counts: the map lies in the registers of the block, in tiles
-// of 4 rows x 8 columns, as in scan_resident.h. Above 128 units the caller multiplies with a library.
+// The steps depend on each other, so latency is the limit: the map is in the registers of the block, in tiles of 4 rows
+// x 8 columns, as in scan_resident.h. Above 128 units the caller multiplies with a library.
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -13,8 +13,8 @@ namespace orthokern::cuda {
 
 constexpr int kCarryUnits = 128, kCarryThreads = 512;
 
-// power [N, N], transposed: element (m, n) is what unit m gives to unit n. ends [count, B, N]; starts [count + 1, B,
-// N], of which the first comes in. N up to kCarryUnits.
+// power [N, N], transposed: element (m, n) is the contribution of unit m to unit n. ends [count, B, N]; starts [count +
+// 1, B, N], of which the first is an input. N up to kCarryUnits.
 static __global__ void __launch_bounds__(kCarryThreads)
     scan_carry_kernel(const double* power, const float* ends, float* starts, int count, int B, int N) {
   constexpr int kLanes = 16, kRows = kCarryUnits * kLanes / kCarryThreads, kColumns = kCarryUnits / kLanes;

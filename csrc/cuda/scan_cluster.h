@@ -1,47 +1,47 @@
-// The scan for N up to 1024 where blocks form clusters (compute capability 9.0 and up): a cluster owns sequences for
-// all of their steps.
+// The scan for N up to 1024 on GPUs with clusters of blocks (compute capability 9.0 and up): a cluster owns sequences
+// for all of their steps.
 //
 // Block r of a cluster of S computes rows [4 floor(r Q / S), 4 floor((r + 1) Q / S)) of each product, Q = ceil(rows /
 // 4): at most 64, eight for each of its 8 warps. scan_cluster_maps.h has the maps and the products, on the FMA units or
 // on tensor cores.
 //
-// Besides, shared memory holds the whole state and, factored, all of y = s * (V^T h): [group][columns] each. A finished
-// row belongs to one lane; the lanes of 4 rows collect them and store 16 bytes into every block of the cluster with
-// st.async, which counts the bytes down on an mbarrier there (VectorPipe). A product waits for all bytes of its vector
-// and for nothing else: no barrier of the cluster and, on the FMA units, none of a block.
+// Shared memory also holds the whole state and, factored, all of y = s * (V^T h): [group][columns] each. A finished row
+// belongs to one lane; the lanes of 4 rows collect them and store 16 bytes into every block of the cluster with
+// st.async, which counts the bytes down on an mbarrier there (VectorPipe). A product waits only for all bytes of its
+// vector: not for a barrier of the cluster nor, on the FMA units, for one of a block.
 //
-// Two sets of sequences (Traits::kSets) have vectors and mbarriers of their own and take turns: while the rows of one
-// are on their way, the other is multiplied.
+// Two sets of sequences (Traits::kSets) have separate vectors and mbarriers and take turns: while the rows of one are
+// in transit, the other is multiplied.
 //
-// Why one place for each vector is enough (two for the state of a dense map): a warp sends its rows of y only when it
-// has read all of the state, so whoever has all of y knows that nobody reads the old state any more, and may send rows
+// One buffer for each vector is enough (two for the state of a dense map): a warp sends its rows of y only after it has
+// read all of the state. So a warp that has all of y knows that no warp reads the old state any more, and may send rows
 // of the new one; likewise from the new state to the next y. A dense map has no such answer in between, but knows that
 // the state before the last one has been read. The argument needs rows of both products in every block, hence
-// first_product_rows; a warp without rows of one product may read what is being overwritten, and throws its sums away.
-// On tensor cores a warp reads a part of the state for the rows of all warps; it sends behind the barrier at which all
-// warps of the block have read theirs. The same holds for the place of their sums (TensorProduct::finish): who has all
-// of a vector knows that the warps of its own block have sent their rows, and hence read the sums.
+// first_product_rows. A warp without rows of one product may read values that are being overwritten, and discards its
+// sums. On tensor cores a warp reads a part of the state for the rows of all warps; it sends after the barrier at which
+// all warps of the block have read theirs. The same holds for the buffer of their sums (TensorProduct::finish): a warp
+// that has all of a vector knows that the warps of its own block have sent their rows, and hence read the sums.
 #pragma once
 
 #include "cuda/scan_cluster_maps.h"
 
 namespace orthokern::cuda {
 
-// Rows of the first product of a factored map of rank K. Where K gives some of the blocks none, rows of zeros are
+// Rows of the first product of a factored map of rank K. If K leaves some of the blocks without rows, rows of zeros are
 // added: a block that sends nothing of y could be overtaken, and count bytes of the next state as bytes of the last
 // one.
 __host__ __device__ inline int first_product_rows(int K, int size) { return K > 4 * size ? K : 4 * size; }
 
-// A vector of a set of sequences that every block of a cluster has a copy of, and each sends its rows of to all: y, or
-// the state of a factored map with kCopies = 1; the state of a dense map, which alternates between two places. Version
-// i is what step i gives.
+// A vector of a set of sequences. Every block of a cluster has a copy of it and sends its rows to all blocks. It is y
+// or the state of a factored map with kCopies = 1, or the state of a dense map, which alternates between two buffers.
+// Version i is the result of step i.
 template <class Traits, int kCopies>
 struct VectorPipe {
   static constexpr int kHeld = Traits::kHeld;
-  static constexpr int kSharing = 16 / Traits::kGroup;  // lanes that hold 4 rows, and share the blocks to send them to
+  static constexpr int kSharing = 16 / Traits::kGroup;  // lanes that hold 4 rows, and divide the target blocks
 
   float* data;      // [kCopies][kGroup][pitch]
-  Mbarrier* ready;  // [kCopies], a phase ends when all bytes of a version are there
+  Mbarrier* ready;  // [kCopies], a phase ends when all bytes of a version have arrived
   int pitch, bytes;
   int begin, end;  // rows that this block sends
   int peers;       // blocks that this lane sends to, beginning with lane / 2 % kSharing; 0 without rows
@@ -58,13 +58,13 @@ struct VectorPipe {
     for (int copy = 0; copy < kCopies; copy++) mbarrier_init(ready + copy, 1);
   }
   __device__ __forceinline__ void arm(int version) const { mbarrier_arrive_expect(barrier(version), bytes); }
-  // Until all of this version is there, which version -1 is from the beginning; one thread lets the barrier expect the
-  // next version of the same place.
+  // Waits until all of this version has arrived; version -1 is there from the beginning. One thread lets the barrier
+  // expect the next version in the same buffer.
   __device__ __forceinline__ void wait(int version) const {
     mbarrier_wait(barrier(version), (kCopies == 1 ? version : version >> 1) & 1);
     if (threadIdx.x == 0) arm(version);
   }
-  // The first of the 4 rows that this lane sends, of those of the block.
+  // The first of the 4 rows that this lane sends, counted within the block.
   static __device__ __forceinline__ int local_row() {
     return static_cast<int>(threadIdx.x) / 32 * 8 + 4 * (static_cast<int>(threadIdx.x) % 2);
   }
@@ -84,8 +84,7 @@ struct VectorPipe {
   }
 };
 
-// What one thread of a block has of a set of sequences, and the parts of a step. Step i is step range.begin + i of a
-// sequence.
+// One thread of a block for a set of sequences, and the parts of a step. Step i is step range.begin + i of a sequence.
 template <class Traits>
 struct ClusterThread {
   static constexpr bool kFactored = Traits::kFactored, kBackward = Traits::kBackward, kPlain = Traits::kPlain;
@@ -102,7 +101,7 @@ struct ClusterThread {
   StatePipe state;
   YPipe y;
   float* partial;
-  const LaneRows<Traits> held;  // what this lane ends
+  const LaneRows<Traits> held;  // the rows that this lane ends
   const int g;                  // its sequence
   Sequence where;
   int row0;    // its first row
@@ -111,8 +110,8 @@ struct ClusterThread {
   float parameter[kHeld], scale[kHeld];
   RunningSum total[kHeld];
   // Inputs of a step, and of the next one, which are fetched while the blocks exchange a vector. Two sets fetch theirs
-  // together: at the end of an iteration the compiler waits for loads that have just begun. A token id is fetched yet
-  // another step ahead.
+  // together: at the end of an iteration the compiler waits for loads that have just begun. A token id is fetched one
+  // more step ahead.
   struct Inputs {
     float x[kHeld], gate[kHeld];
     bool cut;
@@ -184,7 +183,7 @@ struct ClusterThread {
     else state.arm(0);
   }
 
-  // What this lane ends, and the inputs of the first step.
+  // The rows that this lane ends, and the inputs of the first step.
   __device__ __forceinline__ void start_rows() {
     where = sequence<kBackward>(a, q0 + g);
     const int64_t first = where.first + range.begin * stride;
@@ -216,7 +215,7 @@ struct ClusterThread {
   __device__ __forceinline__ void fetch_id(int i) {
     if (has_tokens() && i < where.end) id = a.tokens[first_token + i * a.B];
   }
-  // In the order of i. Elsewhere than in L2 an input would be later than the other blocks' rows.
+  // Called in the order of i. An input that is not in L2 would arrive later than the other blocks' rows.
   __device__ __forceinline__ void fetch_input(int i) {
     at += stride;
     if (has_cut()) next.cut = live(i) && is_cut<kBackward>(a, q0 + g, range.begin + i);
@@ -289,7 +288,7 @@ struct ClusterThread {
     return square;
   }
 
-  // The state that a step passes on to the others: with a cut, that of restart or zeros in place of its own.
+  // The state that a step passes on to the others: with a cut, restart or zeros instead of its own.
   __device__ __forceinline__ void pass(int i, const float (&after)[kHeld]) const {
     float passed[kHeld];
 #pragma unroll
@@ -300,7 +299,7 @@ struct ClusterThread {
     state.send(passed, i);
   }
 
-  // What is left of step i once its state is on its way: results to memory, norms. The input of step i + 1 has been
+  // The rest of step i after its state has been sent: results to memory, norms. The input of step i + 1 has been
   // fetched.
   __device__ __forceinline__ void publish(int i, const float (&before)[kHeld], const float (&after)[kHeld],
                                           bool live_step) {
@@ -406,7 +405,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     other.start_rows();
   }
   __syncthreads();
-  cluster_sync();  // every block's vectors and barriers are there before anybody sends
+  cluster_sync();  // the vectors and barriers of all blocks are ready before any block sends
 
   const int length = one.range.end - one.range.begin;
   if (Traits::kTensor || one.has_rows1() || one.has_rows2()) {
@@ -436,7 +435,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1) cluster_scan_kernel(const 
     }
   }
   __syncwarp();
-  cluster_sync();  // nobody leaves while others may still send to it
+  cluster_sync();  // no block exits while others may still send to it
 }
 
 }  // namespace orthokern::cuda

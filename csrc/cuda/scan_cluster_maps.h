@@ -9,14 +9,14 @@
 //                  16 of the columns. The sums of a row are spread over the warps, and meet in shared memory. A group
 //                  of 8 sequences fills the columns of a product.
 //
-// Where the chunks are:
+// Locations of the chunks:
 //
 //   registers       the first kRegisters1 chunks of the first map, and kRegisters2 of the second
 //   shared memory   of the others, as many as fit
-//   L2 cache        what remains is read again in every step, by cp.async into a ring of the size of a chunk. Each lane
-//                   fetches just what it will multiply, so no barrier is needed. The place of a vector is filled again
-//                   as soon as the vector has been read, so that nearly a whole chunk is on its way at any time, and
-//                   chunks of the two kinds alternate, so that fetching never pauses
+//   L2 cache        the rest is read again in every step, by cp.async into a ring of the size of a chunk. Each lane
+//                   fetches only what it multiplies, so no barrier is needed. The slot of a vector is refilled as soon
+//                   as the vector has been read, so that nearly a whole chunk is in flight at any time. Chunks of the
+//                   two kinds alternate, so that fetching never pauses
 #pragma once
 
 #include <type_traits>
@@ -40,15 +40,15 @@ struct ClusterTraits {
   static constexpr int kSequences = kGroup * kSets;   // of a cluster
   static constexpr int kVectors = precision == kBfloat16 ? 4 : 8;
   static constexpr int kChunkWords = kVectors * 4 * kClusterThreads;  // of 4 bytes, [warp][vector][lane][4]
-  // Chunks that 255 registers leave room for beside the sums, which are 8 group on the FMA units, 16 or 32 on tensor
-  // cores, and the operands. Half of them for each map, so that both products read as little of shared memory.
+  // Chunks that fit into 255 registers besides the sums, which are 8 group on the FMA units, 16 or 32 on tensor cores,
+  // and the operands. Half of them for each map, so that both products read equally little of shared memory.
   static constexpr int kInRegisters = precision == kBfloat16 ? 8 : group == 4 && sets == 2 ? 3 : 4;
   static constexpr int kRegisters2 = factored ? kInRegisters / 2 : 0, kRegisters1 = kInRegisters - kRegisters2;
   // After a product, a lane has kHeld of its warp's rows, of one sequence, and kCopies lanes have the same ones
   // (LaneRows).
   static constexpr int kHeld = group <= 4 ? 1 : group / 4, kCopies = group <= 4 ? 4 / group : 1;
   // Floats between two sequences of a vector, beyond its columns: the lanes of a tensor core's operand read four
-  // columns of every sequence at a time, which would lie in the same banks.
+  // columns of every sequence at a time, which would be in the same banks.
   static constexpr int kPadding = kTensor ? 16 : 0;
   static constexpr int kVectorCopies = factored ? 1 : 2;  // of the state (scan_cluster.h)
   // Tensor cores: sums of one warp, [sequence][row]. With this pitch neither the stores nor the loads of two floats
@@ -59,8 +59,8 @@ struct ClusterTraits {
                 "a product of the tensor cores has 8 columns; FMA units have 4 sequences at most");
 };
 
-// What a lane has of its warp's 8 rows of every sequence after a product: kHeld rows from `row` on, of sequence
-// `sequence`.
+// The rows that a lane has after a product, of its warp's 8 rows of every sequence: kHeld rows from `row` on, of
+// sequence `sequence`.
 template <class Traits>
 struct LaneRows {
   int row, sequence;
@@ -108,8 +108,8 @@ struct MapSource {
 
 // Word `e` of vector `vector` of a lane, of the chunk whose first column is `column`. row0 and end: of the block. The
 // operands of tensor cores (ptx.h) have rows i and i + 8 in a lane: here they are rows 2 i and 2 i + 1 of 16, so that a
-// lane ends up with neighbours. Which column of the map is which of a product does not matter as long as the vectors
-// agree: four neighbouring columns are those that a lane brings of a vector (TensorProduct::load).
+// lane ends up with neighbours. The order of the columns in a product does not matter as long as the vectors agree: it
+// is such that a lane loads four neighbouring columns of a vector (TensorProduct::load).
 template <int kPrecision>
 __device__ __forceinline__ float packed_word(const MapSource& map, int row0, int end, int column, int warp, int vector,
                                              int lane, int e) {
@@ -179,9 +179,9 @@ struct FmaProduct {
 
 // The sums of 4 tiles of 16 rows by 8 sequences over a warp's columns.
 //
-// Tensor cores cut their sums instead of rounding them, which pulls a long sum towards zero. Each 16 columns, therefore
-// have an accumulator of their own, and these are added by the FMA units, which round to nearest. The last cut of each
-// remains.
+// Tensor cores truncate their sums instead of rounding them, which biases a long sum towards zero. Therefore, each 16
+// columns have a separate accumulator, and these are added by the FMA units, which round to nearest. The last
+// truncation of each remains.
 template <class Traits>
 struct TensorProduct {
   static constexpr int kPrecision = Traits::kPrecision, kTiles = kClusterRows / 16;
@@ -251,8 +251,8 @@ using ClusterProduct = std::conditional_t<Traits::kTensor, TensorProduct<Traits>
 
 // ------------------------------------------------------------------------------------- chunks outside of registers
 
-// Those chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from
-// the ring, spread evenly over the others: bit r of `ring` says that the r-th one does. Two maps of 1024 columns have
+// The chunks of the two maps that are not in registers, in the order of their use. Of `count`, `streamed` come from the
+// ring, spread evenly among the others: bit r of `ring` says whether the r-th one does. Two maps of 1024 columns have
 // 16 chunks.
 struct ChunkOrder {
   int count, streamed;
@@ -264,7 +264,7 @@ struct ChunkOrder {
       if ((r + 1) * streamed / count != r * streamed / count) ring |= 1u << r;
   }
   __device__ __forceinline__ bool streams(int r) const { return ring >> r & 1; }
-  // Of the chunks before r, those that stay in shared memory.
+  // Number of chunks before r that stay in shared memory.
   __device__ __forceinline__ int shared_before(int r) const { return r - __popc(ring & ((1u << r) - 1)); }
   // The next chunk of the ring after r: of the same map, from its beginning again for the next set of sequences, or of
   // the other map.
@@ -287,8 +287,8 @@ struct ClusterMaps {
 
   const float *packed1, *packed2;  // this lane's words of the first chunk of each map, vectors 128 words apart
   int registers1, registers2;      // chunks of each map in registers
-  int rest1;                       // of the first map elsewhere
-  int lane_words;                  // where a lane's words of a chunk begin
+  int rest1;                       // chunks of the first map elsewhere
+  int lane_words;                  // offset of a lane's words in a chunk
   ChunkOrder order;
   float *chunks, *ring;  // [shared chunks][kChunkWords]; [kChunkWords]
 
@@ -326,21 +326,21 @@ struct ClusterMaps {
       for (int v = 0; v < kVectors; v++) *reinterpret_cast<float4*>(to + 128 * v) = vector_at(source(r), v);
     }
   }
-  // Ask for a vector of a chunk, a group of cp.async for each. `from` is source() of the chunk.
+  // Starts to fetch a vector of a chunk, one group of cp.async per vector. `from` is source() of the chunk.
   __device__ __forceinline__ void fetch(const float* from, int v) const {
     cp_async<16>(ring + lane_words + 128 * v, from + 128 * v);
     cp_async_commit();
   }
-  // Ask for the first chunk of the ring.
+  // Starts to fetch the first chunk of the ring.
   __device__ __forceinline__ void start_ring() const {
     if (!order.streamed) return;
     const float* const from = source(order.first_streamed());
 #pragma unroll
     for (int v = 0; v < kVectors; v++) fetch(from, v);
   }
-  // product += `count` chunks in registers times `vector`. On the FMA units operands are loaded while those before them
-  // are multiplied, since two warps of a scheduler do not hide the latency of shared memory: here without branches in
-  // between, and in multiply_shared. Tensor cores with 8 sequences have no registers for it.
+  // product += `count` chunks in registers times `vector`. On the FMA units, here (without branches in between) and in
+  // multiply_shared, operands are loaded while those before them are multiplied, since two warps of a scheduler do not
+  // hide the latency of shared memory. Tensor cores with 8 sequences have no registers for it.
   template <int kMost>
   static __device__ __forceinline__ void multiply_registers(Product& product, const float4 (&weights)[kMost][kVectors],
                                                             int count, const float* vector, int pitch) {
@@ -414,7 +414,7 @@ struct ClusterMaps {
       weights = coming;
     }
   }
-  // multiply_rest where all chunks are in shared memory: a vector of weights is read while that before the last one is
+  // multiply_rest if all chunks are in shared memory: a vector of weights is read while that before the last one is
   // multiplied, and the state of a chunk while the chunk before is.
   __device__ __forceinline__ void multiply_shared(Product& product, int r0, int r1, const float* vector, int pitch) {
     constexpr int kEarly = Traits::kGroup > 2 ? 2 : 4;

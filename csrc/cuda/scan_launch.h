@@ -17,8 +17,8 @@ namespace orthokern::cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver takes
-constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer where shared memory is smaller
+constexpr int64_t kReservedShared = 1024;  // bytes of each block that the driver reserves
+constexpr int64_t kLargestGroup = 40;      // sequences of a resident block; fewer if shared memory is smaller
 
 // Padded N of the resident kernel that serves a call, in units of 16; 0 for none. The kernels with cuts or a leak begin
 // at 4.
@@ -42,8 +42,7 @@ void with_value(int value, F f) {
 
 // Call f with the ResidentTraits of such a kernel. Of two maps, 10 warps with 16 rows each do not fit into the
 // registers, and 8 with 20 do. Above 64 units there are kernels for one activation and one kind of inputs, which have
-// fewer branches in a step. They store no `pre`. Calls with `cut` or a leak have kernels of their own, for any
-// activation.
+// fewer branches in a step. They store no `pre`. Calls with `cut` or a leak have separate kernels, for any activation.
 template <bool kFactored, bool kBackward, int C, class F>
 void with_resident_traits(int group, const ScanArgs& a, F f) {
   constexpr int kWarps = kFactored && C > 8 ? 8 : C, kIdentity = act::Identity::number, kTanh = act::Tanh::number;
@@ -82,12 +81,12 @@ void with_resident_kernel(bool backward, int columns, int group, const ScanArgs&
   });
 }
 // The fewest sequences of a cluster that form two sets. A set of 8 would leave no registers for the maps, and fewer
-// than 4 have little to multiply while the others travel.
+// than 4 have little to multiply while the others are in transit.
 template <bool kFactored>
 constexpr int kLeastOfTwoSets = kFactored ? 8 : 4;
 
-// Call f with the ClusterTraits of such a kernel. A group of 8 alone has precisions below IEEE; tanh has kernels of its
-// own in IEEE float32, whose steps are shorter.
+// Call f with the ClusterTraits of such a kernel. Only a group of 8 has precisions below IEEE; tanh has separate
+// kernels in IEEE float32, whose steps are shorter.
 template <bool kFactored, class F>
 void with_cluster_traits(bool backward, int group, int precision, const ScanArgs& a, F f) {
   const bool plain =
@@ -113,7 +112,7 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   const int columns = resident_columns<kFactored>(a);
   if (!columns) return false;
   int blocks = limits.multiprocessors;  // that run at one time
-  // Fill the plan for so many sequences a block; false if their memory does not fit.
+  // Fill the plan for `group` sequences per block; false if their memory does not fit.
   auto fits = [&](int64_t group) {
     bool does = false;
     with_resident_kernel<kFactored>(backward, columns, static_cast<int>(group), a, [&](auto traits) {
@@ -131,8 +130,8 @@ bool plan_resident(const ScanArgs& a, bool backward, const ScanOverrides& overri
   int64_t largest = overrides.group ? overrides.group : kLargestGroup;
   while (largest > 0 && !fits(largest)) largest--;
   if (!largest) return false;
-  // As few sequences a block as keep every multiprocessor busy: a step of two sequences takes longer than a step of
-  // one. Where one wave of blocks is not enough, all waves are full.
+  // The fewest sequences per block that keep every multiprocessor busy: a step of two sequences takes longer than a
+  // step of one. If one wave of blocks is not enough, all waves are full.
   const int64_t waves = std::max<int64_t>(1, divide_up(a.sequences, largest * blocks));
   if (!overrides.group)
     fits(std::clamp<int64_t>(divide_up(a.sequences, waves * blocks), 1, std::max<int64_t>(1, a.sequences)));
@@ -174,11 +173,11 @@ int low_rank_warps(int64_t n) {
   return static_cast<int>(divide_up(n, 32 * Traits::kUnits));
 }
 
-// Clocks of a step of one sequence, N <= 1024 and four warps: 2 N K / 128 of multiply-adds, N / 3 of all else that is
-// issued for the units of a scheduler (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of
-// latency that nothing hides (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the
-// resident kernel has 2 N^2 / 128 of multiply-adds and 530 of latency, one of a cluster 880 for its exchanges alone. So
-// it is used wherever it serves the sizes, unless the resident kernel multiplies no more than four times as much.
+// Clocks of a step of one sequence, N <= 1024 and four warps: 2 N K / 128 of multiply-adds, N / 3 of other instructions
+// for the units of a scheduler (activation, inputs, results), 70 + 3 K for the sum over the block, and 150 of exposed
+// latency (estimates). Blocks of the same multiprocessor hide each other's latency. A step of the resident kernel has 2
+// N^2 / 128 of multiply-adds and 530 of latency, one of a cluster 880 for its exchanges alone. So this kernel is used
+// for all sizes that it serves, unless the resident kernel multiplies no more than four times as much.
 inline bool plan_low_rank(const ScanArgs& a, bool backward, const ScanOverrides& overrides, const DeviceLimits& limits,
                           ScanPlan& plan) {
   bool does = false;
@@ -226,8 +225,8 @@ double cluster_clocks(const ScanPlan& plan, int clusters, int64_t sequences) {
          (1.5 * (std::max(multiply, shared) + outputs * sums + exchanges) + from_l2 + wait);
 }
 
-// Clocks of a step of all sequences by a library's products, IEEE or TF32, and a kernel: launches, then the columns of
-// a product one after another, or its multiply-adds. Fitted to whole calls of an H200 with N = 256 to 1024 and B = 512
+// Clocks of a step of all sequences with library products, IEEE or TF32, and a kernel: launches, then the columns of a
+// product one after another, or its multiply-adds. Fitted to whole calls of an H200 with N = 256 to 1024 and B = 512
 // and 2048 (docs/gpu.md), without the products of their gradients; those of smaller batches to the steps of cuDNN.
 template <bool kFactored>
 double library_clocks(const ScanArgs& a, const DeviceLimits& limits) {
@@ -270,7 +269,7 @@ bool plan_cluster(const ScanArgs& a, bool backward, const ScanOverrides& overrid
                   ScanPlan& plan) {
   if (limits.major < 9) return false;
   const int quads = static_cast<int>(divide_up(a.N, 4));
-  // The fewest blocks whose warps can hold the rows: blocks of a cluster talk to each other in every step.
+  // The fewest blocks whose warps can hold the rows: blocks of a cluster communicate in every step.
   int size = overrides.cluster;
   for (int s = 2; !size && s <= 16; s *= 2)
     if (quads <= kClusterRows / 4 * s) size = s;
@@ -314,7 +313,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
     if (allowed(ScanPath::kLowRank) && plan_low_rank(a, backward, overrides, limits, plan)) return plan;
   plan = {};
   if (allowed(ScanPath::kResident) && plan_resident<kFactored>(a, backward, overrides, limits, plan)) return plan;
-  // Code for older GPUs has no clusters. All kernels of a build are compiled for the same ones, so any of them tells.
+  // Code for older GPUs has no clusters. All kernels of a build are compiled for the same ones, so one check suffices.
   if (limits.major >= 9 && compiled_for(scan_step_kernel<false>) < 90) limits.major = 8;
   plan = {};
   if (allowed(ScanPath::kCluster) && plan_cluster<kFactored>(a, backward, overrides, limits, plan)) return plan;
@@ -327,7 +326,7 @@ ScanPlan plan_scan(const ScanArgs& a, bool backward, const ScanOverrides& overri
   return plan;
 }
 
-// The maps of a cluster's blocks as its kernel reads them, and that kernel.
+// Packs the maps for the blocks of a cluster and launches their kernel.
 template <class Traits>
 void run_cluster(const ScanArgs& a, const ScanPlan& plan, cudaStream_t stream) {
   const int N = static_cast<int>(a.N), K = static_cast<int>(a.K);

@@ -13,9 +13,9 @@
 //   the barrier, after which each lane adds up the parts of all warps for its k, and scales the sum by s_k
 //   the warp hands the K values to all of its lanes, which multiply them by their rows and end the step for their units
 //
-// What a warp issues for the sum over the block is the same for any number of units. So a lane has several, and a
-// scheduler one warp, as far as the registers suffice: the units hide the latency of each other's multiply-adds.
-// tests/test_sass.py counts the instructions between the store and the barrier.
+// The instructions of a warp for the sum over the block are the same for any number of units. So a lane has several
+// units, and a scheduler one warp, as far as the registers suffice: the units hide the latency of each other's
+// multiply-adds. tests/test_sass.py counts the instructions between the store and the barrier.
 #pragma once
 
 #include "cuda/scan_units.h"
@@ -68,7 +68,7 @@ struct LowRankThread {
   static constexpr int kSpread = Traits::kSpread, kOwn = Traits::kOwn, kParts = Traits::kParts;
   static constexpr int kAhead = Traits::kAhead, kSumWords = Traits::kSumWords;
 
-  // Of 32 steps, one for each lane: the token id of the step that publish() fetches then, and the cut.
+  // One of 32 steps for each lane: the token id of the step whose inputs publish() fetches then, and the cut.
   struct Part {
     int64_t id;
     int cut;
@@ -122,7 +122,7 @@ struct LowRankThread {
   // The ranks whose sums a lane has after reduce_scatter.
   __device__ __forceinline__ int own_k(int j) const { return lane % kSpread * kOwn + j; }
   __device__ __forceinline__ bool has_leak() const { return Traits::kLeak && a.leak; }
-  // With a leak: what the lane's units carry, and their leaks. Computed again rather than kept in registers.
+  // With a leak: the carried values of the lane's units, and their leaks. Recomputed rather than kept in registers.
   __device__ __forceinline__ float* carried() const {
     return (Traits::kGates ? gates : inputs) + kAhead * warps * 32 * kUnits;
   }
@@ -143,7 +143,7 @@ struct LowRankThread {
       total[r] = {0, 0};
       if (Traits::kSums && a.sums && unit) total[r] = {a.sums[place], a.sums[gridDim.x * a.N + place]};
     }
-    // zeros stay in the place of the sums of warps that the block does not have, and of inputs of missing units
+    // the sums of warps that the block does not have, and the inputs of missing units, stay zero
     for (int i = threadIdx.x; i < LowRankMemory<Traits>(warps, a.leak).squares; i += blockDim.x) sums[i] = 0;
     __syncthreads();
     if (has_leak())
@@ -160,8 +160,8 @@ struct LowRankThread {
     }
   }
 
-  // The inputs of a step into the place where this thread reads them. It is kAhead steps after the one of `at`, which
-  // moves on to the next step.
+  // Fetches the inputs of a step to the place where this thread reads them. The step is kAhead steps after that of
+  // `at`, which advances to the next step.
   __device__ __forceinline__ void fetch(int step, int64_t id) {
     const int place = (step & (kAhead - 1)) * warps * 32 * kUnits, limit = step < length ? units : 0;
     const bool known = static_cast<uint64_t>(id) < static_cast<uint64_t>(a.D);
@@ -181,7 +181,7 @@ struct LowRankThread {
     at += stride;
   }
 
-  // What the lanes hold for the steps from `step` on.
+  // The Part of this lane for the steps from `step` on.
   __device__ __forceinline__ Part part(int step) const {
     Part result{0, 0};
     const int mine = step + lane, fetched = mine + kAhead - 1;
@@ -190,8 +190,8 @@ struct LowRankThread {
     return result;
   }
 
-  // What is left to do of a step: its results to memory, inputs of a later step, and a wait for those of the next step.
-  // Called for one step after the other, from -1 on. id: the token of the later step.
+  // The rest of a step: its results to memory, inputs of a later step, and a wait for those of the next step. Called
+  // for consecutive steps, from -1 on. id: the token of the later step.
   __device__ __forceinline__ void publish(int step, int64_t id) {
     const int limit = step >= 0 ? units : 0;
     if (a.out)
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks) low_rank
   const int length = self.length;
   int summed = 0;  // steps whose norms are written
   auto next = self.part(0);
-  // The first part is one step, so that the squares of a whole part are behind a barrier when another one is over.
+  // The first part is one step, so that the squares of a whole part have passed a barrier when another one is over.
   for (int begin = 0, end; begin < length; begin = end) {
     end = begin == 0 ? 1 : begin + kLowRankPart < length ? begin + kLowRankPart : length;
     const auto part = next;

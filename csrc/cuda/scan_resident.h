@@ -1,4 +1,4 @@
-// The scan for small N: one block owns sequences for all of their steps, and meets no other block.
+// The scan for small N: one block owns sequences for all of their steps, without communication between blocks.
 //
 //   registers      the maps: warp w has kRows rows for each of its 4 tiles, row 4 (kRows w + i) + tile, and a lane has
 //                  2 C of their columns; lane l has tile l % 4 and, of each 32 columns, the four from 4 (l / 4) on
@@ -8,16 +8,16 @@
 //
 // A step is one or two products. In each, a thread loads its elements of the state (16 bytes at a time), multiplies
 // them into the sums of its rows, and the 8 lanes of a tile exchange sums until each row is complete in one lane
-// (reduce_scatter). That lane ends the step for the row and stores its state. The block then meets at a barrier: two a
+// (reduce_scatter). That lane ends the step for the row and stores its state. A barrier of the block follows: two per
 // step, or one for a dense map, whose state alternates between two buffers.
 //
-// Only what the next product needs lies between the last sum and the barrier. Everything else of a step (its stores to
+// Only work for the next product is done between the last sum and the barrier. Everything else of a step (its stores to
 // memory, the fetch of later inputs, sums of gradients) is done by publish(), while the lanes exchange the sums of the
 // next product. tests/test_sass.py counts the instructions between the store and the barrier.
 //
 // C warps serve N up to 16 C. Registers limit C: 16 C weights of a factored map and about 50 more per thread in 65536 /
-// (32 C). 10 warps would have 168 for 160 weights and everything else, because registers are given to warps in groups
-// of four. 8 warps have 255 for the same maps, 200 weights a thread (5 rows of 20 columns). Where they fit, two
+// (32 C). 10 warps would have 168 for 160 weights and everything else, because registers are allocated to warps in
+// groups of four. 8 warps have 255 for the same maps, 200 weights per thread (5 rows of 20 columns). If they fit, two
 // sequences are multiplied at a time: their sums fill the lanes that one sequence leaves idle at the end.
 //
 // docs/gpu.md has the instructions of a step.
@@ -27,10 +27,10 @@
 
 namespace orthokern::cuda {
 
-// How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step does. many: a block has several sequences.
-// activation: a number of common/activations.h, or kAnyActivation. inputs: where the inputs of a step come from, which
-// kAnyInputs leaves to the arguments. cuts: the calls with ScanArgs::cut or leak, whose sequences are multiplied one at
-// a time, since the code of these needs registers.
+// How a kernel holds maps of 16 C x 16 C in `warps` warps, and what a step includes. many: a block has several
+// sequences. activation: a number of common/activations.h, or kAnyActivation. inputs: the source of the inputs of a
+// step; with kAnyInputs, the arguments select it. cuts: the calls with ScanArgs::cut or leak, whose sequences are
+// multiplied one at a time, since their code needs registers.
 enum ResidentInputs { kFeatures, kTokens, kAnyInputs };
 template <bool factored, bool backward, int warps, int C, bool many, int activation, ResidentInputs inputs, bool cuts>
 struct ResidentTraits {
@@ -95,7 +95,7 @@ struct ResidentMemory {  // the block's shared memory, in bytes
 };
 
 // Columns of a lane's tile: element j is column vector * (kLanes (j / vector) + lane) + j % vector, so that lanes read
-// neighbouring places.
+// neighbouring elements.
 template <int kColumns, int kLanes = 16>
 struct TileColumns {
   static constexpr int kVector = kColumns % 4 ? 2 : 4;
@@ -135,7 +135,7 @@ struct MapTile {
       for (int i = 0; i < kRows; i++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) weights[i][4 * q + e] = weight(i, 4 * q + e);
-        // the compiler keeps loads on their side of it: all addresses at once would not fit into the registers
+        // the compiler moves no loads across it: all addresses at once would not fit into the registers
         __syncwarp();
       }
     }
@@ -159,15 +159,15 @@ struct ResidentThread {
   static constexpr int kSquareSteps = Traits::kSquareSteps;
   using Tile = MapTile<Traits>;
 
-  // What a step of one sequence leaves for publish().
+  // The data of a step of one sequence for publish().
   struct Result {
-    int g, place;  // its sequence, and where its inputs were and those of a later step go
+    int g, place;  // its sequence, and the place of its inputs and of those of a later step
     float after, before, gate;
     SequenceSteps s;  // kMany, not kCuts: the steps of its sequence
     int64_t id;       // the token of the step whose inputs publish() fetches
   };
 
-  // Where one step of one sequence lies in memory: its results, and the inputs of the step kAhead later.
+  // The location of one step of one sequence in memory: its results, and the inputs of the step kAhead later.
   struct Cursor {
     float *out, *pre;
     const float *x, *gate;
@@ -220,12 +220,12 @@ struct ResidentThread {
     stride = step_stride<kBackward>(a), moved = 0;
     range = steps_to_run<kBackward>(a, q0(), group);
   }
-  // Backward with a leak: [group][kPadded] behind the squares. Not another pointer, since registers are few.
+  // Backward with a leak: [group][kPadded] after the squares. Not a separate pointer, since registers are few.
   __device__ __forceinline__ float* carried() const { return squares + 2 * kSquareSteps * Traits::kSquares; }
-  // The sequences of the block are q0() and those behind it, but none from a.sequences on.
+  // The first sequence of the block; the others follow, below a.sequences.
   __device__ __forceinline__ int64_t q0() const { return static_cast<int64_t>(blockIdx.x) * group; }
   __device__ __forceinline__ Sequence sequence_of(int64_t g) const { return sequence<kBackward>(a, q0() + g); }
-  // A warp's tiles take turns at its rows, so that the other unit of a pair is in the next lane.
+  // The rows of a warp alternate between its tiles, so that the other unit of a pair is in the next lane.
   __device__ __forceinline__ int row_of(int i) const {
     return kTiles * (kRows * (threadIdx.x / 32) + i) + threadIdx.x % kTiles;
   }
@@ -302,7 +302,7 @@ struct ResidentThread {
     const int64_t ahead = offset + kAhead * stride;
     return {a.out + offset, a.pre + offset, a.x + ahead, a.gate + ahead};
   }
-  // The inputs of a step into the place where this thread reads them.
+  // Fetches the inputs of a step to the place where this thread reads them.
   __device__ __forceinline__ void fetch(int to, int step, int64_t id, const Cursor& from,
                                         const SequenceSteps& s) const {
     const bool wanted = s.has(step);
@@ -344,11 +344,10 @@ struct ResidentThread {
     return state_after<kBackward, kActivation>(a, argument, gate, other, other_gate, second, parameter, leak);
   }
 
-  // What is left to do of a step: its results to memory, its share of the gradients, inputs of a later step.
-  // `elements`: from step 0 to this one. For a block of one sequence, this is called for one step after the other, from
-  // -1 on.
+  // The rest of a step: its results to memory, its share of the gradients, inputs of a later step. `elements`: from
+  // step 0 to this one. For a block of one sequence, this is called for consecutive steps, from -1 on.
   __device__ __forceinline__ void publish(const Result& result, int step, int64_t elements) {
-    // kCuts: asked for twice rather than kept in registers
+    // kCuts: computed twice rather than kept in registers
     const SequenceSteps s = Traits::kCuts ? steps_of(result.g) : kMany ? result.s : only;
     const int64_t id = Traits::kCuts ? id_of(result.g, step + kAhead) : result.id;
     if constexpr (kMany) cursor = cursor_at(s.first + elements);
@@ -404,7 +403,7 @@ struct ResidentThread {
           a.end[(q0() + g) * a.N + row] = s.begin + s.count == a.chunk ? last[g * kPadded + row] : 0.f;
       }
     if (Traits::kSums && a.sums) {
-      // the row by a way that the compiler does not see through: the place from above would take registers, or a
+      // the row, obtained so that the compiler does not recognize it: the value from above would take registers, or a
       // spill, during the loop
       const int64_t place = sums_index(__shfl_sync(kAllLanes, row, threadIdx.x % 32));
       if (unit) a.sums[place] = total.sum, a.sums[sums_size() + place] = total.error;
@@ -430,10 +429,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   result.place = self.place_of(result.g, Traits::kAhead - 1);
   result.id = self.id_of(result.g, Traits::kAhead - 1);
 
-  // Steps run in parts, so that the loop over them has no branch for what is done once in a part.
+  // Steps run in parts, so that the loop over them has no branch for work done once per part.
   for (int begin = 0, end; begin < length; begin = end) {
     end = !Traits::kBackward || length - begin <= kPart ? length : begin > 0 ? begin + kPart : kPart + 1;
-    // behind the barrier of the first step of a part are the squares of the part before it
+    // the squares of a part are complete after the barrier of the first step of the next part
     if (begin > 0) self.norms_of(begin - 1 - kPart, kPart);
 #pragma unroll 1
     for (int i = begin; i < end; i++) {

@@ -1,6 +1,6 @@
-// The end of one step of a scan whose products are a library's (ScanPath::kLibrary): the caller multiplies all states
-// by the map, and this kernel adds the input, applies the activation and stores the results. A thread has two
-// neighbouring units of one sequence, which are a pair of oplu.
+// The end of one step of a scan with library products (ScanPath::kLibrary): the caller multiplies all states by the
+// map, and this kernel adds the input, applies the activation and stores the results. A thread has two neighbouring
+// units of one sequence, which are a pair of oplu.
 #pragma once
 
 #include "cuda/launch.h"

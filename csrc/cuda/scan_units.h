@@ -1,4 +1,4 @@
-// What the scan kernels share: sums over the lanes of a warp, where the steps of a sequence lie in memory.
+// The common part of the scan kernels: sums over the lanes of a warp, locations of the steps of a sequence in memory.
 #pragma once
 
 #include <math.h>
@@ -11,8 +11,8 @@ namespace orthokern::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// An activation that is known when a kernel is compiled, by its number, or kAnyActivation: by the number that it is
-// called with. The second form costs an indirect branch in each call.
+// An activation: its number, known when a kernel is compiled, or kAnyActivation, for a number known only at run time.
+// The second form costs an indirect branch in each call.
 constexpr int kAnyActivation = -1;
 template <int kNumber>
 struct ActivationAt;
@@ -42,8 +42,7 @@ __device__ __forceinline__ float parameter_grad_as(int number, float g, float sa
   return with_activation<kNumber>(number, [&](auto of) { return parameter_grad<decltype(of)>(g, saved, parameter); });
 }
 
-// A sum over many steps that carries its own rounding error along (Kahan): thousands of terms lose no more than a few
-// do.
+// A sum over many steps with compensation of its rounding error (Kahan): thousands of terms lose no more than a few do.
 struct RunningSum {
   float sum, error;
   __device__ __forceinline__ void add(float value) {
@@ -54,13 +53,13 @@ struct RunningSum {
   }
 };
 
-// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes: with at least as many
-// values as lanes, a power of two of them, what is left in v[0 ... m) of a lane are the sums of the m = kValues /
-// kLanes indices from lane * m on; with fewer, v[0] is the sum of index scattered_index. Halving the values while
-// halving the distance takes kValues - 1 exchanges, and one more for each odd number on the way, of which the middle
-// one stays in both halves; one butterfly for each value would take kValues * log2(kLanes). The order of a sum does not
-// depend on kValues. The lanes of a group are kStride apart, and `lane` is a lane's number in its group.
-// between() runs while the first exchanges are under way.
+// Sum v[i] over groups of kLanes lanes, for every i. The sums end up spread over the lanes. With at least as many
+// values as lanes, a power of two of them, v[0 ... m) of a lane hold the sums of the m = kValues / kLanes indices from
+// lane * m on; with fewer, v[0] is the sum of index scattered_index. Halving the values while halving the distance
+// takes kValues - 1 exchanges, and one more for each odd number on the way, of which the middle one stays in both
+// halves; one butterfly for each value would take kValues * log2(kLanes). The order of a sum does not depend on
+// kValues. The lanes of a group are kStride apart, and `lane` is a lane's number in its group. between() runs while the
+// first exchanges are in flight.
 struct NoWork {
   __device__ __forceinline__ void operator()() const {}
 };
@@ -95,7 +94,7 @@ __device__ __forceinline__ void reduce_scatter(V (&v)[kValues], int lane, Betwee
 template <int kLanes, int kValues>
 __device__ __forceinline__ int scattered_index(int lane, bool& first) {
   static_assert(kValues <= kLanes, "a lane would hold several sums");
-  int index = 0, before = kLanes / 2;  // halvings of the values in front of this one: by 1, 2, 4, ...
+  int index = 0, before = kLanes / 2;  // halvings of the values before this one: by 1, 2, 4, ...
   first = true;
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask *= 2, before /= 2) {
@@ -137,7 +136,7 @@ __device__ __forceinline__ void sum_squares(const ScanArgs& a, const float* squa
   }
 }
 
-// The leak of a unit, and what it carries from the step before (scan.h). kLeak: whether the kernel serves leaks.
+// The leak of a unit, and its carried value from the step before (scan.h). kLeak: whether the kernel serves leaks.
 template <bool kLeak>
 struct Leak {
   float share = 1, carried = 0;
@@ -150,7 +149,7 @@ __device__ __forceinline__ float leak_of(const ScanArgs& a, int64_t n) {
 }
 
 // The state after a step from `before`, its a: phi(a), or backward phi'(.) times the result of argument_of, within
-// ScanArgs::clip, where a NaN stays a NaN. `second`: whether it is the second unit of a pair; `other`: the other one.
+// ScanArgs::clip, which propagates NaN. `second`: whether it is the second unit of a pair; `other`: the other one.
 template <bool kBackward, int kNumber, bool kLeak>
 __device__ __forceinline__ float state_after(const ScanArgs& a, float before, float gate, float other, float other_gate,
                                              bool second, float parameter, const Leak<kLeak>& leak) {
@@ -162,7 +161,7 @@ __device__ __forceinline__ float state_after(const ScanArgs& a, float before, fl
   if (kBackward) return maximum(-a.clip, minimum(after, a.clip));
   return leak.with_carried(a, kLeak ? leak.share * after : after);
 }
-// Backward: the a of a step with what its unit carries, in `gate` what phi' reads, and the result: what phi' multiplies.
+// Backward: adds the carried value to the a of a step, sets `gate` to what phi' reads, returns the factor of phi'.
 template <bool kBackward, int kNumber, bool kLeak>
 __device__ __forceinline__ float argument_of(const ScanArgs& a, float& before, float& gate, const Leak<kLeak>& leak,
                                              float parameter) {
@@ -183,8 +182,8 @@ __device__ __forceinline__ int64_t steps_of_row(const ScanArgs& a, int64_t b) {
   return length <= a.time ? 0 : length - a.time < a.T ? length - a.time : a.T;
 }
 
-// Where the steps of virtual sequence q lie: element (step i, unit n) of a [T, B, N] tensor is first + i * stride + n.
-// It has the steps i in [begin, end); begin > 0 only where lengths make a backward begin late. None for q beyond the
+// Locations of the steps of virtual sequence q: element (step i, unit n) of a [T, B, N] tensor is first + i * stride +
+// n. It has the steps i in [begin, end); begin > 0 only if lengths make a backward begin late. None for q beyond the
 // last sequence.
 struct Sequence {
   int64_t first;
@@ -202,8 +201,8 @@ __device__ __forceinline__ Sequence sequence(const ScanArgs& a, int64_t q) {
   return {first, kBackward ? inside : 0, kBackward ? static_cast<int>(steps) : inside};
 }
 
-// The steps that any of the `group` sequences from q0 on has; all of them where `end` is asked for, which is written
-// after the last one.
+// The steps that any of the `group` sequences from q0 on has; all of them if `end` is requested, which is written after
+// the last one.
 struct StepRange {
   int begin, end;
 };
@@ -224,13 +223,13 @@ template <bool kBackward>
 __device__ __forceinline__ int64_t step_stride(const ScanArgs& a) {
   return kBackward ? -a.B * a.N : a.B * a.N;
 }
-// The row of `tokens` of the same step: ids lie [T, B], N elements of the others apart.
+// The element of `tokens` of the same step: ids are [T, B], one for N elements of the others.
 __device__ __forceinline__ const int64_t* token_of(const ScanArgs& a, int64_t row_offset) {
   return a.tokens + row_offset / a.N;
 }
 
-// Whether the state of sequence b is replaced after step i, and by what, of unit n. There are no chunks: a sequence is
-// a row.
+// Whether the state of sequence b is replaced after step i, and the new value of unit n. There are no chunks: a
+// sequence is a row.
 template <bool kBackward>
 __device__ __forceinline__ bool is_cut(const ScanArgs& a, int64_t b, int64_t i) {
   return a.cut && a.cut[(kBackward ? a.T - 1 - i : i) * a.B + b];
@@ -238,7 +237,7 @@ __device__ __forceinline__ bool is_cut(const ScanArgs& a, int64_t b, int64_t i) 
 __device__ __forceinline__ float restart_of(const ScanArgs& a, int64_t b, int64_t n) {
   return a.restart ? a.restart[b * a.N + n] : 0.f;
 }
-// What the next product reads of unit n of sequence b after step i.
+// The value of unit n of sequence b after step i that the next product reads.
 template <bool kBackward>
 __device__ __forceinline__ float state_to_pass(const ScanArgs& a, int64_t b, int64_t n, int64_t i, float after) {
   return is_cut<kBackward>(a, b, i) ? restart_of(a, b, n) : after;

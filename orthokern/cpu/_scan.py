@@ -15,14 +15,14 @@ from orthokern.errors import InputError
 
 # T B up to which products are exact, also with precision bf16
 MOST_ROWS = 16
-# the tensors of ScanArgs, which ScanArgs of csrc/cpu/ops.h has by the same names
+# the tensors of ScanArgs, which have the same names in ScanArgs of csrc/cpu/ops.h
 _TENSORS = [name for name, kind in types_of(ScanArgs).items() if kind.startswith("Tensor")]
 _tensors_of = itemgetter(*map(ScanArgs._fields.index, _TENSORS))
 _GRADIENTS = [f"grad_{name}" for name in ScanGradients._fields]  # there
 
 
 def _arguments(args: ScanArgs, steps: int) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
-    """Sizes and tensors that forward and backward take: fields of ScanArgs in ``csrc/cpu/ops.h``."""
+    """Sizes and tensors that forward and backward use: fields of ScanArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
     x, tensors = args.x, dict(zip(_TENSORS, _tensors_of(args)))  # noqa: B905  # strict takes longer
     tensors["tokens"] = None

@@ -53,7 +53,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) 
 
 
 def _arguments(args: GruArgs, T: int) -> tuple[dict[str, int], dict[str, Tensor | None]]:
-    """Sizes and tensors that forward and backward take: fields of GruArgs in ``csrc/cpu/ops.h``."""
+    """Sizes and tensors that forward and backward use: fields of GruArgs in ``csrc/cpu/ops.h``."""
     B, N = args.h0.shape
     tensors = {
         "w": args.w,

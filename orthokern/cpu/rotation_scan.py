@@ -1,7 +1,8 @@
 """rotation_scan on the CPU; the kernel: ``csrc/cpu/rotation_scan.cpp``.
 
-A thread has whole sequences. If there are fewer of them than threads, the map of features is a product of all steps,
-which uses all threads; otherwise it is a part of the kernel. (The op computes it before where resets have a state.)
+A thread processes whole sequences. If there are fewer sequences than threads, the map of features is a product of all
+steps, which uses all threads; otherwise it is a part of the kernel. (If resets have a state, the op computes it
+before.)
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def rotation_scan_bwd(args: RotationArgs, grad_hs: Tensor, hs: Tensor, *, need_x
     return RotationGradients(of_x, grad_re, grad_im, grad_h0, of_weight, None if bias is None else of_bias)
 
 
-# those that not every call has
+# the ones that only some calls have
 _OPTIONAL = (
     *("x", "z", "resets", "features", "weight", "bias", "h", "h0"),
     *("grad_re", "grad_im", "grad_h0", "grad_features", "grad_weight", "grad_bias"),

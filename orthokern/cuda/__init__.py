@@ -1,10 +1,10 @@
-"""The CUDA leaf: native kernels behind the signatures of ``orthokern.reference``, a file for each op.
+"""The CUDA leaf: native kernels with the signatures of ``orthokern.reference``, one file for each op.
 
-``_call.py`` alone passes addresses to the kernels, which it puts on the current stream of the tensors' device. Nothing
+Only ``_call.py`` passes addresses to the kernels, which it puts on the current stream of the tensors' device. Nothing
 here waits for the device. A file has the stem of its op (``orthokern/ops/<op>.py``), where shapes and arguments are
 documented: B batch, T time, N hidden, K rank, D input features or token ids.
 
-Importing never fails: ``AVAILABLE`` says whether the kernels were built and ``REASON`` why not.
+Importing never fails: ``AVAILABLE`` is False if the kernels were not built, and ``REASON`` is the reason.
 """
 
 from orthokern.cuda._call import AVAILABLE, REASON

@@ -69,7 +69,7 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
 
 @functools.lru_cache(maxsize=1024)
 def _expected(op: str, kind: Any, saved: tuple[str, ...], ids: bool, sizes: tuple[int, ...]) -> list[Any]:
-    """(name, dtype, number of elements) of the arguments of a scan and of what is saved; no dtype for an option."""
+    """(name, dtype, number of elements) of the arguments and the saved tensors of a scan; no dtype for an option."""
     letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every", "activation")
     elements = elements_of(f"{op}_bwd", dict(zip(letters, sizes, strict=False)))
     result: list[Any] = []
@@ -84,7 +84,7 @@ def _expected(op: str, kind: Any, saved: tuple[str, ...], ids: bool, sizes: tupl
 
 
 def address(tensor: Tensor) -> int:
-    """For a function of another library than the kernels."""
+    """The address of a tensor, for functions of other libraries."""
     return tensor.data_ptr()
 
 

@@ -24,9 +24,9 @@ def product(device: torch.device, *, ieee: bool) -> Product:
     """A function of (left [R, K], right [K, C], out [R, C], add=False) that sets out to left @ right, or adds it, on
     the current stream of the current device. Factors are float32 or bfloat16, sums float32.
 
-    float32 factors are rounded to TF32 unless `ieee`, where the library can be called; else the product is IEEE, to be
-    called in `ieee_products`. torch has one precision for the process, and to lower it would lower that of other
-    threads.
+    float32 factors are rounded to TF32 unless `ieee` is true, if the library can be called. Otherwise the product is
+    IEEE, and is to be called in `ieee_products`. torch has one precision for the process: lowering it would affect
+    other threads.
     """
     function = None if ieee or device.type != "cuda" else _gemm()
     return _product_of_torch if function is None else functools.partial(_product_of_library, function)
@@ -40,7 +40,7 @@ def _product_of_torch(left: Tensor, right: Tensor, out: Tensor, add: bool = Fals
 
 
 def _factor(matrix: Tensor) -> tuple[int, int, int, int]:
-    """Whether the library, for which columns lie side by side, transposes it; its address, type and stride."""
+    """Whether the library, which reads matrices in column-major order, transposes it; its address, type and stride."""
     rows = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
     operation, stride = (_PLAIN, matrix.stride(0)) if rows else (_TRANSPOSED, matrix.stride(1))
     return operation, native.address(matrix), _TYPES[matrix.dtype], stride

@@ -29,7 +29,7 @@ _CLUSTER, _LIBRARY = 1, 2  # ScanPath of csrc/cuda/scan.h
 # become ready at the same moment as the next kernel of the scan, occupy the multiprocessors that its clusters need.
 _PRODUCT_DELAY = 10_000
 _CARRY_UNITS = 128  # kCarryUnits of csrc/cuda/scan_carry.h
-# The tensors of a launch, all of which the native function is given.
+# The tensors of a launch, all of which are passed to the native function.
 _NONE = dict.fromkeys(("x", "tokens", "table", "gate", "start", "out", "pre", "end", "sums", "norms", "carried"))
 
 
@@ -73,15 +73,15 @@ class Scan(_gpu_scans.Scan):
         }
 
     def side_stream(self, window: int) -> SideStream | None:
-        """None for a batch with so short a window that it occupies the GPU, and where products of a library alternate
-        with other kernels."""
+        """None if the batch occupies the GPU, so that its window is short, or if products of a library alternate with
+        other kernels."""
         path = self.plan["path"]
         if path == _LIBRARY or window < _OVERLAPPED_STEPS:
             return None
         return SideStream(self.device, _PRODUCT_DELAY if path == _CLUSTER else 0)
 
     def add_to_map(self, total: Tensor | None, rows: Tensor, states: Tensor) -> Tensor:
-        """In TF32 where the products of the scan are below IEEE; bfloat16 would need copies."""
+        """In TF32 if the precision of the scan's products is below IEEE; bfloat16 would need copies."""
         if not self.plan["precision"]:
             return super().add_to_map(total, rows, states)
         N, adds = self.sizes["N"], total is not None

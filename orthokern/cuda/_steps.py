@@ -16,7 +16,7 @@ from orthokern.cuda import _call as native
 # Steps of a graph. Without one, the host takes about 10 us for each of the two or more launches of a step: of the last
 # T mod _WINDOW steps, and of all steps of shorter scans. Many common T are multiples of 25.
 _WINDOW = 25
-# Graphs kept, the least recently used one is dropped. Each has copies of the maps.
+# Graphs that are kept; the least recently used one is dropped. Each has copies of the maps.
 _GRAPHS = 8
 # Elements of a map, 64 MiB, above which a product takes longer than its launch and there are no graphs.
 _LARGEST_MAP = 1 << 24
@@ -33,7 +33,7 @@ class Steps:
     def __init__(self, op: str, tensors: Tensors) -> None:
         self.op, self.tensors, any_of_them = op, tensors, next(iter(tensors.values()))
         self.device = any_of_them.device
-        # the arguments of the scan behind the number of the window's first step
+        # the arguments of the scan, after the number of the window's first step
         self.stored = torch.empty(_STORED_BYTES // 8, dtype=torch.int64, device=self.device)
 
     def kernel(self, part: int, product: Tensor, passed: Tensor) -> Callable[..., None]:
@@ -49,7 +49,7 @@ class Steps:
 
 
 class _Kept(Steps):
-    """Steps over tensors in a fixed place, and their graph. Used by one thread at a time, on one stream."""
+    """Steps over tensors at fixed addresses, and their graph. Used by one thread at a time, on one stream."""
 
     def __init__(self, op: str, tensors: Tensors) -> None:
         super().__init__(op, tensors)
@@ -88,7 +88,7 @@ def run(
         if steps >= 2 * _WINDOW and max(t.numel() for t in tensors.values()) <= _LARGEST_MAP and _may_record(device):
             layout = tuple((name, t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items())
             kept = _kept(op, variant, device, _stream_address(device), layout)
-            if not kept.lock.acquire(blocking=False):  # another thread has them
+            if not kept.lock.acquire(blocking=False):  # another thread uses them
                 kept = None
         if kept is None:
             _store(own, sizes, args, opening)
@@ -126,7 +126,7 @@ def _stream_address(device: torch.device) -> int:
 
 def _may_record(device: torch.device) -> bool:
     """Whether steps may be launched as graphs: not on a CPU, in tests, and not into a graph that the caller captures,
-    which shall hold the steps themselves."""
+    which must contain the steps themselves."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
@@ -157,6 +157,6 @@ def _stream_and_pool(device: torch.device, main: int) -> tuple[Any, Any, list[An
     """The stream to record graphs for the stream with the address `main`, their memory pool, and the first of them.
 
     torch has a workspace of the library for each stream, whose address a graph contains. Graphs that may run at the
-    same time therefore need different ones, in memory that nothing else gets: the first graph keeps the pool.
+    same time therefore need different ones, in memory that nothing else uses: the first graph keeps the pool.
     """
     return torch.cuda.Stream(device, priority=-1), torch.cuda.graph_pool_handle(), []

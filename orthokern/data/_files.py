@@ -1,4 +1,4 @@
-"""Reading of data files. Every failure is an error of one line: the file, what is wrong, and what is expected."""
+"""Reading of data files. Every failure is a one-line error with the file, the problem, and the expected content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_first(folder: str | Path, names: Sequence[str]) -> tuple[Path, bytes]:
 
 
 def text_of(path: Path, content: bytes) -> str:
-    """The text of a file in UTF-8 with one sentence per line. A byte order mark is left out, and a line end of Windows
+    """The text of a file in UTF-8 with one sentence per line. A byte order mark is removed, and a Windows line end
     becomes a newline."""
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")

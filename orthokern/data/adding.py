@@ -1,4 +1,4 @@
-"""The adding problem of Hochreiter & Schmidhuber (1997): add the two marked ones of T numbers."""
+"""The adding problem of Hochreiter & Schmidhuber (1997): add the two marked numbers among T numbers."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ TARGETS = ("sum", "mean")
 
 
 class AddingTask(Generator):
-    """Generator of the adding problem of Hochreiter and Schmidhuber 1997: add the two marked ones of T numbers.
+    """Generator of the adding problem of Hochreiter and Schmidhuber 1997: add the two marked numbers among T.
 
     A batch has inputs [T, B, 2] float32, a value in [0, 1) and an indicator, which is 1 at the marks and 0 elsewhere,
     and targets [B] float32.

@@ -13,13 +13,13 @@ from torch import Tensor
 from orthokern.data._generator import Generator
 from orthokern.errors import InputError, integer
 
-_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of token ids, as modules accept them
+_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)  # of token ids that modules accept
 
 
 class CopyTask(Generator):
     """Generator of the copy task of Hochreiter and Schmidhuber 1997: remember K symbols for T steps, then output them.
 
-    A batch has tokens and targets, [T + 2 K, B] of `dtype` each. The first recalled symbol is due at the step after the
+    A batch has tokens and targets, each [T + 2 K, B] of `dtype`. The first recalled symbol is due at the step after the
     marker (Arjovsky et al. 2015).
 
     Token ids: 0 is the blank, 1 ... `symbols` are the symbols, `symbols + 1` is the marker. Target classes: 0 is the

@@ -132,7 +132,7 @@ def _read_idx(folder: str | Path, stem: str, magic: int, shape: list[int]) -> tu
     path, content = read_first(
         folder, [f"{stem}{mark}idx{len(shape) + 1}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
     )
-    if content[:2] == b"\x1f\x8b":  # gzip; the name does not tell, because browsers decompress files on the way
+    if content[:2] == b"\x1f\x8b":  # gzip; the name is not reliable, because browsers may decompress files
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:

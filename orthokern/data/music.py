@@ -83,8 +83,8 @@ class Rolls:
         return self.notes[self.offsets[index] : self.offsets[index + 1]]
 
     def window(self, pieces: Tensor, begin: Tensor, steps: int) -> RollWindow:
-        """T = `steps` steps of some pieces, [B] int64 indices, from the steps `begin`, [B] int64, below their last
-        steps."""
+        """T = `steps` steps of the pieces with indices `pieces`, [B] int64, from the steps `begin`, [B] int64, which
+        are before their last steps."""
         step = begin + torch.arange(steps, device="cpu").unsqueeze(1)  # [T, B]
         valid = step + 1 < self.lengths[pieces]
         place = (self.offsets[pieces] + step).clamp(max=len(self.notes) - 2)

@@ -260,9 +260,9 @@ def _sentences(path: Path, content: bytes, max_length: int | None) -> Sentences:
 
 
 def _lines(path: Path, content: bytes) -> list[str]:
-    """The lines of a file in either format as in a word file, without blank ones. All characters are in ALPHABET."""
+    """The lines of a file in either format, as in a word file, without blank lines. All characters are in ALPHABET."""
     text = text_of(path, content)
-    if "_" in text:  # it is in no word file
+    if "_" in text:  # no word file contains it
         if text[1::2].strip(" ") or " " in text[::2]:
             raise InputError(f"{path} has _ for the space between words; expected: a space after every character too")
         text = text[::2].replace("_", " ")

@@ -4,8 +4,8 @@
     stream        "no it was <unk>\\nand\\n"
 
 There are no spaces around a line end, and <unk> is encoded as five characters. There are 50 different characters, those
-of the character files ("pennchar") in Merity et al. 2018 and Kerg, Goyette et al. 2019. The number of characters is not
-that of `orthokern.data.load_ptb`, so that bits per character of the two readers cannot be compared.
+of the character files ("pennchar") in Merity et al. 2018 and Kerg, Goyette et al. 2019. The number of characters
+differs from `orthokern.data.load_ptb`, so the bits per character of the two readers cannot be compared.
 """
 
 from __future__ import annotations

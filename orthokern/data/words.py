@@ -2,7 +2,7 @@
 
     ptb.train.txt, ptb.valid.txt, ptb.test.txt      one sentence per line: " no it was <unk> \\n"
 
-Only spaces and tabs separate words; other white space is a part of a word, except in a line of nothing else, which is
+Only spaces and tabs separate words; other white space is part of a word, except in a line of only white space, which is
 blank. A line is converted to its words and <eos>. The vocabulary consists of the words of the training file: 10 000
 words, including <eos>, in the standard files.
 """
@@ -78,7 +78,7 @@ def load_words(folder: str | Path) -> Words:
 
 def _words(path: Path, content: bytes) -> list[str]:
     text = text_of(path, content)
-    # splitlines and split know more ends of lines and more spaces, as U+2028 and \x1c
+    # splitlines and split recognise more line ends and more spaces, such as U+2028 and \x1c
     rows = [re.findall(r"[^ \t\r]+", row) if row.strip() else [] for row in text.split("\n")]
     for number, row in enumerate(rows, 1):
         foreign = next((word for word in row if word == END or "\0" in word), None)

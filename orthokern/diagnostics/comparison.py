@@ -39,15 +39,15 @@ def caption(text: str) -> str:
 
 
 def are_named(runs: Sequence[RunRecord]) -> bool:
-    """Whether the runs have labels of their own, which then stand in place of settings."""
+    """Whether the runs have labels of their own, which then replace the settings."""
     return bool(runs) and all(run.label for run in runs)
 
 
 def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
-    """A short name for each run, as "T 200, margin 0.1": the settings `names`, by default the task, if the runs have
-    several, and `telling_settings`. Runs with equal settings have the same label, followed by the name of the folder if
-    `names` is None; a single run is labelled with the name of its folder. If every run has a `RunRecord.label`, these
-    are returned, whatever `names` is."""
+    """A short name for each run, for example "T 200, margin 0.1": the settings `names`, by default the task, if the
+    runs have several, and `telling_settings`. Runs with equal settings have the same label, followed by the name of the
+    folder if `names` is None; a single run is labelled with the name of its folder. If every run has a
+    `RunRecord.label`, these are returned, whatever `names` is."""
     if names is not None:
         check_settings("legend", runs, names)
     if are_named(runs):
@@ -95,7 +95,7 @@ def setting_text(run: RunRecord, name: str) -> str:
 
 
 def best_held_out(run: RunRecord) -> dict[str, tuple[float, int]]:
-    """The best of each held-out number, by field: (value, iteration at which it came first).
+    """The best value of each held-out number, by field: (value, iteration at which it first occurred).
 
     The best accuracy is the largest; the best of everything else (losses, errors, bits per character) the smallest.
     """

@@ -1,4 +1,4 @@
-"""The pictures of one run, drawn at the end of a training and by `python -m orthokern.diagnostics RUN`, and those of
+"""The plots of one run, drawn at the end of training and by `python -m orthokern.diagnostics RUN`, and the plots of
 several runs."""
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +22,8 @@ FIGURES = ("curves", *OF_RUNS, "layers")
 
 
 def usual_figures(runs: Iterable[RunRecord]) -> list[str]:
-    """The figures that are drawn of runs if none is named. The singular values of an nnRNN may be far from 1 while its
-    eigenvalues are not, so their moduli have a figure; in other networks they are left out."""
+    """The figures that are drawn if none is named. The singular values of an nnRNN may be far from 1 while its
+    eigenvalues are not, so the moduli of the eigenvalues have a figure; in other networks it is left out."""
     moduli = any(run.settings.get("model") == "nnrnn" for run in runs)
     return [name for name in FIGURES if name != "moduli" or moduli]
 
@@ -58,7 +58,7 @@ def _saved(pictures: dict[str, Any], folder: Path) -> list[Path]:
 def draw_comparison(
     runs: Sequence[RunRecord], folder: Path, figures: Iterable[str], quantities: Iterable[str], **common: Any
 ) -> list[Path]:
-    """Draws pictures of several runs for which their records have data; returns the files.
+    """Draws plots of several runs for which their records have data; returns the files.
 
     Args:
         runs: the runs.

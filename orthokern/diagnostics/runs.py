@@ -28,7 +28,7 @@ class RunRecord:
         task: the name of the task.
         records: the records of metrics.jsonl, ordered by "iteration"; [] before the end of the first iteration.
         result: the content of result.json; {} if the run is not finished.
-        label: its name in a comparison, in place of its settings; "" for a run that has none, as `load_run` returns it.
+        label: the name of the run in a comparison, instead of its settings; "" for none, as returned by `load_run`.
     """
 
     path: Path
@@ -41,13 +41,13 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the folder."""
         return self.path.resolve().name
 
     @property
     def time_steps(self) -> int | None:
-        """Time steps per sequence: "time_steps" of the records, else of the configuration. None if it is unknown or not
-        the same for all sequences."""
+        """Time steps per sequence: "time_steps" of the records, otherwise of the configuration. None if it is unknown
+        or not the same for all sequences."""
         for places in (self.records, [self.config]):
             steps = {place["time_steps"] for place in places if place.get("time_steps")}
             if steps:
@@ -96,8 +96,8 @@ class RunRecord:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Reads the configuration and records of a run. Without metrics.jsonl, which is written after the first iteration,
-    it has no records.
+    """Reads the configuration and records of a run. A run without metrics.jsonl, which is written after the first
+    iteration, has no records.
 
     Example::
 
@@ -129,7 +129,7 @@ def load_run(folder: Path | str) -> RunRecord:
 
 def read_metrics(path: Path) -> list[Record]:
     """All complete records of a metrics file, in order; [] if there is no file. A record is a JSON object with
-    an "iteration". InputError, which names the line, for anything else.
+    an "iteration". Anything else raises InputError, which names the line.
 
     Example::
 

@@ -206,7 +206,7 @@ class Layers(nn.Module):
     # -- one recurrence
 
     def _factors(self, suffix: str) -> Any:
-        """What `_scan` needs of the parameters, computed once per forward."""
+        """The values that `_scan` needs from the parameters, computed once per forward."""
         raise NotImplementedError
 
     def _scan(
@@ -269,7 +269,8 @@ class Layers(nn.Module):
                 learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
             lengths: int64 [B] in [1, T], the number of steps of each sequence, for an input with a batch that is not
                 packed; None: T for all. Later steps, which must be finite, have no effect, and their states are zeros;
-                h_n has the states after the last step of each sequence. It can be exported, unlike a PackedSequence.
+                h_n has the states after the last step of each sequence. A call with lengths can be exported, unlike one
+                with a PackedSequence.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for

@@ -92,7 +92,7 @@ def draw(fill: Callable[..., Any], tensor: Tensor, *args: float, generator: torc
     change, and nothing is drawn.
 
     Raises:
-        InputError: for a generator that is not on the CPU, or an object that is no generator.
+        InputError: for a generator that is not on the CPU, or an object that is not a generator.
     """
     if generator is None:
         fill(tensor, *args, generator=None)
@@ -129,7 +129,7 @@ def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
 
 
 def warn_unless_orthonormal(text: str, m: Any, advice: str) -> bool:
-    """Warns of a basis M [N,K] on a CPU that is not orthonormal; whether it did."""
+    """Warns about a basis M [N,K] on a CPU that is not orthonormal; returns whether it did."""
     if not isinstance(m, Tensor) or not readable(m) or m.ndim != 2 or not m.is_floating_point():
         return False
     off = deviation(m.double())
@@ -140,7 +140,7 @@ def warn_unless_orthonormal(text: str, m: Any, advice: str) -> bool:
 
 
 def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
-    """Rejects a parameter [N,N] whose exponential P [N,N] is not finite, where P is `readable`."""
+    """Rejects a parameter [N,N] whose exponential P [N,N] is not finite, if P is `readable`."""
     if not readable(p) or bool(p.detach().isfinite().all()):
         return
     check_finite(name, parameter, "finite numbers")
@@ -155,6 +155,6 @@ def check_exponential(name: str, parameter: Tensor, p: Tensor) -> None:
 
 
 def check_finite(name: str, parameter: Tensor, accepted: str) -> None:
-    """Rejects NaN and infinite values of a parameter, where they are `readable`."""
+    """Rejects NaN and infinite values of a parameter, if they are `readable`."""
     if readable(parameter) and (bad := int((~parameter.detach().isfinite()).sum())):
         raise OutOfRange(f"{name} holds {bad} NaN or infinite values of {parameter.numel()}; accepted: {accepted}")

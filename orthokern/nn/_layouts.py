@@ -58,7 +58,7 @@ def _joined(last: list[Tensor]) -> Tensor:
 
 
 class Dense:
-    """data [T,B,D] or ids [T,B]: all sequences have T steps, or lengths [B] of them, and zeros as states behind."""
+    """data [T,B,D] or ids [T,B]: all sequences have T steps, or lengths [B] steps, after which states are zeros."""
 
     def __init__(self, batch: int, lengths: Tensor | None = None) -> None:
         self.batch, self.lengths = batch, lengths

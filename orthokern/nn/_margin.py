@@ -43,7 +43,7 @@ class ModelMargin(nn.Module):
         return f"margin={self.margin}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Notes what the parameter means in the metadata of the state_dict, where torch has the version."""
+        """Records the meaning of the parameter in the metadata of the state_dict, where torch has the version."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if isinstance(metadata, dict):

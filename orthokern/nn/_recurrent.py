@@ -2,12 +2,12 @@
 
 Note [The basis that a module keeps]
     In a modal call the eigenvectors of W are refined from those of an earlier call, and rounding depends on that start.
-    So the basis is part of a module's state. It changes only in a forward in training mode with gradients, is in the
+    So the basis is part of a module's state. It changes only in a forward in training mode with gradients. It is in the
     state_dict as modal_basis_l0 once it exists, and loading a state_dict restores or removes it. It is an attribute of
-    the module by this name, since torch.distributed.checkpoint resolves the keys of a state_dict, but not a buffer,
-    whose absence load_state_dict would report. The same parameters, basis and inputs give the same bits, also after a
-    resume, and after any number of evaluations in between. A replica of torch.nn.DataParallel does not return its
-    basis; DistributedDataParallel keeps it.
+    this name in the module, since torch.distributed.checkpoint resolves the keys of a state_dict. It is not a buffer,
+    since load_state_dict would report a missing one. The same parameters, basis and inputs give bit-identical results,
+    also after a resume and after any number of evaluations in between. A replica of torch.nn.DataParallel does not
+    return its basis; DistributedDataParallel keeps it.
 """
 
 from __future__ import annotations
@@ -204,8 +204,7 @@ class Recurrent(Layers):
         return ScanArgs(self._noisy(x, options), v, s, u, h0, **options)
 
     def _noisy(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        """x, or with noise the input term of x and the noise [T,B,N], of which options then have no weight
-        and bias."""
+        """x, or with noise the input term of x plus the noise [T,B,N]; options then have no weight and bias."""
         if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
         weight, bias = options["weight"], options["bias"]
@@ -287,7 +286,7 @@ class Recurrent(Layers):
             is that of the target.
 
         Raises:
-            InputError: as forward; no sequences; a bidirectional module; "modal" where it is not possible.
+            InputError: as forward; no sequences; a bidirectional module; "modal" if it is not possible.
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type

@@ -64,7 +64,7 @@ class ModReLU(nn.Module):
         draw_start(self.bias, learned, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, 16-bit x are converted to that dtype."""
+        """x [..., N] float, of the bias's dtype -> [..., N]. Under autocast, a 16-bit x is converted to that dtype."""
         require(isinstance(x, Tensor), "x", "a Tensor", type(x).__name__)
         if self.features is not None and (x.dim() < 1 or x.shape[-1] != self.features):
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: [..., {self.features}] (features)")
@@ -77,8 +77,8 @@ class ModReLU(nn.Module):
 class OPLU(nn.Module):
     """Orthogonal permutation linear unit: adjacent pairs (x_2i, x_2i+1) -> (max, min) (Chernodub and Nowicki 2016).
 
-    A permutation of the units that depends on the input, so it preserves norms, forward and backward; equal entries
-    are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
+    It is a permutation of the units that depends on the input, so it preserves norms, forward and backward; equal
+    entries are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
 
     Example::
 

@@ -14,7 +14,7 @@ from orthokern.errors import InputError, require
 class EpisodeRNN(nn.Module):
     """A recurrent module that takes ``(value, recurrent_state, is_init)`` as TorchRL's GRUModule does.
 
-    It is made to be wrapped by ``tensordict.nn.TensorDictModule``, and imports neither tensordict nor torchrl::
+    It is meant to be wrapped by ``tensordict.nn.TensorDictModule``, and imports neither tensordict nor torchrl::
 
         policy_core = TensorDictModule(
             EpisodeRNN(orthokern.nn.FactorizedRNN(64, 128)),
@@ -26,8 +26,8 @@ class EpisodeRNN(nn.Module):
     recurrent_state.
 
     Args:
-        rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, as RNN, FactorizedRNN, GRU,
-            ExpRNN, NonNormalRNN and RotationRNN; batch_first or not.
+        rnn: a module of one direction, whose forward takes ``resets`` and ``reset_state``, such as RNN, FactorizedRNN,
+            GRU, ExpRNN, NonNormalRNN and RotationRNN; batch_first or not.
         recurrent: True: value holds sequences; False: single steps; None: the mode of
             ``torchrl.modules.set_recurrent_mode``, and without one, sequences if value has at least three dimensions.
 
@@ -59,8 +59,8 @@ class EpisodeRNN(nn.Module):
         """Run one step, or sequences.
 
         Args:
-            value: [..., D] for single steps, [..., T, D] for sequences; any number of dimensions before.
-            recurrent_state: [..., L, N], or for sequences [..., T, L, N], of which that of the first step is read; L
+            value: [..., D] for single steps, [..., T, D] for sequences; any number of leading dimensions.
+            recurrent_state: [..., L, N], or for sequences [..., T, L, N], of which only the first step is read; L
                 layers. None: zeros.
             is_init: bool [..., 1], or for sequences [..., T, 1].
 

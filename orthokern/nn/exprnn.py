@@ -59,8 +59,8 @@ OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg")  # names in torch.optim
 FLATTEST = 0.1
 
-# Complete modules -> the optimizers that step their A. An optimizer of torch knows parameters and no modules; and as an
-# attribute of a module, its optimizers would be copied and pickled with it.
+# Complete modules -> the optimizers that step their A. A torch optimizer knows parameters but not modules, and
+# optimizers in an attribute of a module would be copied and pickled with it.
 _followed: weakref.WeakKeyDictionary[_Exponential, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
 

@@ -122,8 +122,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
         sorted), so that each can be followed through training.
 
         s itself (see `spectrum`) can be negative only for margin > 1 or None. |s| are the singular values of W as long
-        as U and V are orthonormal (`orthogonality_error`). An optimizer of torch that trains U and V like other
-        parameters does not keep them so; on a CPU, the module then warns, but not where torch.compile has compiled it.
+        as U and V are orthonormal (`orthogonality_error`). A torch optimizer that trains U and V like other parameters
+        does not keep them orthonormal; on a CPU, the module then warns, unless torch.compile has compiled it.
         """
         return self.spectrum(layer, reverse).detach().abs()
 
@@ -147,7 +147,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
     @_autocast.keeps_dtype
     def latent_matrix(self, layer: int = 0, reverse: bool = False) -> Tensor:
         """V^T U diag(s) [K,K] of one recurrence, without the gain, differentiable: the map of `latent` from one state
-        to the next where the activation is the identity. Its eigenvalues are those of W but for N - K zeros."""
+        to the next if the activation is the identity. Its eigenvalues are those of W except for N - K zeros."""
         suffix = self._suffix(layer, reverse)
         return linear(self._tensor(f"v_{suffix}").mT, (self._tensor(f"u_{suffix}") * self._spectrum(suffix)).mT)
 
@@ -168,8 +168,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
     def orthonormalize(self) -> None:
         """Replace U and V of every recurrence by the nearest matrices with orthonormal columns (their polar factors).
 
-        For bases that something else than an optimizer of this package has changed, as an average of several states of
-        a training (torch.optim.swa_utils.AveragedModel): the mean of orthonormal matrices is not orthonormal.
+        For bases that something other than an optimizer of this package has changed, such as averaging over training
+        steps (torch.optim.swa_utils.AveragedModel): the mean of orthonormal matrices is not orthonormal.
 
         Raises InputError for NaN or infinite entries.
 
@@ -213,10 +213,10 @@ class FactorizedRNN(ModelMargin, Recurrent):
         return (linear(u * s, v),) if self.apply_mode == "composed" else (u, s, v)
 
     def _watch_bases(self) -> None:
-        """Warns once if training makes the bases on a CPU lose their orthonormality, which happens where an optimizer
-        of torch trains them like other parameters.
+        """Warns once if training makes the bases on a CPU lose their orthonormality, which happens if a torch optimizer
+        trains them like other parameters.
 
-        They are measured at the 1st, 2nd, 4th, 8th, ... forward, so that the cost does not depend on the length of the
+        They are measured at the 1st, 2nd, 4th, 8th, ... forward, so that the cost does not depend on the length of
         training. On a GPU they are not measured: the host would wait for the device.
         """
         if torch.compiler.is_compiling():  # a graph would depend on the count

@@ -35,7 +35,7 @@ class _Frozen(Layers):
     def __init__(self, source: Layers, tensors: dict[str, Tensor]) -> None:
         nn.Module.__init__(self)
         for name, value in vars(source).items():
-            # the settings, but no attributes of nn.Module, and no tensors that are attributes, as weights after pruning
+            # the settings, but no attributes of nn.Module, and no tensor attributes, such as weights after pruning
             if name not in vars(self) and not isinstance(value, Tensor):
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
@@ -47,7 +47,7 @@ class _Frozen(Layers):
         self.eval()
 
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
-        """As the forward of the module that this one was made from, without gradients."""
+        """Like the forward of the original module, without gradients."""
         if torch.compiler.is_compiling():  # no_grad would add regions of another grad mode to the program
             return super().forward(_detached(input), _detached(hx), **options)
         with torch.no_grad():
@@ -177,13 +177,13 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, and b is the sum of all biases. A leak is kept; noise is not, also with `noise_in_eval`. The
-    interface is that of the module it was made from: layouts, layers, directions, packed input, initial states. There
-    are no parameters and no gradients.
+    Gains are part of W, and b is the sum of all biases. A leak is kept; noise is not, even with `noise_in_eval`. The
+    interface is that of the original module: layouts, layers, directions, packed input, initial states. There are no
+    parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
-    u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, where the factors take fewer
-    operations than W; and the activation's parameter, leak_logit_l0 [N] and h0_l0 [N]
+    u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, for which the factors take
+    fewer operations than W; and the activation's parameter, leak_logit_l0 [N] and h0_l0 [N]
     if the module has them. They form the state_dict.
 
     Example::

@@ -39,7 +39,7 @@ class GRU(Layers):
 
     Constructor, parameter names, layouts, outputs, gradients and, for the same seed, initial parameters are those of
     torch.nn.GRU, whose state_dict can be loaded. ``variant="kanai"`` is another cell. It has no biases unless they are
-    asked for, as in the paper, because with biases 0 is not a fixed point. The input may also be token ids.
+    requested, as in the paper, because with biases 0 is not a fixed point. The input may also be token ids.
 
     Args:
         input_size, hidden_size, *args, **options: num_layers, bias (default True for variant "torch"), batch_first,
@@ -140,12 +140,12 @@ class GRU(Layers):
             (parameter [3N, D] or [3N, N], slice of N rows) of each; none of a frozen GRU, which has no parameters.
 
         Raises:
-            InputError: another `inputs`, or a weight that is computed from others (pruned, parametrized).
+            InputError: an unknown `inputs`, or a weight that is computed from others (pruned, parametrized).
         """
         names = constrained_weights(self._suffixes(), inputs)
         rows = slice(2 * self.hidden_size, 3 * self.hidden_size)
         result = [own_parameter(self, name) for name in names if name not in self._buffers]
-        # torch.func.functional_call puts other tensors in the place of parameters
+        # torch.func.functional_call replaces parameters by other tensors
         return [(parameter, rows) for parameter in result if isinstance(parameter, nn.Parameter)]
 
     def _op(self) -> tuple[str, dict[str, Any]]:

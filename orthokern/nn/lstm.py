@@ -37,7 +37,7 @@ class LSTM(Layers):
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
     bias_hh_l0 [4N], gates in the order input, forget, cell, output, all initially U(-1/sqrt(N), 1/sqrt(N)).
 
-    Raises InputError, one line, for a bad argument. Warns of a dropout with one layer, which has no effect.
+    Raises InputError, one line, for a bad argument. Warns about dropout with one layer, which has no effect.
 
     Example::
 
@@ -127,8 +127,8 @@ class LSTM(Layers):
 
 
 def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor | None) -> int | None:
-    """The steps of one scan, None for all. Without gradients, input terms need not be kept; those of a long sequence
-    would be new memory in every call, whose first use takes half as long as the product."""
+    """The steps of one scan, None for all. Without gradients, input terms need not be kept; for a long sequence they
+    would need new memory in every call, whose first use takes half as long as the product."""
     if not x.is_cpu or torch.compiler.is_compiling() or needs_grad(x, w, *tensors):
         return None
     return max(_INPUT_BYTES // (x.shape[1] * w.shape[0] * w.element_size()), 1)
@@ -137,8 +137,8 @@ def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor | None) -> int | None:
 class PeepholeLSTM(LSTM):
     """torch.nn.LSTM with peepholes (Gers & Schmidhuber 2000), diagonal as in Graves 2013.
 
-    The input and the forget gate also read the previous cell state, and the output gate the new one; with peepholes of
-    zero it is torch.nn.LSTM. The equations are in ``orthokern/ops/peephole_scan.py``. Constructor names, layouts,
+    The input and the forget gate also read the previous cell state, and the output gate the new one; with zero
+    peepholes it is torch.nn.LSTM. The equations are in ``orthokern/ops/peephole_scan.py``. Constructor names, layouts,
     outputs and parameter names are those of torch.nn.LSTM (without proj_size), whose state_dict loads with
     strict=False. The input may also be token ids. The baseline of Vorontsov et al. 2017, section 3, has N = 128.
 

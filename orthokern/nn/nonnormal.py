@@ -75,7 +75,8 @@ class NonNormalRNN(_Exponential):
     used); and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers: base_l0 [N,N]. Penalties of
     the literature: orthokern.penalties.modulus_penalty and triangular_decay.
 
-    Raises InputError for a bad argument, and in forward on a CPU for a gamma or A that is not finite, or a too large A.
+    Raises InputError for a bad argument, and in forward on a CPU for a gamma or A that is not finite, or an A that is
+    too large.
 
     Example::
 

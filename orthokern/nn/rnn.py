@@ -45,8 +45,8 @@ class RNN(Recurrent):
         checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the others. The results
             are bitwise the same.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
-        precision: the lowest one of float32 products that a kernel may use: "ieee" (exact), "3xtf32", "tf32" or "bf16";
-            states and sums stay float32. Of these the CPU has "ieee" and, with AVX512_BF16, "bf16". See
+        precision: the lowest precision of float32 products that a kernel may use: "ieee" (exact), "3xtf32", "tf32" or
+            "bf16"; states and sums stay float32. Of these the CPU has "ieee" and, with AVX512_BF16, "bf16". See
             orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 does not clip. See orthokern.functional.factored_scan.
@@ -54,14 +54,13 @@ class RNN(Recurrent):
             recurrent_matrix() and state_dict() do not include it. (The factor 1.05 in section 3.1.3 of Vorontsov et al.
             2017 also multiplies the input and the bias, whose parameters can contain it.)
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
-            it is dt / tau, the step over the time constant. 1 is no leak.
-        learned_leak: learn one leak for each unit, with the start ``leak``, below 1: the logistic function of the
-            parameter leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter, and its
-            requires_grad to False.
+            it is dt / tau, the time step divided by the time constant. 1 is no leak.
+        learned_leak: learn one leak for each unit, initially ``leak``, below 1: the logistic function of the parameter
+            leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter, and set its requires_grad to False.
         noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
             The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for torch's
             global one, which is the only one that torch.utils.checkpoint restores: with another one, use
-            ``checkpoint_every``. For a leaky network with noise of the continuous intensity sigma the standard
+            ``checkpoint_every``. For a leaky network with noise of intensity sigma in continuous time, the standard
             deviation is sigma sqrt(2 / leak).
         noise_in_eval: add the noise after ``eval()`` too.
 

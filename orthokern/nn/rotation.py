@@ -34,7 +34,7 @@ class RotationRNN(ModelMargin, Layers):
     residual connection. Layouts, layers, directions, resets and lengths are those of orthokern.nn.RNN.
 
     The factor g normalises the input, so that the variance of a state does not depend on its radius. For an input of
-    independent steps it is that of W_ih x_t + b::
+    independent steps this variance is that of W_ih x_t + b::
 
         g_j = (1 + r_j^2 + r_j^4 + ... + r_j^(2 (horizon - 1)))^(-1/2), without a horizon (1 - r_j^2)^(1/2)
 
@@ -48,8 +48,8 @@ class RotationRNN(ModelMargin, Layers):
             states remember, and a margin of 0 keeps them exactly.
         horizon: the number of steps over which g normalises, usually the length of the sequences; it is required with
             a margin. None: infinite.
-        radii: (low, high), 0 <= low < high < 1, between which r is drawn without a margin, uniformly over the area of
-            the ring. A radius r forgets in about 1 / (1 - r) steps.
+        radii: (low, high), 0 <= low < high < 1, the range from which r is drawn without a margin, uniformly over the
+            area of the ring. A unit of radius r forgets in about 1 / (1 - r) steps.
         max_angle: theta is initially U(0, max_angle), in radians. Small angles suit inputs that change slowly.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], initially normal with the variance 1 / D;

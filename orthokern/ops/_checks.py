@@ -1,4 +1,4 @@
-"""Checks of arguments. Every failure is an InputError that names the argument, its value and what is accepted.
+"""Checks of arguments. Every failure is an InputError that names the argument, its value and the accepted values.
 
 The checks read shapes, dtypes and devices only, so they cost microseconds and can be traced by torch.compile. Checks of
 values (token ids, finiteness) are in the implementations of the ops.

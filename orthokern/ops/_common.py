@@ -90,7 +90,7 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def filled(results: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
-    """The results with an empty tensor in place of each None, also if the op with the arguments ``given`` has none: a
+    """The results with an empty tensor for each None, also if the op with the arguments ``given`` has none: a
     result of a torch op is a tensor."""
     like = next(tensor for tensor in (*results, *given) if isinstance(tensor, Tensor))
     # torch.empty: new_empty is many times slower below autograd
@@ -114,8 +114,8 @@ def no_second_derivative(op: str, way_out: str = "backend='reference'") -> Calla
 def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callable[[Callable[..., Any]], Any]:
     """A decorator for the backward of an autograd Function without a second derivative: create_graph=True raises.
 
-    torch's once_differentiable treats its gradients as constants where the incoming gradient does not require one, so
-    that the second derivative of a sum with other terms would be wrong.
+    torch's once_differentiable treats its gradients as constants if the incoming gradient does not require one, so that
+    the second derivative of a sum with other terms would be wrong.
     """
 
     def decorate(backward: Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 imports Triton.
 
 As in torch, a multiply-add counts as two operations, and elementwise operations are not counted. The formulas are those
-of "Cost" in the docstrings of the ops. Padding counts, since shapes do not tell it from other steps.
+of "Cost" in the docstrings of the ops. Padding counts, since shapes do not distinguish it from other steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def _map(args: ScanArgs) -> int:
-    """The operations of one product of W and a vector; args holds shapes in place of tensors."""
+    """The operations of one product of W and a vector; args holds shapes instead of tensors."""
     shape: Any = args.second
     return (2 if args.first is None else 4) * prod(shape)
 

@@ -19,10 +19,10 @@ from orthokern.ops._engine import one_cotangent_at_a_time
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., D], weight [N, D], bias [N] -> x W^T + b [..., N], outside of autocast, of float32 in IEEE float32.
 
-    It is torch's, except for large products on a CPU (``is_large_on_cpu``), and where the process allows a lower
-    precision. In both cases its gradients are such products too: in the order of factors that torch takes for that of
-    the weight, MKL takes up to ten times as long. Under torch.compile, torch.func and forward mode, and by the
-    reference, it is torch's always.
+    It is torch's product, except for large products on a CPU (``is_large_on_cpu``), and if the process allows a lower
+    precision. In both cases its gradients are such products too: with the order of factors that torch uses for the
+    gradient of the weight, MKL takes up to ten times as long. Under torch.compile, torch.func and forward mode, and in
+    the reference, it is always torch's product.
     """
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.by_reference(None)
     if traced or not (_products.is_large_on_cpu(x, weight.shape[0]) or _may_round(x)):

@@ -1,4 +1,4 @@
-"""The torch ops of a recurrence: what those of the scans and of the GRU share."""
+"""The torch ops of a recurrence: the common part of the ops of the scans and of the GRU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Recurrence:
 
     The forward takes the fields of ``arguments``, and returns the three states of the backend. The backward takes
     (grad_hs, saved states, needs, the arguments), where needs are the fields of ``gradients`` as bools, and returns the
-    fields of ``gradients``. What does not apply or is not needed is an empty tensor, or None in a call that bypasses
-    torch's dispatcher.
+    fields of ``gradients``. A result that does not apply or is not needed is an empty tensor, or None in a call that
+    bypasses torch's dispatcher.
 
     A second derivative runs the hand-derived backward of the reference, which is differentiable torch code: there the
     states are functions of the inputs through the forward op.
@@ -102,7 +102,7 @@ class Recurrence:
         return only_needed(self._gradients(args, grad_hs, saved, needs), needs)
 
     def _of_backend(self, args: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the backward of a backend takes of the saved states, which are checked."""
+        """The saved states that the backward of a backend uses, which are checked."""
         raise NotImplementedError
 
     def _gradients(self, args: Any, grad_hs: Tensor, saved: tuple[Any, ...], needs: Any) -> Any:
@@ -114,7 +114,7 @@ class Recurrence:
         return grads
 
     def _by_op(self, args: Any, grad_hs: Any, saved: tuple[Any, ...], needs: Any) -> Any:
-        """`_gradients`, by the backward op where torch has to see one."""
+        """`_gradients`, by the backward op if torch has to see one."""
         if not torch.is_grad_enabled() and can_bypass_dispatcher((grad_hs, *saved, *args)):
             return self._gradients(args, grad_hs, saved, needs)
         return self.gradients(*only_needed(self.bwd(grad_hs, *saved, *needs, *args), needs))
@@ -124,7 +124,7 @@ class Recurrence:
     ) -> Any:
         """The results of the backward op, computed by the reference as differentiable functions of all tensors.
 
-        of_states: the gradients of the other states, where there are some.
+        of_states: the gradients of the other states, if there are any.
         """
         grad_hs = torch.zeros_like(saved[0]) if grad_hs is None else grad_hs
         states = self._of_backend(args, saved)

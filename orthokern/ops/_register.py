@@ -65,17 +65,17 @@ class CustomOp:
         self.name = name
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        # the dispatcher leaves out the last arguments of a call where they equal their defaults
+        # the dispatcher omits the last arguments of a call if they equal their defaults
         self.defaults = tuple(argument.default_value for argument in self.overload._schema.arguments)
         self.kernel = kernel
         self.guarded = self._guarded(keeps_dtype(kernel))
-        self.apply: Any = None  # of the derivative, where there is one, for calls without transforms
+        self.apply: Any = None  # of the derivative, if there is one, for calls without transforms
         self.packet = getattr(getattr(torch.ops, NAMESPACE), name)
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
 
     def __call__(self, *given: Any) -> Any:
-        """Call the op, without torch's dispatcher where ``orthokern/ops/_dispatcher.py`` permits that."""
+        """Call the op, without torch's dispatcher if ``orthokern/ops/_dispatcher.py`` permits that."""
         if not can_bypass_dispatcher(given):
             return self.packet(*given)
         if torch.is_grad_enabled() and self.apply is not None:

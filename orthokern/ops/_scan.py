@@ -24,8 +24,8 @@ SUPPORT = {
 
 
 class ScanOp(Recurrence):
-    """Of the saved states, ``states`` is hs, or ckpt with checkpoints. x may be None in the backward where it is not
-    read: without a weight and checkpoints."""
+    """Of the saved states, ``states`` is hs, or ckpt with checkpoints. x may be None in the backward if it is not read:
+    without a weight and checkpoints."""
 
     arguments, gradients, others = ScanArgs, ScanGradients, ("ckpt", "pre")
     saved = "Tensor states", "Tensor? pre"

@@ -1,8 +1,8 @@
 """Record the norms of states and gradients at every time step: ‖h_t‖ and ‖dL/dh_t‖.
 
 ``tap`` is public as ``orthokern.diagnostics.tap``. The recording functions are called in the implementations of the
-ops, so that they also run under torch.compile. The backward ops compute the norms of the gradient where `needed` says
-so; the norms of the states are one reduction over the result of the forward, while a tap is open.
+ops, so that they also run under torch.compile. The backward ops compute the norms of the gradient if `needed` returns
+True; the norms of the states are one reduction over the result of the forward, while a tap is open.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PARAMETER = {name: row.parameter.name for name, row in ACTIVATIONS.items() if ro
 
 @keeps_dtype
 def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend: str | None = None) -> Tensor:
-    """Apply one activation. Inputs are taken as checked (``orthokern.functional`` does).
+    """Apply one activation. Inputs are assumed to be checked, as by ``orthokern.functional``.
 
     Equation:
         identity    y = x

@@ -28,7 +28,7 @@ SUPPORT = {
 dispatch.register("cayley", SUPPORT)
 
 FUNCTIONS = ("cayley",)  # of a leaf
-# lr times the Frobenius norm of g, from which thin steps are those of the reference
+# lr times the Frobenius norm of g, above which the reference takes the thin steps
 LARGE_TURN = 4.0
 
 
@@ -62,7 +62,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Cost:
         Per matrix, K = N: 2 N^3 (A) + 2 N^3 (A M) + 2/3 N^3 (LU) + 2 N^3 (two triangular solves) flops.
         K < N: 8 N K^2 (Q^T P) + 4 N K^2 (Q^T M) + 16/3 K^3 (LU) + 8 K^3 (solves) + 4 N K^2 (P times).
-        I + lr/2 A has symmetric part I, so its LU needs no pivoting. Nothing is saved for a backward.
+        I + lr/2 A has symmetric part I, so its LU exists without pivoting. Nothing is saved for a backward.
 
     Numerics:
         In the dtype of m. The correction has size lr |A|, so the columns lose orthogonality by about eps lr |A| per
@@ -115,9 +115,9 @@ def read_waits(device: torch.device) -> bool:
 def _prepared(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None) -> tuple[Any, Tensor, float | Tensor]:
     """(the backend's module, g, lr) of a step.
 
-    The thin form of the kernels has g^T g, whose elements leave the range of float32 below |g| = 1e-19 and above 1e19:
-    such a g is scaled. Above LARGE_TURN its rounding error is too large: the reference takes these steps. On a GPU,
-    where reading |g| would synchronise with the host, every g is scaled, and kernels take steps of every size.
+    The thin form of the kernels computes g^T g, whose elements leave the range of float32 below |g| = 1e-19 and above
+    1e19: such a g is scaled. Above LARGE_TURN its rounding error is too large: the reference takes these steps. On a
+    GPU, where reading |g| would synchronise with the host, every g is scaled, and kernels take steps of every size.
     """
     N, K = m.shape[-2:]
     module = dispatch.resolve("cayley", backend, device=m.device, dtype=m.dtype, N=N, K=K)
@@ -134,7 +134,7 @@ def _prepared(m: Tensor, g: Tensor, lr: float | Tensor, backend: str | None) -> 
 
 
 def _scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(g / k, k lr), the same step: k [...] is max|g| of each matrix where that is outside [2^-40, 2^40], else 1."""
+    """(g / k, k lr), the same step: k [...] is max|g| of each matrix if that is outside [2^-40, 2^40], else 1."""
     size = torch.linalg.vector_norm(g, math.inf, dim=(-2, -1)).clamp_min(2.0**-100)  # a gradient may be zero
     k = torch.where(size == size.clamp(2.0**-40, 2.0**40), torch.ones_like(size), size)
     return g / k[..., None, None], k.double() * lr
@@ -142,7 +142,7 @@ def _scaled(g: Tensor, lr: float | Tensor) -> tuple[Tensor, Tensor]:
 
 def steps(batches: Sequence[tuple[Tensor, Tensor, float | Tensor]], backend: str | None = None) -> list[Tensor]:
     """``cayley`` of each (m, g, lr), of any shapes, without checks and without the torch.library op (except under
-    torch.compile). Of a leaf with `cayley_of_many`, there is one call for each dtype and device.
+    torch.compile). A leaf with `cayley_of_many` is called once for each dtype and device.
 
     m and g are contiguous [..., N, K] of one dtype and device, g is finite, and torch.no_grad() is active. The results
     are bitwise those of separate calls.

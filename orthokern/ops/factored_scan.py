@@ -18,7 +18,7 @@ def factored_scan(
 ) -> Tensor:
     """h_t = phi(U (s * (V^T h_{t-1})) + e_t) over a sequence; W = U diag(s) V^T is not formed.
 
-    Vorontsov et al. 2017, eq. 7 to 10.
+    Vorontsov et al. 2017, eq. 8 and 10.
 
     Equation:
         e_t = x_t                        without weight
@@ -60,8 +60,8 @@ def factored_scan(
         reset_state: [B, N], the state that a reset sets; None: h0 if it is given, else zeros. Its gradient is the sum
             over the resets (added to that of h0, if it is h0). Pass zeros if h0 is carried over from an earlier part of
             the sequences.
-        leak: [1] or [N] with values in (0, 1], the share of phi(a_t) in h_t; None: 1. It is the step over the time
-            constant, dt / tau, of a leaky unit. A value out of (0, 1] is refused on a CPU.
+        leak: [1] or [N] with values in (0, 1], the share of phi(a_t) in h_t; None: 1. For a leaky unit it is dt / tau,
+            the time step divided by the time constant. A value outside (0, 1] is rejected on a CPU.
 
     Returns:
         hs [T, B, N], the states h_1 ... h_T; zeros after lengths[b] steps.
@@ -86,10 +86,10 @@ def factored_scan(
 
     Numerics:
         Products and sums over time accumulate in the dtype of u (float32 means IEEE float32), in a fixed order: the
-        same inputs, machine and thread count give the same bits. On the CPU, float32 gradients of parameters over about
-        4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians: not at all
-        where s is near 1 and the activation is near linear. The gradients of modrelu, relu, prelu and oplu jump where a
-        unit is at its threshold, so two precisions may differ there by whole terms.
+        same inputs, machine and thread count give bit-identical results. On the CPU, float32 gradients of parameters
+        over about 4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians:
+        they do not grow if s is near 1 and the activation is nearly linear. The gradients of modrelu, relu, prelu and
+        oplu jump where a unit is at its threshold, so two precisions may differ there by whole terms.
 
     Example::
 

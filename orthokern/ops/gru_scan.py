@@ -81,9 +81,9 @@ def gru_scan(
         another order products include all rows up to the last sequence that has not ended.
 
     Numerics:
-        Accumulation in the dtype of w, fixed order of sums in the scans: the same bits for the same inputs, machine and
-        thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic function is
-        1 / (1 + exp(-a)); its relative error is small until it underflows.
+        Accumulation in the dtype of w, fixed order of sums in the scans: bit-identical results for the same inputs,
+        machine and thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic
+        function is 1 / (1 + exp(-a)); its relative error is small until it underflows.
 
     Example::
 

@@ -38,7 +38,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     backend: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of a linear readout. Inputs are taken as checked (``orthokern.functional`` does).
+    """Cross-entropy of a linear readout. Inputs are assumed to be checked, as by ``orthokern.functional``.
 
     Equation:
         z_r = W h_r + b,    loss = c sum_r (logsumexp(z_r) - z_r[target_r]),    c = 1/R for "mean", 1 for "sum".
@@ -81,10 +81,10 @@ def _is_read(target: Tensor) -> bool:
 
 
 def _checked(hidden: Tensor, target: Tensor, classes: int, *, for_reference: bool) -> tuple[Tensor, Tensor]:
-    """(hidden [R, N], target [R]), of which every implementation gives a defined result.
+    """(hidden [R, N], target [R]), for which every implementation gives a defined result.
 
     InputError for a wrong class id on a CPU. The kernels of a GPU turn such an id into NaN. Torch's functions, which
-    the reference calls, would end the process's use of the GPU: there the id becomes 0, and its row of hidden NaN.
+    the reference calls, would make the GPU unusable for the process: there the id becomes 0, and its row of hidden NaN.
     """
     if _is_read(target):
         check_range("target", target, classes, "class ids")
@@ -132,7 +132,7 @@ def _fwd_fake(
 
 
 def _differentiable(grad_loss: Tensor, needs: Sequence[bool], *inputs: Any) -> tuple[Tensor | None, ...]:
-    # views, so that the gradient of an input leaves out its other ways into the loss, as hidden states of the weight
+    # views, so that an input's gradient excludes its other paths to the loss, such as hidden states of the weight
     given: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs[:3]]
     (rows, weight, bias), (target, reduction) = given, inputs[3:]
     if not _is_read(target):  # on a CPU the forward has checked it
@@ -163,7 +163,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
 
 
 def _scaled(grad: Tensor, grad_loss: Tensor) -> Tensor:
-    """grad * grad_loss, or grad itself where grad_loss is 1 and nothing else uses grad, which may be as large as the
+    """grad * grad_loss, or grad itself if grad_loss is 1 and nothing else uses grad, which may be as large as the
     hidden states: the copy would be the largest of the whole backward.
 
     grad itself is returned only in an eager CPU backward that frees its graph: the saved tensors of a retained graph

@@ -28,7 +28,7 @@ dispatch.register("peephole_scan", SUPPORT)
 def peephole_scan(
     x: Tensor, w: Tensor, peephole: Tensor, h0: Tensor, c0: Tensor, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(h, c) of every step. Inputs are taken as checked (``orthokern.nn.PeepholeLSTM`` does).
+    """(h, c) of every step. Inputs are assumed to be checked, as by ``orthokern.nn.PeepholeLSTM``.
 
     Equation (Gers & Schmidhuber 2000, with diagonal peepholes as in Graves 2013):
         a_t = x_t + W h_{t-1},
@@ -51,12 +51,12 @@ def peephole_scan(
         With gradients, hs, cs and the gates [T, B, 4N].
 
     Cost:
-        8 N^2 flops per step and sequence forward, and 16 N^2 backward, a half of which are the gradient of w. Memory
+        8 N^2 flops per step and sequence forward, and 16 N^2 backward, half of which are for the gradient of w. Memory
         traffic per step and sequence: 10 N values forward, and 15 N backward with one gradient of states; on CUDA twice
-        as much, and the map in each step, whose product is a library's.
+        as much, and the map in each step, since its product is a library's.
 
     Numerics:
-        Accumulation in the dtype of w. On the CPU the same inputs, machine and thread count give the same bits.
+        Accumulation in the dtype of w. On the CPU the same inputs, machine and thread count give bit-identical results.
 
     A second derivative is not available, except with the reference.
     """

@@ -44,7 +44,7 @@ def rotation_scan(
     (Orvieto et al., "Resurrecting recurrent neural networks for long sequences", 2023) and S5.
 
     Equation:
-        h_t = lambda * h_{t-1} + x_t,  h_{-1} = h0,  * elementwise; with a weight, weight x_t + bias in place of x_t.
+        h_t = lambda * h_{t-1} + x_t,  h_{-1} = h0,  * elementwise; with a weight, weight x_t + bias instead of x_t.
         A vector of N / 2 complex numbers is stored as N real ones: first the real parts, then the imaginary parts. In
         real numbers, the recurrent matrix consists of N / 2 rotations, each scaled by |lambda|. With resets, h_{t-1} is
         reset_state where resets_t is true.
@@ -72,13 +72,13 @@ def rotation_scan(
     Cost:
         4 N flops per step and sequence forward, and 8 N backward. The limit is memory traffic, per step and sequence
         2 N values forward and 3 N backward. With a weight, 2 N D more flops forward and 2 or 4 N D backward. The CPU
-        kernel then reads or writes D values in place of N of those above, if the batch has a sequence for each thread
+        kernel then reads or writes D values instead of N of those above, if the batch has a sequence for each thread
         and there is no reset_state.
 
     Numerics:
         Eigenvalues, states and adjoints are float64, and rounded once, to the dtype of x; so are sums over time. On the
-        CPU the same inputs, machine and thread count give the same bits. With a weight, products and sums over time are
-        those of the dtype of x, and differ in rounding where the batch has fewer sequences than threads.
+        CPU the same inputs, machine and thread count give bit-identical results. With a weight, products and sums over
+        time are those of the dtype of x, and differ in rounding if the batch has fewer sequences than threads.
 
     Example::
 

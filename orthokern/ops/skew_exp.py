@@ -59,9 +59,9 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         GPU always as many as for s = 8, which avoids a synchronisation with the host.
 
     Numerics:
-        In the dtype of x. P^T P - I is a few units in the last place whatever the norm; P itself is off by about
-        eps |A|_2 at worst. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN. r is between |A|_2 and
-        N^(1/12) |A|_2, and is |A|_2 where one pair of angles dominates.
+        In the dtype of x. P^T P - I is a few units in the last place whatever the norm; the error of P itself is at
+        most about eps |A|_2. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN. r is between |A|_2
+        and N^(1/12) |A|_2, and is |A|_2 if one pair of angles dominates.
 
     Example::
 

@@ -25,7 +25,7 @@ def check_range(name: str, value: Any, low: float = 0.0, *, above: bool = False)
 
 def check_rate(index: int, group: dict[str, Any]) -> None:
     """InputError unless a group's learning rate is a finite number, 0 or more. One on a GPU is not read, since that
-    would synchronise. What rounding leaves below 0 (as LinearLR(end_factor=0.0), which multiplies) counts as 0."""
+    would synchronise. A rate below 0 by rounding (as with LinearLR(end_factor=0.0), which multiplies) counts as 0."""
     rate = group.get("lr", 0.0)
     if isinstance(rate, Tensor):
         if rate.is_cuda or rate.is_meta:

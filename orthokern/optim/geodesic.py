@@ -21,7 +21,7 @@ from orthokern.ops._checks import strided, whole
 from orthokern.ops._dispatcher import capturing
 from orthokern.optim._checks import check_range, check_rate, parameter_label
 
-# A matrix with a larger error was not orthonormal from the start.
+# A matrix with a larger error was not orthonormal initially.
 _NOT_A_BASIS = 1e-2
 _MOST_CORRECTIONS = 6
 # The error is measured after a step with a larger lr ||G||_F.
@@ -47,16 +47,16 @@ class GeodesicSGD(Optimizer):
         moves M by e/2, orthogonally to the manifold, so that the descent along it is not affected.
         docs/orthogonality-drift.md shows the curves.
 
-        A large step has a larger rounding error: with a = lr ||G||_F at most about (6 a + 2 a^2) eps. So the error is
-        also measured after every step with a above 0.1, and corrected until it is below the tolerance. Usual rates have
-        an a of 1e-3. On a GPU, where a is not read, only the steps are counted.
+        A large step has a larger rounding error: with a = lr ||G||_F, it is at most about (6 a + 2 a^2) eps. So the
+        error is also measured after every step with a above 0.1, and corrected until it is below the tolerance. Usual
+        rates have an a of 1e-3. On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
         For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
         on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
-        this step checks that gradients are finite; before it, such a gradient makes a basis NaN, as with torch's
-        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a replay
-        by an ordinary step from time to time.
+        this step checks that gradients are finite; until then, such a gradient makes a basis NaN, as with torch's
+        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a replay by an
+        ordinary step from time to time.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
@@ -134,11 +134,11 @@ class GeodesicSGD(Optimizer):
         return math.hypot(*(float(group["last_grad_norm"]) for group in self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with every number of a group on the host."""
+        """torch's state_dict, with every number of a group on the host."""
         return counters_on_host(super().state_dict())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        known = state.get("defaults") or self.defaults  # in `state` where it is that of a pickle
+        known = state.get("defaults") or self.defaults  # in `state` if it is that of a pickle
         for index, group in enumerate(state["param_groups"]):
             lacking = sorted(known.keys() - group.keys() - {"differentiable"})  # which torch adds to defaults
             accepted = f"that of a {type(self).__name__}"
@@ -260,7 +260,7 @@ class _Work:
     """The data of one group for a step: its bases that have gradients, those of equal shape together.
 
     batches: (parameters, their gradients [P,N,K]) for each shape, dtype and device; measure: whether this step measures
-    the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] where a number would make the host wait.
+    the drift; norm: sqrt(sum of all ||G||_F^2), a float64 tensor [] if a number would make the host wait.
     Raises InputError for a gradient that is not finite, see Note [No wait for the GPU].
     """
 
@@ -332,7 +332,7 @@ def _unstack(stacked: Tensor, matrices: list[Tensor]) -> None:
 
 
 def _correct(m: Tensor, tolerance: float) -> tuple[Tensor, float]:
-    """Note [Drift]: bases [P,N,K] -> (the bases, corrected where the error is above tolerance; the largest error before
+    """Note [Drift]: bases [P,N,K] -> (the bases, corrected if the error is above tolerance; the largest error before
     the correction). InputError for a basis that is not finite."""
     first = math.nan
     for _ in range(_MOST_CORRECTIONS):

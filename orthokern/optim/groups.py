@@ -77,14 +77,14 @@ def split_parameters(model: nn.Module) -> dict[str, list[Any]]:
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers with disjoint parameters behind the interface of one.
+    """Several optimizers with disjoint parameters, with the interface of one.
 
     `param_groups` and `state` are those of all parts: a learning rate scheduler, or a loop that sets group["lr"],
     changes the parts. `state_dict()` has torch's usual form, {"state", "param_groups"}, over all groups in the order of
     the parts. `step(closure)` calls the closure once, then steps the parts in order. If a part raises (as GeodesicSGD
-    for NaN gradients), the parts after it do not step; such a part should come first.
+    does for NaN gradients), the parts after it do not step; such a part should come first.
 
-    `param_groups` and `state` are new containers at each reading, so that `optimizer.param_groups[1:] = []` and
+    `param_groups` and `state` are new containers at each access, so that `optimizer.param_groups[1:] = []` and
     `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
     A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
     part, which has none. These schedulers and SWALR replace the rates of all groups: pass one rate per group,
@@ -150,14 +150,14 @@ class CombinedOptimizer(Optimizer):
         """Ignored, as for param_groups."""
 
     def _add_momenta(self) -> None:
-        """Add the options of momentum to groups whose optimizer has none: schedulers that cycle it set it in all."""
+        """Add the momentum options to groups whose optimizer has none: schedulers that cycle momentum set it in all."""
         for group in self.param_groups:
             for name in self.defaults:
                 group.setdefault(name, _MOMENTA[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: add a group to a part, `optimizer.parts["euclidean"].add_param_group({"params": [(name, p), ...]})`.
-        The groups of `optimizer_for` have names, so torch takes no others."""
+        The groups of `optimizer_for` have names, so torch accepts only groups with names."""
         if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
             raise InputError(
                 f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}; with the names of the "
@@ -167,8 +167,8 @@ class CombinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of every part, in order; the closure, if any, is called once, and its value returned.
 
-        Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and where a
-        scheduler has given one rate to groups that had different ones.
+        Raises InputError, before any part steps, for a learning rate that is not finite or below 0, and if a scheduler
+        has given one rate to groups that had different ones.
         """
         loss = None
         if closure is not None:
@@ -207,7 +207,7 @@ class CombinedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with every number of a group on the host."""
+        """torch's state_dict, with every number of a group on the host."""
         return counters_on_host(super().state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module in those of torch.compile and data parallelism, whose parameters have other names."""
+    """The module inside the wrappers of torch.compile and data parallelism, whose parameters have other names."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -264,24 +264,24 @@ def optimizer_for(
     adapted whenever their base moves. Moduli and angles of eigenvalues have the rate `rotation_lr`, all others `lr`.
     The model may have no bases or spectra.
 
-    Weight decay in `euclidean_kwargs` applies to s where s is the parameter (there it is the decay of W itself) but not
-    to p, since decaying p would move s to 1. For that W see orthokern.penalties.composite_weight_decay. Nor does it
-    apply to generators, and to moduli and angles of eigenvalues.
+    Weight decay in `euclidean_kwargs` applies to s if s is the parameter (then it is the decay of W itself) but not to
+    p, since decaying p would move s to 1. To decay that W, see orthokern.penalties.composite_weight_decay. Weight decay
+    does not apply to generators, or to moduli and angles of eigenvalues.
 
     Args:
         model: any module, also in torch.compile, DataParallel or DistributedDataParallel; see split_parameters.
         lr: rate of the other parameters; or a dict with one rate for each child module that has such parameters, by
             name. Each child then has a separate group, whose role is the name of the child.
-        geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, of the largest N, and 0.02 / `steps`, which
+        geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, for the largest N, and 0.02 / `steps`, which
             docs/choosing.md explains.
         steps: about the number of time steps over which the model has to remember, for the default of `geodesic_lr`.
-        spectrum_lr: rate of the spectra before the division; None for `lr`. Needed where `lr` is a dict and the model
+        spectrum_lr: rate of the spectra before the division; None for `lr`. Required if `lr` is a dict and the model
             has spectra.
-        skew_lr: rate of the generators of an exponential; None for `lr`. Needed where `lr` is a dict and the model has
+        skew_lr: rate of the generators of an exponential; None for `lr`. Required if `lr` is a dict and the model has
             generators. The literature uses `lr` / 10.
-        rotation_lr: rate of moduli and angles of eigenvalues (RotationRNN, NonNormalRNN); None for that of the other
-            parameters. Over the n steps that a state remembers, a change of an angle acts n times: for a RotationRNN
-            with a memory of many steps pass about 1 / n.
+        rotation_lr: rate of moduli and angles of eigenvalues (RotationRNN, NonNormalRNN); None for the rate of the
+            other parameters. Over the n steps that a state remembers, a change of an angle acts n times: for a
+            RotationRNN with a memory of many steps pass about 1 / n.
         euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
         basis_clip: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.

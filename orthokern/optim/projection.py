@@ -51,16 +51,17 @@ class SpectralNormProjection:
            the result by less than its rounding.
         3. W' = W - U (S - limit) V^T for these vectors, with W V = U S from a decomposition of an [M, s] matrix. G' of
            W' differs from G by products with s columns, and a Cholesky factorisation of t^2 I - G' proves the result.
-        4. If step 2 does not converge, or if V lacked a direction so that the proof fails, all eigenvectors of G take
-           the place of V, and if that fails too, or squares would lose digits, the singular vectors of W.
+        4. If step 2 does not converge, or if V lacked a direction so that the proof fails, all eigenvectors of G
+           replace V; if that fails too, or squares would lose digits, the singular vectors of W replace it.
 
         A factorisation of A [K, K] in floating point proves A + E > 0, where E is a rounding error. So the threshold of
         a proof is t (1 + e), with e = max(2 eps of W's dtype, 4 K eps of float64), which is above usual rounding errors
         of G and its factorisation (worst cases grow with K |W|_F^2, not with |W|_2^2). Step 2 costs 2 K^2 k flops for
         each degree of a polynomial, a factorisation K^3 / 3 and G 2 M K^2.
 
-    It has references to the parameters: if a model gets new ones, as by ``load_state_dict(..., assign=True)``, it needs
-    a new projection. On a GPU every step reads numbers on the host, so that a CUDA graph cannot contain it.
+    A projection has references to the parameters: if a model gets new ones, as with
+    ``load_state_dict(..., assign=True)``, it needs a new projection. On a GPU every step reads numbers on the host, so
+    that a CUDA graph cannot contain it.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -145,7 +146,7 @@ class SpectralNormProjection:
                 matrix.copy_(projected.mT if flat else projected)
 
     def state_dict(self) -> dict[str, Any]:
-        """The blocks and counts. With them a resumed training has the same bits as an uninterrupted one."""
+        """The blocks and counts. With them, a resumed run is bit-identical to an uninterrupted one."""
         return {"blocks": list(self._blocks), "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -230,8 +230,8 @@ def map_gradients(args: ScanArgs, m: Tensor) -> tuple[Tensor | None, Tensor | No
 def segment_states(
     args: ScanArgs, x: Tensor | None, states: Tensor, pre: Tensor | None, alive: Tensor | None, start: int, stop: int
 ) -> tuple[Any, Any, Tensor, Any]:
-    """Of the steps [start, stop): rows of hs, rows of pre, the states h_{t-1} that they start from [steps, B, N], and
-    rows of resets; None in place of what there is not. Recomputes the states from a checkpoint."""
+    """For the steps [start, stop): rows of hs, rows of pre, the states h_{t-1} that they start from [steps, B, N], and
+    rows of resets; None for those that do not exist. Recomputes the states from a checkpoint."""
     entering, absent = args.h0, (None,) * (stop - start)
     alive = None if alive is None else alive[start:stop]
     cut = None if args.resets is None else args.resets[start:stop]

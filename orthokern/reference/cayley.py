@@ -24,15 +24,15 @@ Note [Cayley step]
 
         M_new = M - lr B (I + lr/2 A')^-1 A' M'.
 
-    I + lr/2 A' is as well conditioned as I + lr/2 A, also where columns of [M, G] are dependent. The system is solved
-    in float64, so that M_new is orthonormal after a step of any size. The kernels solve a system of the same size with
+    I + lr/2 A' is as well conditioned as I + lr/2 A, even if columns of [M, G] are dependent. The system is solved in
+    float64, so that M_new is orthonormal after a step of any size. The kernels solve a system of the same size with
     P = [G, M], Q = [M, -G], A = P Q^T and (I + c P Q^T)^-1 P = P (I + c Q^T P)^-1:
 
         M_new = M - lr P (I + lr/2 Q^T P)^-1 (Q^T M).
 
     This form needs no decomposition, but its error grows with the square of the step: ``orthokern.ops.cayley`` uses it
-    up to LARGE_TURN. A decomposition has no derivative where columns are dependent, so that a differentiated step has
-    the form with A, in float64.
+    up to LARGE_TURN, on a GPU for every step. A decomposition has no derivative if columns are dependent, so a
+    differentiated step uses the form with A, in float64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Of lr max|A|. A larger step would lose I in I + lr/2 A, which a singular A makes singular then.
+# Of lr max|A|. A larger step would lose I in I + lr/2 A, which is then singular for a singular A.
 LARGEST_TURN = {torch.float32: 2.0**22, torch.float64: 2.0**26}
 
 

@@ -148,7 +148,7 @@ def _coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _kept_coefficients(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, since a copy from the host synchronises, and cannot be captured in a CUDA graph."""
+    """Cached, since a copy from the host synchronises and cannot be captured in a CUDA graph."""
     with torch.inference_mode(False):
         return torch.tensor(POWERS, dtype=dtype, device=device)
 

@@ -117,7 +117,7 @@ def _run(args: Mapping[str, Any]) -> Outcome:
     name = args["experiment"]
     if name not in EXPERIMENTS and name not in STUDIES:
         raise unknown_name("experiment", textwrap.shorten(name, 80), (*EXPERIMENTS, *STUDIES))
-    if args.get("report"):  # a report has all runs, and the lengths that are asked for
+    if args.get("report"):  # a report has all runs, and the requested lengths
         for option in ("only", "jobs", "threads", "device"):
             if option in args:
                 raise InputError(f"--{option}: has no effect with --report")

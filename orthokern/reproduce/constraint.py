@@ -1,5 +1,5 @@
-"""What the constraint is worth: the results of the four experiments of specs/constraint.toml in one table and one
-figure. It reads their JSON files and trains nothing."""
+"""The benefit of the constraint: the results of the four experiments of specs/constraint.toml in one table and one
+figure. This module reads their JSON files and trains nothing."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _values(experiment: Experiment, rows: Sequence[Row]) -> list[float]:
 
 
 def _cell(experiment: Experiment, rows: Sequence[Row], seeds: int) -> str:
-    """The numbers of the seeds that were run, and how many if they are fewer than `seeds`; where all of them solved the
-    task, the seconds that it took."""
+    """The numbers of the seeds that were run, and their count if it is below `seeds`; if all of them solved the task,
+    also the time in seconds."""
     values, solved = _values(experiment, rows), [row for row in rows if row["state"] == "solved"]
     if not values:
         return ", ".join(dict.fromkeys(row["state"] for row in rows)) or "not run"
@@ -75,7 +75,7 @@ def _written(folder: Path, spec: Mapping[str, Any], names: Sequence[str], report
         experiment = experiments[name]
         rows = _rows(experiment, subject["nonlinearity"], report)
         columns[subject["title"]] = experiment, rows
-        # the number of seeds that were run, of the variant that has most
+        # the largest number of seeds that were run for a variant
         seeds.append(max(len(_values(experiment, of_seeds)) for of_seeds in rows.values()))
         fewer = f", {seeds[-1]} of {spec['seeds']} seeds" if seeds[-1] not in (0, spec["seeds"]) else ""
         headings.append(subject["title"] + fewer)

@@ -1,4 +1,4 @@
-"""What the spectral constraint costs in language modelling: Table 3 of Kanai et al. 2017."""
+"""The cost of the spectral constraint in language modelling: Table 3 of Kanai et al. 2017."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _begin(projection: SpectralNormProjection) -> list[Tensor]:
 def _measure(
     task: word_lm.WordLm, projection: SpectralNormProjection, growth: list[Tensor], iterations: int
 ) -> tuple[dict[str, list[float]], float]:
-    """The time of each part of each iteration in ms, by name; and the largest difference of the two projections."""
+    """The time of each part of each iteration in ms, by name; and the largest difference between the two
+    projections."""
     times: dict[str, list[float]] = {name: [] for name in ("iteration", "naive SVD", "projection", "gradient clipping")}
     worst = 0.0
 
@@ -125,7 +126,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     settings = task.settings
     projection = SpectralNormProjection(task.model, DELTA)
     times, worst = _measure(task, projection, _begin(projection), iterations)
-    # the projection does its work in some iterations only, so its cost is the mean; that of the others is the median
+    # the projection works in some iterations only, so its cost is the mean; the cost of the others is the median
     each = {name: (statistics.fmean if name == "projection" else statistics.median)(v) for name, v in times.items()}
     rows: list[dict[str, Any]] = [
         {

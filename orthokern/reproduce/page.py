@@ -1,4 +1,4 @@
-"""Parts that all pages of results share: folders, Markdown, numbers, files."""
+"""Common parts of all pages of results: folders, Markdown, numbers, files."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def conditions() -> str:
 
 
 def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
-    """Writes the figure that `draw` makes with `orthokern.diagnostics.plots`; None without one. An error is reported as
-    a warning on standard error, because the page and its numbers do not need the figure."""
+    """Writes the figure that `draw` makes with `orthokern.diagnostics.plots`; None if there is none. An error is
+    reported as a warning on standard error, because the page and its numbers do not need the figure."""
     try:
         figure = draw(plots)
         return None if figure is None else plots.save(figure, path)
@@ -79,8 +79,8 @@ def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
-    """The content of a JSON file with six significant digits. Those of a spectrum, whose axis may begin at 0.999999,
-    have nine."""
+    """The content of a JSON file with six significant digits. The numbers of a spectrum, whose axis may begin at
+    0.999999, have nine."""
     if isinstance(value, dict):
         return {name: rounded(inner, 9 if name == "spectrum" else digits) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -128,7 +128,7 @@ def publish(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command line has done.
+    """The result of a command line.
 
     Attributes:
         files: the files written, a Markdown file first.
@@ -140,13 +140,13 @@ class Outcome:
 
 
 def output_folder(args: Mapping[str, Any]) -> Path:
-    """Where a command line writes runs and reports."""
+    """The folder to which a command line writes runs and reports."""
     out: Path = args.get("out", Path("runs") / "reproduce")
     return out / ("quick" if args.get("quick") else "full")
 
 
 def data_folder(args: Mapping[str, Any], name: str, *, read: bool = True) -> Path:
-    """The folder `name` in that of --data, or else that of --data itself."""
+    """The folder `name` in the folder of --data, or else the folder of --data itself."""
     root: Path = args.get("data", Path("data"))
     folder = root / name if (root / name).is_dir() else root
     if read and not folder.is_dir():

@@ -1,6 +1,6 @@
-"""Our numbers beside the published ones: tables as Markdown and JSON, figures as PNG.
+"""Our numbers next to the published ones: tables as Markdown and JSON, figures as PNG.
 
-A row of the JSON file holds all that the table and the figure show of a run, with thinned curves.
+A row of the JSON file holds everything that the table and the figure show of a run, with thinned curves.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _KEPT = {"accumulate", "batch", "epochs", "iterations", "iterations_per_epoch", 
 
 
 def _shown(experiment: Experiment, record: RunRecord) -> Row:
-    """What the figure of an experiment shows of a run: field -> thinned curve, pairs of iteration and value."""
+    """The data of a run in the figure of an experiment: field -> thinned curve, pairs of iteration and value."""
     if experiment.figure is None:
         return {}
     curves: dict[str, list[list[Any]]] = {}
@@ -111,7 +111,7 @@ def _shown(experiment: Experiment, record: RunRecord) -> Row:
         else:
             chosen = [having[part[-1]] for part in parts]
         curves[field] = [[r["iteration"], r[field]] for r in chosen]
-    if "last_grad_norm_through_time" in curves:  # drawn in place of the gradient of the whole loss
+    if "last_grad_norm_through_time" in curves:  # drawn instead of the gradient of the whole loss
         curves.pop("grad_norm_through_time", None)
     told = {"task": record.task, "baseline": record.config.get("baseline"), "time_steps": record.time_steps}
     return {**told, "curves": curves}
@@ -214,12 +214,12 @@ def labels(run: Run, settings: Mapping[str, Any]) -> dict[str, str]:
 def _number(value: float | None, digits: int, plus: bool = False) -> str:
     if value is None:
         return "–"
-    form = f".{digits}f" if abs(value) < 1e6 else ".1e"  # that of a run that diverged
+    form = f".{digits}f" if abs(value) < 1e6 else ".1e"  # the latter for a run that diverged
     return format(value, f"+{form}" if plus else form)
 
 
 def spread(values: Sequence[float | None], form: Callable[[float], str]) -> str:
-    """One number as it is; of several the median and the range."""
+    """A single number as it is; for several numbers, the median and the range."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
@@ -254,7 +254,7 @@ def markdown(experiment: Experiment, summary: Row) -> str:
     """The page of an experiment: table, note, commands and conditions."""
     rows: list[Row] = summary["rows"]
     headings = list(dict.fromkeys(heading for row in rows for heading in row["labels"]))
-    published = {title for row in rows for title in row["published"]}  # a measure that no paper has is one column
+    published = {title for row in rows for title in row["published"]}  # unpublished measures have one column
     columns = list(headings)
     for measure in experiment.measures:
         compared = [f"published {measure.title}", "ours", "difference"]
@@ -274,7 +274,7 @@ def markdown(experiment: Experiment, summary: Row) -> str:
     text += [f"![{summary['title']}]({summary['figure']})", ""] if summary["figure"] else []
     text += [page.paragraph(experiment.note), ""] if experiment.note else []
     trained = []
-    for group in groups.values():  # of several seeds the first one's command, with the last one named behind it
+    for group in groups.values():  # for several seeds, the command of the first and then the last seed
         last = group[-1]["command"].split("--seed ")[-1].split()[0]
         others = "" if len(group) == 1 else f", and so to `--seed {last}`"
         trained.append((", ".join(group[0]["labels"].values()), f"`{group[0]['command']}`{others}"))

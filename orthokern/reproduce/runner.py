@@ -73,8 +73,8 @@ class Plan:
         return each_once((*run.options, *(run.quick if self.quick else ()), *length))
 
     def command(self, run: Run) -> list[str]:
-        """The command line that trains or continues the run. One that was started with another length goes on to that
-        of the plan."""
+        """The command line that trains or continues the run. A run that was started with another length continues to
+        the length of the plan."""
         begun = self.begun(run)
         options = [*self.options(run, self.length(run) if begun else self.longer), "--threads", str(self.threads)]
         options += [] if self.data is None else ["--data", str(self.data)]
@@ -133,7 +133,7 @@ class _Child:
         return line if code else None
 
     def last_line(self, code: int) -> str:
-        """The last line of this process in the log; behind the signal that ended it, if one did."""
+        """The last line of this process in the log, after the signal that ended it, if any."""
         lines = self.log.read_bytes()[self.begin :].decode(errors="replace").splitlines()
         line = lines[-1] if lines else "no output"
         if code >= 0:
@@ -143,8 +143,8 @@ class _Child:
 
 
 def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -> dict[str, str]:
-    """Trains the runs that are not done, in each chain one after the other until one does not reach its goal. Returns
-    the last lines of the runs that failed, by name. After SIGINT, SIGTERM or SIGHUP the runs are saved, and
+    """Trains the runs that are not done, those of a chain in order until one does not reach its goal. Returns the last
+    lines of the runs that failed, by name. After SIGINT, SIGTERM or SIGHUP the runs are saved, and
     KeyboardInterrupt(signal) is raised."""
     waiting = [chain for chain in chains if _next(chain, plan) is not None]
     if len(waiting) < len(chains):
@@ -178,7 +178,7 @@ def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -
 
 
 def _next(chain: Sequence[Run], plan: Plan) -> Run | None:
-    """The first run of a chain that is not done; None at the end of the chain and behind a run without its goal."""
+    """The first run of a chain that is not done; None at the end of the chain and after a run that missed its goal."""
     for run in chain:
         if not plan.is_done(run):
             return run

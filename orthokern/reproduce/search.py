@@ -32,7 +32,7 @@ PUBLISHED = "longest T"
 
 def read_searches(spec: Mapping[str, Any]) -> tuple[Run, ...]:
     """The searches of a `[[study]]` table of specs/*.toml: runs without --T, which end when they reach their goal. A
-    row, of a problem or of all, has name, network, parameters, options and the published T."""
+    row, for one problem or for all, has name, network, parameters, options and the published T."""
     return tuple(
         Run(
             name=f"{problem['name']}-{name}",

@@ -1,12 +1,12 @@
 """Experiments: runs of our tasks, with the numbers that a paper reports for them, read from specs/*.toml.
 
 A file has measures by key, `[[experiment]]` tables with the fields of `Experiment`, and their `[[experiment.runs]]`.
-The texts of a run are templates: it stands for a run for each of its `rows`, with the cells under the names in
-`columns`, and for each combination of the values in `over`. A column with the key of a measure holds published
-numbers, or the column that `published` names for it; `seeds` is the number of seeds; {index} counts the runs. An
-experiment with `variants` stands for several: the cells under the names in its own `columns` are its fields, and are
-known to all templates; the cells of `rows` are then templates, too. `from` and `matching` (a regular expression) take
-runs of an earlier experiment. A note "= NAME" is that of the experiment NAME.
+The texts of a run are templates. An entry stands for one run for each of its `rows`, with the cells under the names in
+`columns`, and for each combination of the values in `over`. A column with the key of a measure holds published numbers,
+or the column that `published` names for it; `seeds` is the number of seeds; {index} counts the runs. An experiment with
+`variants` stands for several: the cells under the names in its own `columns` are its fields, and are available in all
+templates; the cells of `rows` are then templates, too. `from` and `matching` (a regular expression) reuse runs of an
+earlier experiment. A note "= NAME" is the note of the experiment NAME.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Experiment:
         quantity: for "curves": the quantity to draw.
         panel: for "curves": a setting; there is one panel for each of its values. None: one panel.
         legend: the settings in legends and titles of panels; None for those in which the runs differ.
-        named_by: headings of `Run.labels`, whose cells name the runs in the figure as in the table, in place of
+        named_by: headings of `Run.labels`, whose cells name the runs in the figure as in the table, instead of
             `legend`; the runs of a group then have one name and one colour. (): `legend` is used.
         data: folder of the data set under --data, or None.
         epochs: whether its tasks take --epochs (else --iterations).
@@ -198,7 +198,7 @@ def named_settings(run: Run, quick: bool) -> dict[str, Any]:
     command = importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND
     typed = command.parser().parse([*run.options, *(run.quick if quick else ())])
     settings = {**command.presets.get(typed.get("preset"), {}), **typed}
-    if "iterations" in settings and "epochs" not in typed:  # in place of a number of epochs
+    if "iterations" in settings and "epochs" not in typed:  # instead of a number of epochs
         settings["epochs"] = None
     return settings
 
@@ -209,7 +209,7 @@ def planned(run: Run, quick: bool) -> dict[str, Any]:
 
 
 def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:
-    """Whether the settings of a run folder are those that the command line of a run names, but for its length."""
+    """Whether the settings of a run folder are those that the command line of a run names, except for its length."""
     named = named_settings(run, quick)
     command = importlib.import_module(f"orthokern.tasks.{run.task}").COMMAND
     try:

@@ -25,7 +25,7 @@ class Result:
         task: name of the task.
         folder: the run folder, with all records, the checkpoints and the plots.
         settings: all settings of the run, by name, defaults included.
-        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
+        exit_code: 0: goal reached or all iterations done; 3: diverged; 129, 130 or 143: interrupted.
         message: the last line that the run prints.
         values: the numbers in result.json: "reached", "iteration", "seconds", the last evaluation, ...
         records: one dictionary for each iteration, as in metrics.jsonl.
@@ -61,8 +61,8 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
     """Train one run of a task in this process, like its command line.
 
     The number of threads and the flushing of denormals are set for the whole process. Nothing is printed. The global
-    random generators are seeded with the setting `seed`. Since all of these belong to the process, runs in parallel
-    need a process each.
+    random generators are seeded with the setting `seed`. All of these belong to the process, so parallel runs need
+    separate processes.
 
     Args:
         task: a name, e.g. "copy", "adding" or "pixel_mnist"; see `names`.
@@ -93,7 +93,7 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         if name not in usual:
             raise unknown_name(f"setting of task {task}", name, usual)
         if value is None and usual[name] is None and "None" not in types[name]:
-            continue  # the default, for which the command line has no word
+            continue  # the default, which the command line cannot express
         if isinstance(value, bool) != isinstance(usual[name], bool):
             accepted = "True or False" if isinstance(usual[name], bool) else "a value"
             raise InputError(f"{name} must be {accepted}, got {value!r}")

@@ -6,27 +6,28 @@ The best constant answer has a mean squared error of 1/6, the "baseline" of the 
 new sequences is below --goal or, with --right, if that percentage of them is answered with an error of at most 0.2.
 
 Note [Settings that solve it at any length]
-    The last state has to hold two of T numbers and nothing of the other T - 2. What is expected to prevent this, and
-    what the defaults do about it (`--start silent`, "silent" below; docs/results/adding-defaults.md has measurements):
-    - A unit that keeps what it gets, with an eigenvalue of W at 1, adds its input up over T steps. A weight w from the
-      numbers to such a unit adds w T / 2 to the state on average, with a standard deviation of w sqrt(T / 12). The
-      gradient of w is larger than that of a weight that the answer needs by the same factor, and a step of RMSprop
-      moves both alike. So units that remember have no input of their own: their input weights and biases are zero and
-      are held there. This is the counterpart of the silent blank of the copy task.
-    - The product of number and mark takes a unit that is silent without a mark. The last of every eight units is such a
-      gate: with w ~ U(-1, 1) it gets w v + 2 m - 1 - max(w, 0) from number v and mark m, which is at most -1 for m = 0
-      and between 0 and 1 for m = 1. The relu is then exactly zero between the marks.
-    - The unit before the gate is its sink. W starts as exp(A) P. P turns the gate onto its sink, and the sink onto the
-      negative gate. So a gate receives nothing of its previous value, and two marks in a row are two separate numbers.
-      The sink's bias of -3 keeps its output at zero.
+    The last state has to hold two of T numbers and nothing of the other T - 2. The following is expected to prevent
+    this, and the defaults avoid it (`--start silent`, "silent" below; docs/results/adding-defaults.md has
+    measurements):
+    - A unit that keeps its state (an eigenvalue of W at 1) sums its input over T steps. A weight w from the numbers to
+      such a unit adds w T / 2 to the state on average, with a standard deviation of w sqrt(T / 12). The gradient of w
+      is larger by the same factor than the gradient of a weight that the answer needs, and a step of RMSprop changes
+      both equally. Units that remember therefore have no input of their own: their input weights and biases are fixed
+      at zero. This is the counterpart of the silent blank of the copy task.
+    - The product of number and mark requires a unit that is silent without a mark. The last of every eight units is
+      such a gate: with w ~ U(-1, 1) its input is w v + 2 m - 1 - max(w, 0) for number v and mark m, which is at most -1
+      for m = 0 and between 0 and 1 for m = 1. The relu is then exactly zero between the marks.
+    - The unit before the gate is its sink. W starts as exp(A) P. P rotates the gate into its sink, and the sink into
+      the negative gate. A gate therefore receives nothing of its previous value, and two marks in a row are two
+      separate numbers. The sink's bias of -3 keeps its output at zero.
     - A[i, k] = -A[k, i] = a / sqrt(6) between a sink k and the six units i of the group that remember. W is orthogonal,
-      so what goes from the gate to its six is sin(a) of it, and they lose 1 - cos(a) to the sink in every step, which
-      is T a^2 / 2 in all. a = 0.5 / sqrt(T) keeps that loss at an eighth.
+      so the six units receive a fraction sin(a) of the gate, and lose 1 - cos(a) to the sink in every step, T a^2 / 2
+      in total. a = 0.5 / sqrt(T) keeps that loss at an eighth.
     - The states are then of order 1 / sqrt(T), and N of them add up in the answer. The readout's rate is
       sqrt(T) / (8 N), so that the number of iterations does not grow with T. A mark at the last step reaches the gates
       only, which happens in 2 / T of the sequences. The readout's noise there grows with its rate, so all rates fall as
       1 / (1 + 0.01 iteration). The readout's bias starts at the mean of the targets.
-    - Spectrum, bases and A act T times in a row. Their rates are divided by T, as in the copy task.
+    - Spectrum, bases and A are applied T times in succession. Their rates are divided by T, as in the copy task.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ CLOSE = 0.2
 
 # The settings of Note [Settings that solve it at any length].
 SILENT_MODELS = ("factorized", "rnn", "exprnn")
-UNITS_PER_GATE = 8  # those that remember for a gate, its sink, the gate
+UNITS_PER_GATE = 8  # the units that remember, the sink and the gate
 SINK_BIAS = -3.0
 ANGLE_TIMES_ROOT_T = 0.5
 READOUT_RATE_TIMES_N_BY_ROOT_T = 0.125
@@ -159,13 +160,14 @@ class AddingOptions(StartOptions, DrawnOptions):
 
 
 def gates(hidden: int) -> Tensor:
-    """Which of the units are gates: bool [hidden], the last of every UNITS_PER_GATE, and of fewer units the last."""
+    """The gates among the units: bool [hidden], the last of every UNITS_PER_GATE, or the last unit if there are
+    fewer."""
     unit = torch.arange(hidden, device="cpu") % UNITS_PER_GATE
     return unit == min(UNITS_PER_GATE, hidden) - 1
 
 
 def sinks(hidden: int) -> Tensor:
-    """Which of the units take the gates' values away: bool [hidden], those before the gates."""
+    """The sinks among the units, which remove the gates' values: bool [hidden], the units before the gates."""
     return gates(hidden).roll(-1) & ~gates(hidden)
 
 
@@ -181,7 +183,7 @@ def group_turn(size: int, T: int) -> Tensor:
 
 
 def logarithm_of_turn(turn: Tensor) -> Tensor:
-    """The skew matrix whose exponential is `turn`, a rotation in three dimensions of its space (Rodrigues)."""
+    """The skew matrix whose exponential is `turn`, a rotation in a three-dimensional subspace (Rodrigues)."""
     cosine = (2.0 - (len(turn) - float(turn.trace()))) / 2.0  # the trace of three dimensions is 1 + 2 cos(angle)
     angle = math.acos(min(cosine, 1.0))
     return (turn - turn.mT) * (0.5 * angle / math.sin(angle) if angle else 0.0)
@@ -204,7 +206,7 @@ def start_silent(rnn: nn.Module, T: int) -> None:
     biases[0][sinks(hidden)] = SINK_BIAS
     turn = group_turn(min(UNITS_PER_GATE, hidden), T)
     groups = hidden // len(turn)
-    if isinstance(rnn, ExpRNN):  # the skew matrix of which W is the exponential; its lower triangle counts
+    if isinstance(rnn, ExpRNN):  # W is the exponential of this skew matrix; its lower triangle is used
         turn = logarithm_of_turn(turn).tril(-1)
         rnn.get_parameter("skew_l0")[: groups * len(turn), : groups * len(turn)] += torch.block_diag(*[turn] * groups)
         return
@@ -214,7 +216,7 @@ def start_silent(rnn: nn.Module, T: int) -> None:
 
 
 class AddingModel(nn.Module):
-    """A recurrence and a linear readout of its last state; complete settings."""
+    """A recurrence and a linear readout of its last state. Expects complete settings."""
 
     def __init__(self, settings: AddingOptions) -> None:
         super().__init__()
@@ -243,7 +245,7 @@ class AddingModel(nn.Module):
 
 
 class Adding(DrawnTask):
-    """The adding task for the training loop; complete settings."""
+    """The adding task for the training loop. Expects complete settings."""
 
     name = "adding"
     settings: AddingOptions
@@ -267,7 +269,7 @@ class Adding(DrawnTask):
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if the running mean of the training batches' errors (which are new data too) is below the goal, and
-        every "eval_every" iterations. One batch alone is often below it by chance."""
+        every "eval_every" iterations. A single batch is often below it by chance."""
         self.running_error += (metrics["loss"] - self.running_error) / BATCHES_OF_MEAN
         return self.running_error < self.settings.goal or super().wants_evaluation(iteration, metrics)
 

@@ -94,7 +94,7 @@ class CharOptions(StartOptions, DataOptions):
 
 
 State = Tensor | tuple[Tensor, Tensor]  # [1, B, N]; an lstm has two
-STREAM_ROWS = 10  # rows in which validation and test are read, as the code of Kerg et al. 2019 does
+STREAM_ROWS = 10  # rows in which validation and test are read, as in the code of Kerg et al. 2019
 
 
 class EmbeddedInput(nn.Module):
@@ -117,7 +117,7 @@ class CharModel(nn.Module):
 
     Args:
         settings: complete.
-        characters: their number.
+        characters: number of different characters.
     """
 
     def __init__(self, settings: CharOptions, characters: int = len(ALPHABET)) -> None:
@@ -136,7 +136,7 @@ class CharModel(nn.Module):
 
     def forward(self, inputs: PackedSequence, targets: Tensor, weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """inputs: P packed ids int64, targets [P] int64 -> cross-entropy in nats per character (0-dim) and "accuracy",
-        both times `weight`."""
+        both multiplied by `weight`."""
         states, _ = self.rnn(inputs)
         loss, right = self.read(states.data, targets)
         return (loss if weight == 1.0 else weight * loss), {"accuracy": weight * right}
@@ -157,8 +157,8 @@ class StreamModel(CharModel):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, targets: Tensor, state: State | None
     ) -> tuple[Tensor, dict[str, Tensor], State]:
-        """inputs, targets [T, B] int64, state as the recurrence's (None: its own initial one) -> cross-entropy in nats
-        per character (0-dim), "accuracy", the last state, detached."""
+        """inputs, targets [T, B] int64, state of the recurrence (None: its initial state) -> cross-entropy in nats per
+        character (0-dim), "accuracy", the last state, detached."""
         states, last = self.rnn(inputs, state)
         loss, right = self.read(states, targets)
         carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
@@ -175,7 +175,7 @@ class CharTask(DataTask, RecurrentTask):
     settings: CharOptions
     iterations_per_epoch: int
     parts: dict[str, Any]  # "validation" and "test", for `measurements`
-    steps: int  # of the first batch of an iteration, which diagnostics are about
+    steps: int  # of the first batch of an iteration, which the diagnostics use
 
     @abstractmethod
     def measurements(self, part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -209,7 +209,7 @@ class CharTask(DataTask, RecurrentTask):
 
 
 class CharLm(CharTask):
-    """Penn Treebank characters by sentence for the training loop; complete settings."""
+    """Penn Treebank characters by sentence for the training loop. Expects complete settings."""
 
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings)
@@ -249,7 +249,7 @@ class CharLm(CharTask):
 
 
 class CharStream(CharTask):
-    """Penn Treebank characters as one stream for the training loop, --bptt of them at a time; complete
+    """Penn Treebank characters as one stream for the training loop, --bptt of them at a time. Expects complete
     settings.
 
     The stream is cut into --batch rows of equal length, which are read in parallel. Each segment starts from the last
@@ -286,7 +286,7 @@ class CharStream(CharTask):
         return piece[:-1], piece[1:]
 
     def next_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """As those of `CharLm`; the last segment of the text is shorter."""
+        """Like `CharLm.next_batches`; the last segment of the text is shorter."""
         order = [(self.position + step) % self.pieces for step in range(count)]
         drawn = [self._piece(self.parts["train"], index) for index in order]
         steps = sum(len(targets) for _, targets in drawn)

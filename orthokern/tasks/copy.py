@@ -143,7 +143,7 @@ class CopyModel(nn.Module):
                 if silent_blank(settings):
                     table[:, 0] = 0.0
                 nn.init.zeros_(self.readout.weight)
-                # The log-odds of the blank against any one symbol, as often as they are targets.
+                # The log-odds of the blank against any one symbol, by their frequencies as targets.
                 bias[0] = math.log((data.length - data.recall) * data.symbols / data.recall)
             elif settings.start == "glorot-normal":
                 table.copy_(glorot_(torch.empty(table.shape)))
@@ -183,7 +183,7 @@ def silent_blank(settings: CopyOptions) -> bool:
 
 
 class CopyExperiment(DrawnTask):
-    """The copy task for the training loop; complete settings."""
+    """The copy task for the training loop. Expects complete settings."""
 
     name = "copy"
     settings: CopyOptions

@@ -66,7 +66,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
 
 
 class DeepNetwork(nn.Module):
-    """Layers of tanh units, and a linear readout; complete settings."""
+    """Layers of tanh units, and a linear readout. Expects complete settings."""
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class DeepNetwork(nn.Module):
 
 
 class DeepMnist(DigitsTask):
-    """Deep feedforward MNIST for the training loop; complete settings."""
+    """Deep feedforward MNIST for the training loop. Expects complete settings."""
 
     name = "deep_mnist"
     TITLE = ("layers", "hidden", "init", "penalty")

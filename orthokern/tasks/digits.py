@@ -37,7 +37,7 @@ class DigitsTask(DataTask):
     EVALUATION_BATCH = 500  # images
     settings: DigitsOptions
     device: torch.device
-    rows: slice  # of a joint batch, this process's
+    rows: slice  # this process's part of a joint batch
     train_set: tuple[Tensor, Tensor]  # images uint8, labels [n] int64
     validation_set: tuple[Tensor, Tensor]
     test_set: tuple[Tensor, Tensor]

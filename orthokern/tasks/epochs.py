@@ -1,4 +1,4 @@
-"""What tasks share: evaluation after every epoch, data in epochs, and the seeds of a run's random streams."""
+"""Common parts of the tasks: evaluation after every epoch, data in epochs, and the seeds of a run's random streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orthokern.training.options import declarations, option
 
 
 class Experiment(Task):
-    """The base of all tasks: clips gradients, evaluates after every epoch, and the lowest loss is the best."""
+    """The base of all tasks. It clips gradients and evaluates after every epoch; the lowest loss is the best."""
 
     settings: Any
     iterations_per_epoch: Any
@@ -50,7 +50,7 @@ class Experiment(Task):
         return ", ".join([self.name, *shown])
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """That of the model, which is called with the parts of the batch."""
+        """The loss of the model, which is called with the parts of the batch."""
         loss, numbers = self.model(*batch)
         return loss, numbers
 
@@ -89,13 +89,14 @@ class DataTask(Experiment):
 
 
 def data_option(files: str) -> Any:
-    """A field for the folder of a task's data; files: what is in it."""
+    """A field for the folder of a task's data; files: its content."""
     return option("", f"folder with {files} (required)", metavar="DIR", shown="", basic=True)
 
 
 @dataclass(kw_only=True)
 class DataOptions(RunOptions):
-    """A task that reads its data from files, in epochs. By default `iterations` is computed from their number."""
+    """A task that reads its data from files, in epochs. By default `iterations` is computed from the number of
+    epochs."""
 
     GROUP = "the task"
     data: str = data_option("the task's files")

@@ -127,7 +127,7 @@ class GruTask(DataTask):
     @abstractmethod
     def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         """The windows of "validation" or "test": inputs, targets, valid, and whether all rows start from a zero state.
-        Else they continue the first rows of the previous window."""
+        Otherwise they continue the first rows of the previous window."""
 
     def measure(self, part: str) -> dict[str, float]:
         """The mean negative log-likelihood per step, "loss"."""

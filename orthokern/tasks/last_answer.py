@@ -26,8 +26,8 @@ class LastAnswerOptions(StartOptions, DrawnOptions):
     """The settings of a task with one answer per sequence.
 
     A linear network with W = I adds up its inputs. Input weights start near zero, so that the symbols without meaning
-    add little noise to the state, and those of the symbols that decide the answer grow first. The bases then turn as
-    far as the order of the symbols requires.
+    add little noise to the state, and the weights of the symbols that determine the answer grow first. The bases then
+    rotate as far as the order of the symbols requires.
     """
 
     GROUP = "the task"
@@ -74,7 +74,7 @@ class LastAnswerModel(nn.Module):
 
 
 class LastAnswer(DrawnTask):
-    """A task with one answer per sequence, for the training loop; complete settings."""
+    """A task with one answer per sequence, for the training loop. Expects complete settings."""
 
     settings: LastAnswerOptions
     iterations_per_epoch = None

@@ -2,7 +2,7 @@
 
 A GRU reads piano rolls and predicts the notes of the next time step, each of the 88 notes by a logistic unit (Kanai et
 al. 2017, section 4.1.2, Table 2). --data names the folder with Nottingham.mat, ..., or with nottingham.npz, ... of the
-same content (`orthokern.data.load_music`). --delta X constrains the spectral norm of the recurrent matrices to 2 - X,
+same content (`orthokern.data.load_music`). --delta X constrains the spectral norm of the recurrent matrices to 2 - X;
 --clip X clips gradients instead. The learning rate decreases while the validation loss does not improve, and training
 ends when it is very small. The test pieces are evaluated once, with the best parameters.
 
@@ -12,10 +12,10 @@ with dropout of 50 % between layers. The paper does not specify the following: e
 windows of 35 steps, starting from a zero state; the first step of a piece is not predicted.
 
 Note [First weights]
-    In the paper they are drawn from N(0, 1e-4/200), except for orthogonal W_hn. With this variance, the first states
-    are about 1e-7, and the gradients of all weights except the readout bias are below 1e-5: the weights do not change
-    noticeably in a thousand iterations at a rate of 0.1 (`--init-std 0.000707` shows this). The default here is
-    N(0, 1/200), as in the language model of the paper.
+    In the paper, the first weights are drawn from N(0, 1e-4/200), except for orthogonal W_hn. With this variance, the
+    first states are about 1e-7, and the gradients of all weights except the readout bias are below 1e-5: the weights do
+    not change noticeably in a thousand iterations at a rate of 0.1 (`--init-std 0.000707` shows this). The default here
+    is N(0, 1/200), as in the language model of the paper.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MusicOptions(GruOptions):
 
 
 class MusicModel(nn.Module):
-    """Reads notes and computes the likelihood of the next notes; complete settings."""
+    """Reads notes and computes the likelihood of the next notes. Expects complete settings."""
 
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class MusicModel(nn.Module):
 
 
 class MusicTask(GruTask):
-    """Polyphonic music for the training loop; complete settings."""
+    """Polyphonic music for the training loop. Expects complete settings."""
 
     name = "music"
     unit = "time step"

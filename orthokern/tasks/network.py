@@ -53,7 +53,7 @@ ROTATIONS = ", ".join(init.SKEW_ANGLES)
 FACTORIZED = {"model": ("factorized",)}
 _WITHOUT_GATES = {"model": UNGATED}
 
-# settings that fail for models that do not have them, also if a preset sets them
+# settings that fail for models that do not have them, even if a preset sets them
 _REQUIRED = ("sigma", "spectrum_prior", "soft_orthogonality", "modulus_penalty", "triangle_decay")
 
 
@@ -138,7 +138,7 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
         rnn = module(inputs, hidden, bias=bias, **options)
         _initialize_gates(rnn, settings)
     elif settings.model == "rotation":
-        # a horizon of 1: inputs are not scaled, as in a FactorizedRNN, whose start the tasks choose
+        # a horizon of 1: inputs are not scaled, as in a FactorizedRNN, whose initialisation the tasks choose
         options = {"margin": settings.margin, "horizon": None if settings.margin is None else 1}
         options |= {"learned_h0": settings.learned_h0, "backend": settings.backend}
         options["max_angle"] = math.pi if settings.max_angle is None else settings.max_angle
@@ -164,8 +164,8 @@ def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True
 
 @torch.no_grad()
 def _initialize_gates(rnn: LSTM | GRU, settings: NetworkOptions) -> None:
-    """Initialises the recurrent matrix of every gate by `init`, and the biases to 0; that of an LSTM's forget gate to 1
-    (Vorontsov et al. 2017, section 3.1.2)."""
+    """Initialises the recurrent matrix of every gate by `init`, the biases to 0, and the bias of an LSTM's forget gate
+    to 1 (Vorontsov et al. 2017, section 3.1.2)."""
     n = rnn.hidden_size
     for gate in rnn.get_parameter("weight_hh_l0").view(-1, n, n):
         init.initialize_(gate, settings.init)
@@ -177,6 +177,6 @@ def _initialize_gates(rnn: LSTM | GRU, settings: NetworkOptions) -> None:
 
 
 def last_output(recurrence: nn.Module, inputs: Tensor) -> Tensor:
-    """inputs [T, B, D] or ids [T, B] -> outputs [B, N] of the last step, from h_n, which has the faster backward."""
+    """inputs [T, B, D] or ids [T, B] -> outputs [B, N] of the last step, from h_n, whose backward is faster."""
     states, last = recurrence(inputs)
     return states[-1] if isinstance(last, tuple) else last[-1]  # an LSTM returns (h_n, c_n)

@@ -72,7 +72,7 @@ class PixelModel(LastAnswerModel):
 
 
 class PixelMnist(DigitsTask, RecurrentTask):
-    """Sequential MNIST for the training loop; complete settings."""
+    """Sequential MNIST for the training loop. Expects complete settings."""
 
     name = "pixel_mnist"
     TITLE = ("permuted", *RecurrentTask.TITLE)

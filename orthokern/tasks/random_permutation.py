@@ -1,7 +1,7 @@
 """The random permutation problem: `python -m orthokern.tasks.random_permutation --T 100`.
 
 A recurrent network reads T symbols and must output the first one at the end (Hochreiter & Schmidhuber 1997; Manchev &
-Spratling, section III-A). The first symbol is one of two, the others are drawn from 98 more: the best guess without
+Spratling, section III-A). The first symbol is one of two; the others are drawn from 98 more. The best guess without
 memory has a loss of ln 2 nats, the "baseline". The task is solved if --goal percent of new sequences are answered
 correctly. The data come from `orthokern.data.RandomPermutationTask`.
 """
@@ -16,7 +16,7 @@ from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
 
 
 class RandomPermutation(LastAnswer):
-    """The random permutation problem for the training loop; complete settings."""
+    """The random permutation problem for the training loop. Expects complete settings."""
 
     name = "random_permutation"
 

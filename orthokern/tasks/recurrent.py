@@ -100,7 +100,7 @@ def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
 @torch.no_grad()
 def plain_numbers(rnn: RNN) -> dict[str, float]:
     """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
-    ||W W^T - I||_F; and "recurrent_grad_norm", the norm of its gradient of the whole loss, after clipping."""
+    ||W W^T - I||_F; and "recurrent_grad_norm", the norm of the gradient of the whole loss for W, after clipping."""
     weight = rnn.get_parameter("weight_hh_l0")
     result = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
     if weight.grad is not None:
@@ -141,7 +141,7 @@ class RecurrentTask(Experiment):
 
 
 class DrawnTask(RecurrentTask):
-    """A task whose sequences are generated, and each is used once. A subclass calls `build` after this constructor."""
+    """A task whose sequences are generated and used once each. A subclass calls `build` after this constructor."""
 
     settings: DrawnOptions
     TITLE = ("T", *RecurrentTask.TITLE)
@@ -153,7 +153,7 @@ class DrawnTask(RecurrentTask):
         self.baseline = data.baseline
         self.time_steps = data.length
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
-        data.batch(settings.batch, torch.Generator())  # refuses, before a run starts, one without memory for it
+        data.batch(settings.batch, torch.Generator())  # raises before the run starts if there is no memory for it
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = self.drawn.batch(self.settings.batch, self.generator)
@@ -187,8 +187,8 @@ class DrawnTask(RecurrentTask):
         return every > 0 and iteration % every == 0
 
     def needed(self) -> float | None:
-        """The percentage of correct answers without which a result is of no use: an evaluation ends as soon as it can
-        no longer be reached. Default: None, for a whole evaluation."""
+        """The percentage of correct answers that a useful result needs. An evaluation ends as soon as it can no longer
+        be reached. Default: None, for a whole evaluation."""
         return None
 
     def settled(self, right: int, done: int) -> bool:

@@ -1,10 +1,10 @@
 """MNIST by stacked linear recurrences: `python -m orthokern.tasks.stacked_mnist --data FOLDER [--permuted]`.
 
 A linear recurrence of scaled rotations (orthokern.nn.RotationRNN) reads an image one pixel at a time. Its states at
-every --stride-th pixel go through gated layers and --blocks further recurrences with residual connections, as in linear
-recurrent units (Orvieto et al. 2023) and S5 (Smith et al. 2023). The mean over these steps is classified. --data names
-the folder with the four IDX files of MNIST. The last --validation training images select the best parameters, with
-which the test images are evaluated once.
+every --stride-th pixel pass through gated layers and --blocks further recurrences with residual connections, as in
+linear recurrent units (Orvieto et al. 2023) and S5 (Smith et al. 2023). The mean over these steps is classified. --data
+names the folder with the four IDX files of MNIST. The last --validation training images select the best parameters,
+with which the test images are evaluated once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Block(nn.Module):
 
 
 class StackNetwork(nn.Module):
-    """A recurrence over pixels, blocks, and a linear readout of the mean over their steps; complete settings."""
+    """A recurrence over pixels, blocks, and a linear readout of the mean over their steps. Expects complete
+    settings."""
 
     def __init__(self, settings: StackOptions) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class StackNetwork(nn.Module):
 
 
 class StackedMnist(DigitsTask):
-    """Sequential MNIST with stacked linear recurrences for the training loop; complete settings."""
+    """Sequential MNIST with stacked linear recurrences for the training loop. Expects complete settings."""
 
     name = "stacked_mnist"
     TITLE = ("permuted", "hidden", "blocks")

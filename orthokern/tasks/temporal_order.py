@@ -27,7 +27,7 @@ class TemporalOrderOptions(LastAnswerOptions):
 
 
 class TemporalOrder(LastAnswer):
-    """The temporal order problem for the training loop; complete settings."""
+    """The temporal order problem for the training loop. Expects complete settings."""
 
     name = "temporal_order"
     TITLE = ("bits", *LastAnswer.TITLE)

@@ -2,7 +2,7 @@
 
 A GRU reads the text word by word and predicts the next word (Kanai et al. 2017, section 4.1.1, Table 1, after Zaremba
 et al. 2014). --data names the folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt (`orthokern.data.load_words`).
---delta X constrains the spectral norm of the recurrent matrix to 2 - X, --clip X clips gradients instead. The test text
+--delta X constrains the spectral norm of the recurrent matrix to 2 - X; --clip X clips gradients instead. The test text
 is evaluated once, with the best parameters.
 
     word  ->  0.01 E[word] [650]  ->  a GRU layer of 650  ->  W h_t + b [10 000]  ->  softmax
@@ -76,7 +76,7 @@ class WordModel(nn.Module):
 
 
 class WordLm(GruTask):
-    """Penn Treebank words for the training loop; complete settings."""
+    """Penn Treebank words for the training loop. Expects complete settings."""
 
     name = "word_lm"
     unit = "word"

@@ -1,4 +1,4 @@
-"""A moving average of the parameters, which evaluations and the best checkpoint use in place of the parameters."""
+"""A moving average of the parameters, which evaluations and the best checkpoint use instead of the parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Average"]
 
 
 class Average:
-    """The exponential moving average of the parameters of a model (Polyak and Juditsky 1992), from their present values
-    on.
+    """The exponential moving average of the parameters of a model (Polyak and Juditsky 1992), starting from their
+    current values.
 
     Update k = 0, 1, ... computes average = d average + (1 - d) parameters with d = min(decay, (1 + k) / (10 + k)), so
-    that the average spans at most a tenth of the iterations so far.
+    that the average spans at most about a ninth of the iterations so far.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -35,8 +35,8 @@ class Average:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """The model with the averages in place of its parameters. The average of the bases of a FactorizedRNN is not
-        orthonormal; there they are the nearest orthonormal matrices."""
+        """The model with the averages in place of its parameters. The averages of the bases of a FactorizedRNN are not
+        orthonormal; the nearest orthonormal matrices are used."""
         own = [parameter.detach().clone() for parameter in self.model.parameters()]
         self._put(self.values)
         for module in self.model.modules():

@@ -1,7 +1,7 @@
 """Checkpoints, which include the states of the random generators: a resumed run equals an uninterrupted one.
 
 A checkpoint is one file. It is written under a temporary name in the same folder, flushed to the disk, and renamed over
-the old one, so that a process that is killed at any time leaves the old or the new checkpoint. Files are read with
+the old one, so that a process killed at any time leaves either the old or the new checkpoint. Files are read with
 `torch.load(weights_only=True)`, so that a checkpoint cannot run code.
 """
 
@@ -35,7 +35,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         >>> load_checkpoint(file)["iteration"]
         3
     """
-    # To memory first: torch's file writer reports a full disk as a RuntimeError, after a part has been written.
+    # To memory first: torch's file writer reports a full disk as a RuntimeError after writing a part.
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, **payload}, buffer)
     write_atomically(path, buffer.getvalue())

@@ -154,7 +154,7 @@ class TaskCommand(Generic[Chosen]):
     """The command line of a task.
 
     Attributes:
-        name: of the task and of its module.
+        name: name of the task and of its module.
         description: text above the options in --help.
         examples: command lines below them.
         options: the settings, a dataclass that extends `RunOptions`.
@@ -177,8 +177,8 @@ class TaskCommand(Generic[Chosen]):
         return defaults(self.options)
 
     def complete(self, settings: Settings) -> Chosen:
-        """Settings by name as an object: with the defaults of the others, and with those that depend on settings. Names
-        that the task does not have (from other versions) are left out."""
+        """The settings object for settings by name, with the defaults of all others, including those that depend on
+        settings. Names that the task does not have (from other versions) are left out."""
         known = {each.name for each in fields(self.options)}
         result = self.options(**{name: value for name, value in settings.items() if name in known})
         result.complete()
@@ -240,12 +240,12 @@ class TaskCommand(Generic[Chosen]):
         return outcome.exit_code
 
     def settings(self, given: Settings, run: RunFolder | None = None) -> Chosen:
-        """The complete settings of a command line, checked; of one that resumes a run with this folder."""
+        """The complete, checked settings of a command line; `run`: the folder of the run that it resumes."""
         stored = None if run is None else run.config["settings"]
         settings = self.complete(resolve(given, self.defaults, self.presets, stored))
         if run is not None:
             try:
-                device(settings.device)  # the run may be of another machine
+                device(settings.device)  # the run may be from another machine
             except ArgumentTypeError as error:
                 raise CheckpointError(f"{run.path / 'config.json'}: device: {error}") from None
         check_effect(settings, given)

@@ -27,7 +27,7 @@ class LoopSettings:
         plots: draw the plots of the task at the end and at an interrupt.
         accumulate: batches per iteration, whose gradients and numbers are averaged. At least 1.
         last_step_gradient: also record, in diagnosed iterations, the gradient through time of `Task.last_step_loss`.
-        minutes: wall time, over all resumed parts, after which the iteration under way is the last.
+        minutes: wall time, over all resumed parts, after which the current iteration is the last.
             An evaluation or test takes at most a quarter of it.
     """
 
@@ -65,7 +65,7 @@ def step(task: Task, settings: LoopSettings, diagnose: bool) -> Step:
         rows.append(torch.stack([number.double() for number in (loss.detach(), *extra.values())]))
         if isinstance(norms, tap):
             diagnosis = _diagnose(task, norms, batch, settings)
-            diagnose = False  # the first batch of the iteration alone
+            diagnose = False  # only for the first batch of the iteration
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([size.float() for size in torch._foreach_norm(gradients)]))
     # One transfer for all numbers: on a GPU each .item() would synchronize.

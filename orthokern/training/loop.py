@@ -37,7 +37,7 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: 0 goal reached or all iterations done, 3 diverged, 129, 130 or 143 interrupted.
+        exit_code: 0: goal reached or all iterations done; 3: diverged; 129, 130 or 143: interrupted.
         reached: whether the goal was reached.
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
@@ -87,7 +87,7 @@ def train(
         The result; the caller prints its message.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is damaged, or of another run.
+        CheckpointError: the checkpoint to resume from is damaged, or from another run.
         OSError: a file cannot be written, for example on a full disk. The last checkpoint is unchanged.
 
     Example: `tests/toy_task.py` is trained by its command line; see `orthokern.training.Task`.
@@ -123,7 +123,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
     first, smoothed_ms = state.iteration, 0.0
     task.model.train()
     over = state.is_over(settings)
-    if over and not state.reached and state.evaluated != state.iteration:  # stopped before, and over by a new limit
+    if over and not state.reached and state.evaluated != state.iteration:  # stopped before; a new limit ends it
         _evaluate(state, False)
         state.save()
     if not over and not state.reached and stop.signal is None:
@@ -171,7 +171,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
 
 
 def _end(state: RunState, settings: LoopSettings, stopped: int | None, progress: Progress) -> Outcome:
-    """Draws the plots, and tests if the run has ended and was not stopped by a signal."""
+    """Draws the plots, and runs the test if the run has ended and was not stopped by a signal."""
     task = state.task
     if state.saved_at is None:  # stopped before the first iteration
         state.save()

@@ -50,7 +50,7 @@ class MetricsLog:
         """Writes one record."""
         content = memoryview(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
         with naming(self.path):
-            while content:  # a disk that is nearly full takes a part
+            while content:  # a write to a nearly full disk may be partial
                 content = content[self._file.write(content) :]
 
     def sync(self) -> None:

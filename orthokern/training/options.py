@@ -30,17 +30,17 @@ class Option:
     """The declaration of an option in a field.
 
     Attributes:
-        help: without the default.
+        help: text of the help, without the default.
         choices: accepted names; (): any value of the type.
-        convert: an argparse type in place of that of the annotation.
+        convert: an argparse type that replaces the type of the annotation.
         low, high: smallest and largest accepted number; for integers low is 1 by default.
         above, below: excluded bounds.
         metavar: name of the value in the help.
         shown: text of the default in the help; None: its value; "": none.
         basic: whether --help shows the option; --help-all shows all.
         only: the values of another setting with which the option has an effect, by the name of that setting; empty:
-            always. Of several settings, one suffices. The help starts with the values of the first.
-        off: a value that may be given where the option has no effect, besides none and a switch that is off.
+            always. If there are several settings, one suffices. The help starts with the values of the first.
+        off: a value that is accepted even if the option has no effect, like none and a switch that is off.
     """
 
     help: str
@@ -71,7 +71,7 @@ class Option:
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
-    """A field for an option; attributes as those of `Option`."""
+    """A field for an option; for attributes see `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, **attributes)})
 
 
@@ -90,7 +90,7 @@ class Options:
     HIDDEN: ClassVar[frozenset[str]] = frozenset()  # inherited options that are not on the command line of this class
 
     def fill(self, **usual: Any) -> None:
-        """Sets those of some settings that are None."""
+        """Sets the given settings that are None."""
         for name, value in usual.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -120,7 +120,7 @@ def defaults(options: type[Options]) -> Settings:
 
 
 def check_effect(settings: Options, names: Iterable[str]) -> None:
-    """InputError if one of these options has no effect with the other settings, unless its value asks for none."""
+    """InputError if one of these options has no effect with the other settings, unless its value requests no effect."""
     declared = {name: each for name, (_, each) in declarations(type(settings)).items()}
     only = {
         name: {other: values for other, values in each.only.items() if other in declared}

@@ -11,8 +11,8 @@ from orthokern.commandline import write
 
 
 class Progress:
-    """The display of the progress of a run of `total` iterations: on a terminal a bar, else plain lines every `every`
-    seconds."""
+    """The display of the progress of a run of `total` iterations: a bar on a terminal, otherwise plain lines every
+    `every` seconds."""
 
     REDRAW = 0.1  # seconds between updates of the bar: faster updates are unreadable and cost time
 

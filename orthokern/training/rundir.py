@@ -76,7 +76,7 @@ class RunFolder:
         return run
 
     def write_config(self) -> None:
-        """Writes config.json, also again with the settings that a resumed run changed."""
+        """Writes config.json; called again if a resumed run has changed settings."""
         self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
 
@@ -107,7 +107,7 @@ class RunFolder:
 
 
 def _new_folder(parent: Path, task: str) -> Path:
-    """Creates `<task>-<time>` in a folder, with a number for a further run of the same second."""
+    """Creates `<task>-<time>` in a folder, with a number if the name exists."""
     parent.mkdir(parents=True, exist_ok=True)
     name, copy = f"{task}-{time.strftime('%Y%m%d-%H%M%S')}", 1
     while True:
@@ -127,5 +127,5 @@ def processor() -> str:
         return platform.processor() or platform.machine()
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     name = " ".join(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*$", "", fields.get("model name", platform.machine())).split())
-    # the name alone may be no more than a brand, on a virtual machine
+    # on a virtual machine, the name may be only a brand
     return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name

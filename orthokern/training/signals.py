@@ -11,9 +11,9 @@ SAME = 2.0  # seconds in which further signals belong to the first one
 
 
 class StopRequest:
-    """Context manager that converts the first of STOP_SIGNALS to a flag, `signal`. Another one after SAME seconds has
-    its usual effect. Before that it is ignored: a terminal signals all processes of a command, and a process that has
-    started this one passes its signal on, so that one Ctrl-C may arrive twice."""
+    """Context manager that converts the first of STOP_SIGNALS to a flag, `signal`. A further signal after SAME seconds
+    has its usual effect. Before that it is ignored: a terminal signals all processes of a command, and a parent process
+    passes its signal on, so that one Ctrl-C may arrive twice."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

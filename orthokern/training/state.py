@@ -47,7 +47,7 @@ class RunState:
         return self.iteration >= settings.iterations or (self.iteration > 0 and self.seconds() >= limit)
 
     def keep_best(self, score: float) -> None:
-        """Keeps the present parameters as the best ones if the score is the highest: best.pt is written with the
+        """Keeps the current parameters as the best ones if the score is the highest: best.pt is written with the
         checkpoint of this iteration."""
         if math.isfinite(score) and (self.best is None or score > self.best["score"]):
             self.best = {"score": score, "iteration": self.iteration}
@@ -64,7 +64,7 @@ class RunState:
         self._load(payload)
 
     def _check_best(self, payload: dict[str, Any]) -> None:
-        """Forgets the best evaluation if best.pt is missing; CheckpointError if it is of another run."""
+        """Forgets the best evaluation if best.pt is missing; CheckpointError if it is from another run."""
         if not self.run.best.exists():
             say(f"warning: there is no {self.run.best}: the best evaluation before is not known", sys.stderr)
             payload["best"] = None

@@ -63,7 +63,7 @@ class Task(ABC):
         """The next training batch. It may reuse the tensors of the previous one."""
 
     def next_batches(self, count: int) -> Iterator[Any]:
-        """The batches of an iteration, each drawn when the one before has been used. The iteration takes the mean of
+        """The batches of an iteration, each drawn after the previous one has been used. The iteration uses the mean of
         their losses: a task whose losses are means over unequal numbers of targets overrides this method and weights
         them."""
         for _ in range(count):

@@ -71,7 +71,8 @@ def thin_curve(at: np.ndarray, values: np.ndarray, points: int = CURVE_POINTS) -
 
 
 def thinned(values: np.ndarray, summary: Callable[..., Any], points: int = CURVE_POINTS) -> np.ndarray:
-    """A summary of [P] values for each of `points` intervals of equal length; the values, if they are not more."""
+    """A summary of [P] values for each of `points` intervals of equal length; the values themselves if there are at
+    most `points`."""
     if len(values) <= points:
         return values
     return np.asarray([summary(part) for part in np.array_split(values, points)])
@@ -99,8 +100,8 @@ def use_log_scale(axis: Axes, values: np.ndarray) -> None:
 
 
 def x_axis(runs: Sequence[RunRecord], x: str | None) -> tuple[str, list[float]]:
-    """What the x axis counts, and the iterations of each run in a unit of it. x: one of AXES; None: epochs if the
-    length of an epoch is known for every run, else iterations."""
+    """The unit of the x axis, and the iterations per unit for each run. x: one of AXES; None: epochs if the length of
+    an epoch is known for every run, otherwise iterations."""
     lengths = [run.iterations_per_epoch for run in runs]
     if x not in (None, *AXES):
         raise InputError(f"x must be one of {', '.join(AXES)}, got {x!r}")

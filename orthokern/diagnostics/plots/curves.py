@@ -39,9 +39,9 @@ def _draw(axis: Axes, run: RunRecord, quantity: str, label: str, scale: float = 
 
 
 def plot_learning(run: RunRecord, *, title: str = "") -> Figure | None:
-    """Loss with its baseline, and accuracy (a fraction) with its goal if the records have it, over iterations. Where
-    the records have "nll", it is drawn in place of the loss, together with the loss on held-out data. The label of the
-    loss, the baseline and the goal are those in the configuration. None if no record has a loss."""
+    """Loss with its baseline, and accuracy (a fraction) with its goal if the records have it, over iterations. If the
+    records have "nll", it is drawn instead of the loss, together with the loss on held-out data. The label of the loss,
+    the baseline and the goal are those in the configuration. None if no record has a loss."""
     quantity = "nll" if "nll" in run.quantities else "loss"
     losses = run.series(quantity)[1]
     if not len(losses):
@@ -113,21 +113,21 @@ def compare_curves(
     x: str | None = None,
     title: str = "",
 ) -> Figure | None:
-    """One quantity of several runs, a curve each: accuracy as the paper's Figures 1 and 4, mean squared error as
-    Figure 5, loss as Figure 6. A loss is drawn with the baseline in the configuration of the runs, if they have the
-    same one.
+    """One quantity of several runs, with one curve per run: accuracy as in the paper's Figures 1 and 4, mean squared
+    error as in Figure 5, loss as in Figure 6. A loss is drawn with the baseline in the configuration of the runs, if
+    they have the same one.
 
     Args:
         runs: those whose records have the quantity are drawn.
         quantity: a field of the records, or "field.part". Quantities with "accuracy" in their names are fractions, and
-            are drawn in percent. Of a loss ("loss", "nll", "bpc", "perplexity"), the axis ends at ten times the first
-            values where a run diverged.
+            are drawn in percent. The axis of a loss ("loss", "nll", "bpc", "perplexity") ends at ten times the first
+            values if a run diverged.
         panel: a setting: one panel for each of its values, side by side (Figure 1 has one for each T).
         legend: settings to show in the legend; by default those in which the runs differ, see `labels`. Runs with the
             same label have the same colour. If the runs have labels of their own (`RunRecord.label`), one legend below
             the panels shows these.
-        legend_title: a line above the legend below the panels, which says what the labels are.
-        x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs where every run has them.
+        legend_title: heading of the legend below the panels, which explains the labels.
+        x: "iteration" or "epoch" (see `RunRecord.iterations_per_epoch`); None: epochs if every run has them.
     """
     unit, per = x_axis(runs, x)
     if panel is not None:
@@ -164,8 +164,8 @@ def compare_curves(
 
 
 def _limit(axis: Axes, curves: Sequence[np.ndarray], is_loss: bool) -> None:
-    """Sets the scale of the y axis, and the end of that of a loss: ten times the median of the first values, if a run
-    has diverged to above a thousand times that, so that its values leave the others a part of the panel."""
+    """Sets the scale of the y axis. For a loss, the axis ends at ten times the median of the first values if a run has
+    diverged to more than a thousand times the median, so that the other curves remain visible."""
     use_log_scale(axis, np.concatenate(curves))
     start = statistics.median_low([float(values[0]) for values in curves])
     if is_loss and max(float(values.max()) for values in curves) > 1000 * start > 0:
@@ -189,8 +189,8 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
 
 
 def draw_legends(figure: Figure, runs: Sequence[RunRecord], title: str) -> None:
-    """A legend in each panel; for runs with labels of their own one for all panels, below them, where it covers no
-    curve. The figure grows by its height."""
+    """A legend in each panel; for runs with labels of their own, one legend below all panels, where it covers no curve.
+    The figure grows by its height."""
     if not are_named(runs):
         for axis in figure.axes:
             axis.legend(loc="best", fontsize=7)

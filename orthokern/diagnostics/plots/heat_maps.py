@@ -117,7 +117,7 @@ def compare_gradients(runs: Sequence[RunRecord], **common: Any) -> Figure | None
 
     The norms of each iteration are divided by the largest one, so that a column shows the relative change of the
     gradient through time, whatever the loss is. The loss is that of the last time step, as in the paper, if all runs
-    with norms recorded it; else it is the training loss, over all steps.
+    with norms recorded it; otherwise it is the training loss, over all steps.
     """
     recorded = [{field for field in _GRADIENT_FIELDS if any(field in r for r in run.records)} for run in runs]
     last = all(_GRADIENT_FIELDS[1] in fields for fields in recorded if fields)

@@ -28,7 +28,7 @@ def plot_latent(
     """Trajectories of kappa = V^T h, the K numbers of a state that W reads, and the eigenvalues of V^T U diag(s).
 
     kappa is drawn over time for K = 1, in its plane for K = 2, and in the plane of its first two principal components
-    for K > 2. The eigenvalues are those of W but for N - K zeros; the circle is the unit circle.
+    for K > 2. The eigenvalues are those of W except for N - K zeros; the circle is the unit circle.
 
     Args:
         module: a FactorizedRNN.

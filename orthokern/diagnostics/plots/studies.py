@@ -60,7 +60,7 @@ def compare_dynamics(
 
 
 def compare_parts(panels: Mapping[str, Mapping[Variant, Sequence[float]]], title: str = "") -> Figure | None:
-    """A point for each variant: from top to bottom the values of one part of a method after the other.
+    """One point for each variant, from top to bottom, grouped by part of the method.
 
     Args:
         panels: title of a panel -> variant -> numbers of its seeds, drawn as a line from the smallest to the largest

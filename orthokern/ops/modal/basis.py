@@ -20,8 +20,8 @@ Note [Refining a basis]
 
     with lambda the diagonal of D. R <- R (1 + E) then leaves terms of second order: convergence is quadratic. Elements
     below the rounding of D are ignored, so that equal eigenvalues with good eigenvectors cause no error. The result
-    depends on W and the start R only; started from its own result, the refinement takes no step and returns the same
-    bits.
+    depends on W and the start R only; started from its own result, the refinement takes no step and returns it
+    unchanged.
 
     W = U diag(s) V^T of rank K < N has N - K eigenvalues 0, whose eigenvectors may be any basis of the null space of
     V^T. These modes come last; among them D vanishes, lambda is 0 by definition, and no E is needed.
@@ -70,7 +70,7 @@ class Basis:
         return self.values.imag.contiguous()
 
     def neglected(self, T: int) -> Tensor:
-        """The relative change of a state in T steps by the part of W outside its diagonal form, at most; 0-dim.
+        """A bound of the relative change of a state in T steps by the part of W outside its diagonal form; 0-dim.
 
         The largest of |A_jk| and |B_jk|, divided by the distance of the two eigenvalues, but at least 1 / T. Near a
         defective W it is large even where A and B are rounding errors, since these are large too.
@@ -79,7 +79,7 @@ class Basis:
 
 
 def size_of(values: Tensor) -> Tensor:
-    """|values| of complex numbers. The first ``abs`` of complex numbers on a GPU compiles a kernel, for a second."""
+    """|values| of complex numbers. The first ``abs`` of complex numbers on a GPU takes a second to compile."""
     return torch.hypot(values.real, values.imag)
 
 
@@ -116,7 +116,7 @@ def _settled(M: int, pairs: int, nulls: int, device: torch.device) -> Tensor:
 def diagonalise(
     w: Tensor, start: Tensor | None = None, *, v: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Basis:
-    """The eigenbasis of w [N, N], float64, by refinement of ``start`` where that converges, else by an eigensolver. It
+    """The eigenbasis of w [N, N], float64, by refinement of ``start`` if that converges, else by an eigensolver. It
     depends on the arguments only. NoBasis if w is not finite, or has no basis in which it is diagonal to rounding.
 
     Args:

@@ -2,9 +2,9 @@
 
 Note [When a basis is accurate enough]
     Let eps be the rounding of the dtype of the call, and c the condition of the basis R. States in modal
-    coordinates are up to |R^-1| times as large as h, and R carries their rounding back: their error is c eps. In
-    dL/dW = R^-T M R^T, M sums products of such states and of adjoints, and is itself transformed: c^2 eps. The
-    eigenvalues are of float64. Their error grows with the number of steps that a state is remembered for, the
+    coordinates are up to |R^-1| times as large as h, and R transforms their rounding errors back: their error is c eps.
+    In dL/dW = R^-T M R^T, M sums products of such states and of adjoints, and is itself transformed: c^2 eps. The
+    eigenvalues are in float64. Their error grows with the number of steps that a state is remembered for, the
     horizon n = min(T, 1 / (1 - r)) with r the largest |lambda|: c n eps64. The part of W outside its diagonal form
     (``Basis.neglected``) counts c times. Near a defective W, c is about 1 / d for a gap d of two eigenvalues.
 
@@ -56,7 +56,7 @@ class Modes:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the choice of an algorithm depends on."""
+    """The properties that the choice of an algorithm depends on."""
 
     matrix: Matrix
     T: int
@@ -175,7 +175,7 @@ def why_not_now(call: Call) -> str | None:
 
 def check_accuracy(call: Call, condition: float, radius: float, neglected: float) -> None:
     """Raise NoBasis unless a modal call is about as accurate as the sequential scan: Note [When a basis is accurate
-    enough]. neglected: that of the basis."""
+    enough]. neglected: the value of the basis."""
     eps, wide = torch.finfo(call.dtype).eps, torch.finfo(torch.float64).eps
     horizon = call.T if radius * call.T >= call.T - 1 else 1 / (1 - radius)
     error = eps * (condition**2 if call.backward else condition) + condition * (horizon * wide + neglected)
@@ -218,7 +218,7 @@ def choose(call: Call) -> tuple[Modes | None, str]:
     algorithm = call.algorithm
     if algorithm not in ("auto", "modal"):
         return None, f"algorithm is {algorithm!r}"
-    if algorithm == "auto" and torch.compiler.is_compiling():  # before the look for a kernel, which has no graph either
+    if algorithm == "auto" and torch.compiler.is_compiling():  # before the kernel search, which has no graph either
         return None, "the call is compiled, and an eigensolver has no graph"
     why = why_never(call)
     if why is None and algorithm == "auto":

@@ -1,9 +1,9 @@
 """The modal form on CUDA; the kernels: ``csrc/cuda/modal.cu``.
 
 Note [Modal spans]
-    The states, logits and gradients of one span of steps exist at a time. The spans are processed from the last to the
-    first; before that, a pass that writes no states computes the one before each span. A span takes a share of the
-    memory of the device: a call of moderate length is one span, and a long one has few launches.
+    The states, logits and gradients of only one span of steps exist at a time. The spans are processed from the last to
+    the first; before that, a pass that writes no states computes the state before each span. A span uses a share of
+    the memory of the device: a call of moderate length is one span, and a long one has few launches.
 """
 
 from __future__ import annotations

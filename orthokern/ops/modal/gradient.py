@@ -28,13 +28,13 @@ Note [Close pairs]
     r^n with r^2 = |lambda_j lambda_k|, so the quotient is wrong by up to 2 eps |g| |x| r^n / |d|. The direct sum has n
     terms of |g| |x| r^(n-1), so it is wrong by eps n |g| |x| r^(n-1): the quotient loses by the factor 2 r / (n |d|).
     What counts in M is the n at which n r^n is largest, n = 1 / (1 - r) for r < 1, though no more than T. A pair is
-    summed directly where the quotient would lose by more than a factor LOSS = 16:
+    summed directly if the quotient would lose by more than a factor LOSS = 16:
 
         |d| < 2 / (LOSS n),     n = min(T, 1 / (1 - r)) for r < 1, else T;  1 / n = max(1 - r, 1 / T),
 
     with the smaller of the two |d| of the pair. Other pairs are wrong by at most that factor more than the diagonal,
-    which is as large as M gets. Among evenly spread eigenvalues on the unit circle about M^2 / (8 T) pairs are close:
-    of 64 modes and 1000 steps, half a pair.
+    which is as large as any element of M. Among evenly spread eigenvalues on the unit circle about M^2 / (8 T) pairs
+    are close: of 64 modes and 1000 steps, half a pair.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recurrence, linear readout and cross-entropy in one call: in modal form where that is possible, else step by step.
+"""Recurrence, linear readout and cross-entropy in one call: in modal form if that is possible, else step by step.
 
 Note [Chunks of states]
     The sequential scan keeps its states for the backward, and the gradient of the readout has the same size. This is
@@ -31,14 +31,14 @@ LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
 
 
 class ScanLoss(NamedTuple):
-    """What ``orthokern.functional.scan_cross_entropy`` returns.
+    """The result of ``orthokern.functional.scan_cross_entropy``.
 
     Attributes:
         loss: 0-dim, in nats; differentiable.
         hits: int64 [T], the number of sequences whose largest logit at the step is that of the target.
         basis: float64 [N, 2M], the eigenvectors, the start for the next call; None if the call
             did not use the modal form.
-        refused: why the call did not use the modal form, in one line; "" where it did.
+        refused: why the call did not use the modal form, in one line; "" if it did.
     """
 
     loss: Tensor
@@ -210,7 +210,7 @@ def _sequential(args: ScanArgs, readout: Readout) -> tuple[Tensor, Tensor]:
 
 @keeps_dtype
 def scan_loss(args: ScanArgs, readout: Readout, start: Tensor | None = None) -> ScanLoss:
-    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Arguments are taken as checked."""
+    """See ``orthokern.functional.scan_cross_entropy``; start is its ``basis``. Arguments are assumed to be checked."""
     modes, why = choice.choose(choice.call_of(args, readout, start))
     if modes is None:
         return ScanLoss(*_sequential(args, readout), None, why)

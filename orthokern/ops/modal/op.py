@@ -98,7 +98,7 @@ class _ModalLoss(torch.autograd.Function):
             _taps.record("modal_cross_entropy", ctx.norms * grad_loss.abs())
         grad_w = None
         if ctx.needs_input_grad[3]:
-            # G - X - Z of Note [Divided differences], as one product where X is a sum over a table
+            # G - X - Z of Note [Divided differences], as one product if X is a sum over a table
             gradients, values = [weight, -grad_z0], [grad_weight, z0]
             if ctx.has_table:
                 gradients, values = [*gradients, -table], [*values, rows]
@@ -161,7 +161,7 @@ class _ModalStates(torch.autograd.Function):
 
 @keeps_dtype
 def modal_scan(args: ScanArgs) -> Tensor:
-    """hs [T, B, N] of a scan with algorithm="modal"; InputError where the modal form is not possible."""
+    """hs [T, B, N] of a scan with algorithm="modal"; InputError if the modal form is not possible."""
     x, h0, weight, bias, lengths = args.x, args.h0, args.weight, args.bias, args.lengths
     modes, _ = choose(call_of(args, None, None))
     assert modes is not None
