@@ -11,10 +11,12 @@
 namespace orthokern::ORTHOKERN_ISA {
 namespace {
 
+constexpr int kGates = 4, kPeepholes = 3;
+
 // The forward of a group of rows.
 template <class T>
 struct PeepholeForward {
-  static constexpr int L = kLanes<T>, kGates = 4;
+  static constexpr int L = kLanes<T>;
   const GatedPlan<T>& plan;
   const PeepholeArgs& args;
   const T* const peephole;  // [3][round_up(N)]
@@ -73,11 +75,9 @@ struct PeepholeForward {
 };
 
 // The backward of a group of rows.
-constexpr int kPeepholes = 3;
-
 template <class T>
 struct PeepholeBackward {
-  static constexpr int L = kLanes<T>, kGates = 4;
+  static constexpr int L = kLanes<T>;
   const GatedPlan<T>& plan;
   const PeepholeArgs& args;
   const T* const peephole;  // [3][round_up(N)]

@@ -1,7 +1,7 @@
 // gru_scan for small N: one block computes all steps of its sequences, without communication between blocks.
 //
-//   registers      w, or backward its transpose: of each of the three matrices, lane l of warp w has the tile of the 8
-//                  rows [16 w + 8 (l / 16), ...) and C columns, as in scan_resident.h
+//   registers      w, or backward its transpose: of each of the three matrices, lane l of warp v has the tile of the 8
+//                  rows [16 v + 8 (l / 16), ...) and C columns
 //   shared memory  the vectors that the products read; ring buffers of the inputs of the next kGruAhead steps, filled
 //                  by cp.async, each element by the thread that reads it; backward: squares of the last steps, which
 //                  are summed kNormSteps at a time

@@ -414,8 +414,8 @@ struct ClusterMaps {
       weights = coming;
     }
   }
-  // multiply_rest if all chunks are in shared memory: a vector of weights is read while that before the last one is
-  // multiplied, and the state of a chunk while the chunk before is.
+  // multiply_rest if all chunks are in shared memory: vectors of weights are read kEarly ahead of their multiplication,
+  // and the state of a chunk while the previous chunk is multiplied.
   __device__ __forceinline__ void multiply_shared(Product& product, int r0, int r1, const float* vector, int pitch) {
     constexpr int kEarly = Traits::kGroup > 2 ? 2 : 4;
     const float* words = chunks + r0 * Traits::kChunkWords + lane_words;

@@ -348,7 +348,7 @@ def optimizer_for(
         try:
             parts["euclidean"] = euclidean(groups, lr=groups[0]["lr"], **euclidean_kwargs)
         except TypeError as error:
-            raise TypeError(f"{error} (optimizer_for passes on all arguments that it does not have itself)") from None
+            raise TypeError(f"{error} (optimizer_for passes on all arguments that it does not have itself)") from error
     for module in model.modules():
         track = getattr(module, "track_optimizer", None)
         if callable(track):
