@@ -156,9 +156,9 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     theirs = copied(module)
     notes = _without_dropout(theirs)
     ours, report = convert(theirs, backend=backend)
-    if not report.swapped:
-        reasons = "".join(f"; {each.name or 'the module itself'} ({each.was}): {each.reason}" for each in report.kept)
-        raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to swap{reasons}")
+    if not report.replaced:
+        reasons = "".join(f"; {old.name or 'the module itself'} ({old.was}): {old.reason}" for old in report.skipped)
+        raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to replace{reasons}")
     run = _Run(inputs, seed)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         return _compared(module, (theirs, ours), report, run, rounds, notes)
@@ -404,9 +404,9 @@ def _head(module: nn.Module, run: _Run) -> str:
 
 
 def _backends(conversion: Conversion) -> tuple[str, ...]:
-    """Which backend serves each swapped module."""
+    """Which backend serves each replaced module."""
     lines = []
-    for each in conversion.report.swapped:
+    for each in conversion.report.replaced:
         module: Any = conversion.module.get_submodule(each.name)
         op, sizes = module._op()
         call = dispatch.Call(module.weight_hh_l0.device, module.weight_hh_l0.dtype, sizes)

@@ -20,7 +20,7 @@ from orthokern.errors import InputError, require
 from orthokern.nn import GRU, RNN
 from orthokern.nn._checks import check_backend, flag
 
-__all__ = ["Conversion", "Kept", "Report", "Swapped", "convert"]
+__all__ = ["Conversion", "Replaced", "Report", "Skipped", "convert"]
 
 DTYPES = (torch.float32, torch.float64)  # those that a kernel serves in both modules
 DEVICES = ("cpu", "cuda", "meta")
@@ -32,7 +32,7 @@ _OWN = frozenset[str]().union(*(kind(1, 1, device="meta").__dict__ for kind in _
 
 
 @dataclass(frozen=True)
-class Swapped:
+class Replaced:
     """One module that was replaced.
 
     Attributes:
@@ -47,7 +47,7 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Skipped:
     """One recurrent module that was not replaced: its name, its type, and the reason."""
 
     name: str
@@ -60,13 +60,13 @@ class Report:
     """The modules that `convert` replaced and did not replace, in the order of named_modules. str() gives one line per
     module."""
 
-    swapped: tuple[Swapped, ...]
-    kept: tuple[Kept, ...]
+    replaced: tuple[Replaced, ...]
+    skipped: tuple[Skipped, ...]
 
     def __str__(self) -> str:
-        lines = [f"swapped {_place(each.name)}: {each.was} -> {each.now}" for each in self.swapped]
-        lines += [f"kept {_place(each.name)}: {each.was}: {each.reason}" for each in self.kept]
-        return "\n".join(lines) or "nothing swapped: no recurrent module found"
+        lines = [f"replaced {_place(each.name)}: {each.was} -> {each.now}" for each in self.replaced]
+        lines += [f"skipped {_place(each.name)}: {each.was}: {each.reason}" for each in self.skipped]
+        return "\n".join(lines) or "nothing replaced: no recurrent module found"
 
 
 class Conversion(NamedTuple):
@@ -113,32 +113,32 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
         >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.GRU(8, 16))
         >>> model, report = orthokern.convert(model)
         >>> print(report)
-        swapped '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16)
+        replaced '1': torch.nn.GRU(8, 16) -> orthokern.nn.GRU(8, 16)
     """
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", type(module).__name__)
     flag("inplace", inplace)
     check_backend("backend", backend)
     module = module if inplace else copied(module, "; accepted: inplace=True")
     successors: dict[int, nn.Module] = {}  # id of an old module -> the new one
-    swapped, kept = [], []
+    replaced, skipped = [], []
     for name, old in list(module.named_modules(remove_duplicate=False)):
         above, _, last = name.rpartition(".")
         reason = _obstacle(old)
         if reason == "" and last == "_orig_mod":  # of torch.compile, which calls the old module
             reason = COMPILED
         if reason:
-            kept.append(Kept(name, _describe(old), reason))
+            skipped.append(Skipped(name, _describe(old), reason))
         if reason != "":
             continue
         if id(old) not in successors:
             successors[id(old)] = _successor(old, backend)
         new = successors[id(old)]
-        swapped.append(Swapped(name, _describe(old), f"orthokern.nn.{new}"))
+        replaced.append(Replaced(name, _describe(old), f"orthokern.nn.{new}"))
         if name:
             module.get_submodule(above)._modules[last] = new
         else:
             module = new
-    return Conversion(module, Report(tuple(swapped), tuple(kept)))
+    return Conversion(module, Report(tuple(replaced), tuple(skipped)))
 
 
 def copied(module: nn.Module, otherwise: str = "") -> nn.Module:
@@ -193,9 +193,9 @@ def _obstacle(module: Any) -> str | None:
         if parameter.dim() != (2 if name.startswith("weight") else 1):
             return f"its {name} has shape {list(parameter.shape)}, as a part of a flat tensor"
         if parameter.dtype not in DTYPES:
-            return f"its {name} is {parameter.dtype}; swapped are torch.float32 and torch.float64"
+            return f"its {name} is {parameter.dtype}; accepted: torch.float32 and torch.float64"
         if parameter.device.type not in DEVICES:
-            return f"its {name} is on {parameter.device}; swapped are modules on cpu and cuda"
+            return f"its {name} is on {parameter.device}; accepted: cpu and cuda"
     return ""
 
 
@@ -211,11 +211,11 @@ def _foreign(module: Any) -> str | None:
         return None
     if parametrize.is_parametrized(module):
         names = ", ".join(getattr(module, "parametrizations", {}))
-        return f"it has parametrizations ({names}); swap first, then parametrize"
+        return f"it has parametrizations ({names}); convert first, then parametrize"
     if isinstance(module, nn.LSTM):
         return "orthokern.nn.LSTM, which has the same results without projections, is not faster for all sizes"
     if isinstance(module, nn.RNNCellBase):
-        return "a cell runs one step at a time; swapped are modules that run all steps"
+        return "a cell runs one step at a time; only modules that run all steps are replaced"
     base = next(each for each in (*_KINDS, nn.RNNBase) if isinstance(module, each))
     return f"it is a subclass of torch.nn.{base.__name__}, which may compute something else"
 

@@ -47,8 +47,8 @@ def test_a_model_agrees_with_its_conversion() -> None:
     result = compare(model, torch.randint(0, 9, (3, 7)), rounds=2)
     assert result.agree and result.outputs.torch > 0 and result.gradients is not None and result.gradients.torch > 0
     assert len(result.forward.torch) == len(result.forward.orthokern) == 2 and result.backward is not None
-    assert [each.name for each in result.report.swapped] == ["first", "second"]
-    assert [each.name for each in result.report.kept] == ["third"] and result.peak_mib is None
+    assert [each.name for each in result.report.replaced] == ["first", "second"]
+    assert [each.name for each in result.report.skipped] == ["third"] and result.peak_mib is None
     assert isinstance(model.first, nn.GRU) and model.first.dropout == 0.3 and model.drop.p == 0.5
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -137,7 +137,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("module", "options", "text"),
     [
-        (nn.Sequential(nn.LSTM(3, 2)), {}, r"to swap; 0 \(torch.nn.LSTM\(3, 2\)\): orthokern.nn.LSTM"),
+        (nn.Sequential(nn.LSTM(3, 2)), {}, r"to replace; 0 \(torch.nn.LSTM\(3, 2\)\): orthokern.nn.LSTM"),
         (Model(lambda rnn, x: rnn(x)[0] + torch.rand(())), {}, "forward of Model draws random numbers"),
         (Model(lambda rnn, x: rnn(x)[0] + next(count)), {}, "forward of Model keeps a state from call to call"),
         (nn.GRU(3, 4), {"seed": -1}, "seed must be an integer of at least 0 and at most 9223372036854775806, got -1"),

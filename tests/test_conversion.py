@@ -1,5 +1,5 @@
-"""orthokern.convert: outputs, gradients, parameters and names are unchanged; modules that cannot be converted are kept,
-with a reason."""
+"""orthokern.convert: outputs, gradients, parameters and names are unchanged; modules that cannot be converted are
+skipped, with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_numbers_stay(kind: Any, options: dict[str, Any]) -> None:
         results.append([output, h, *grads])
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(*results, rtol=64 * eps, atol=64 * eps)
-    assert type(ours).__module__.startswith("orthokern.nn") and len(report.swapped) == 1 and not report.kept
+    assert type(ours).__module__.startswith("orthokern.nn") and len(report.replaced) == 1 and not report.skipped
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
@@ -63,10 +63,10 @@ def test_a_copy_leaves_the_model_alone() -> None:
     assert not converted.encoders[0].training and converted.encoders[0].backend == "reference"
     old = {id(p) for p in model.parameters()}
     assert not any(id(p) in old for p in converted.parameters())
-    assert [each.name for each in report.swapped] == ["encoders.0", "encoders.1", "twice"]
-    assert [each.name for each in report.kept] == ["decoder"]
+    assert [each.name for each in report.replaced] == ["encoders.0", "encoders.1", "twice"]
+    assert [each.name for each in report.skipped] == ["decoder"]
     assert str(report).splitlines()[0] == (
-        "swapped 'encoders.0': torch.nn.GRU(5, 6, batch_first=True) -> "
+        "replaced 'encoders.0': torch.nn.GRU(5, 6, batch_first=True) -> "
         "orthokern.nn.GRU(5, 6, batch_first=True, backend='reference')"
     )
 
@@ -146,24 +146,24 @@ def compiled_in_place() -> nn.Module:
         (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
     ],
 )
-def test_what_is_kept(make: Any, reason: str) -> None:
+def test_what_is_skipped(make: Any, reason: str) -> None:
     module = nn.ModuleDict({"part": make()})
     part = module["part"]
     converted, report = convert(module, inplace=True)
     assert converted["part"] is part  # type: ignore[index]
-    assert not report.swapped and [each.name for each in report.kept] == ["part"]
-    assert reason in report.kept[0].reason and "\n" not in str(report)
+    assert not report.replaced and [each.name for each in report.skipped] == ["part"]
+    assert reason in report.skipped[0].reason and "\n" not in str(report)
 
 
 def test_compiled_modules() -> None:
     """torch.compile of a module calls the old one; that of a model around it does not."""
     x = torch.randn(5, 2, 3)
     _, report = convert(torch.compile(nn.GRU(3, 4), backend="eager"))
-    assert not report.swapped and "convert first, then compile" in str(report)
+    assert not report.replaced and "convert first, then compile" in str(report)
     model = torch.compile(nn.Sequential(nn.GRU(3, 4)), backend="eager")
     expected = model(x)[0]
     converted, report = convert(model)
-    assert len(report.swapped) == 1
+    assert len(report.replaced) == 1
     torch.testing.assert_close(converted(x)[0], expected)
 
 
@@ -177,7 +177,7 @@ def test_attributes_of_the_user() -> None:
         converted, report = convert(module)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert len(report.swapped) == 1 and converted.tag == "mine"
+    assert len(report.replaced) == 1 and converted.tag == "mine"
 
 
 def test_attributes_that_other_code_reads() -> None:
