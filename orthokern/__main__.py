@@ -1,6 +1,6 @@
 """`python -m orthokern` lists the command lines of the package."""
 
-from orthokern.commandline import say
+from orthokern.commandline import listing
 
 COMMANDS = """\
 python -m orthokern.tasks         list the training tasks
@@ -12,4 +12,4 @@ python -m orthokern.explain       the backend of a call, and why
 Each has --help. Documentation: docs/README.md"""
 
 if __name__ == "__main__":
-    say(COMMANDS)
+    raise SystemExit(listing("python -m orthokern", COMMANDS))

@@ -252,3 +252,14 @@ class Parser(argparse.ArgumentParser):
                 + (f": did you mean --{guess}?" if guess else "; see --help")
             )
         return vars(known)
+
+
+def listing(prog: str, text: str) -> int:
+    """The main function of a command that lists other commands: prints `text`. Returns the exit code."""
+
+    def body() -> int:
+        Parser(prog=prog, description=text).parse(None)
+        say(text)
+        return 0
+
+    return command(body)

@@ -129,6 +129,8 @@ def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
         [copy, "--ünknown"],
         [copy, *small, "--out", str(folder)],
         ["orthokern.diagnostics", str(folder), "--figure", "none"],
+        ["orthokern"],
+        ["orthokern.tasks", "copy"],
     ]
     if redirection == "LC_ALL=C":  # where these bytes are no text
         commands = [[os.fsencode(word).decode("ascii", "surrogateescape") for word in words] for words in commands]
@@ -141,7 +143,7 @@ def test_an_interpreter_of_its_own(redirection: str, tmp_path: Path) -> None:
         redirection = f">{out} 2>{err}"
     line = f"exec {shlex.join([sys.executable, str(tmp_path / 'script.py')])} {redirection}"
     done = subprocess.run(["sh", "-c", line], env=environment, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0 and (tmp_path / "codes").read_text() == "[0, 2, 0, 0]"
+    assert done.returncode == 0 and (tmp_path / "codes").read_text() == "[0, 2, 0, 0, 0, 2]"
     assert len((folder / "metrics.jsonl").read_bytes().splitlines()) == 1  # nothing else was written into it
     if (tmp_path / "err").exists():
         assert "Traceback" not in (tmp_path / "err").read_text(errors="replace")
