@@ -275,8 +275,9 @@ class SchurForm(_Based):
     theta [floor(N/2)] in radians, T [N,N].
 
     `right_inverse` computes this form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
-    size. A 2 x 2 block that is not a rotation times a scalar is replaced by the nearest one of this kind. Matrices that
-    this class has computed, and rotations, are represented up to rounding.
+    size. A 2 x 2 block that is not a rotation times a scalar is replaced by the nearest one of this kind. Rotations are
+    represented up to rounding, and so are matrices that this class has computed, unless an angle theta is exactly 0 or
+    pi, and the angle of a later block is not.
 
     Args:
         weight: the tensor [N,N] to constrain, float32 or float64.
@@ -318,7 +319,7 @@ class SchurForm(_Based):
         ) > DEFECTIVE * w.norm():
             warnings.warn(
                 "SchurForm: two real eigenvalues of opposite sign became a pair of modulus 0, which makes the weight "
-                "singular; accepted without loss: real eigenvalues in pairs of one sign",
+                "singular; accepted without loss: real eigenvalues in pairs of equal ones",
                 stacklevel=2,
             )
         self.base.copy_(p)
@@ -347,5 +348,10 @@ def _real_eigenbasis(w: Tensor) -> Tensor:
         columns.append(plane)
         pairs = torch.cat([pairs[:, :best], pairs[:, best + 1 :]], 1)
         pairs = pairs - plane.to(pairs.dtype) @ (plane.mT.to(pairs.dtype) @ pairs)
-    order = values.real[real].argsort()
+    sizes, order = values.real[real].sort()
+    if len(order) % 2:  # the last of an odd number has no partner: the one without which the others pair best
+        gaps = sizes.diff().square()
+        costs = [float(gaps[:i:2].sum() + gaps[i + 1 :: 2].sum()) for i in range(0, len(order), 2)]
+        single = 2 * costs.index(min(costs))
+        order = torch.cat([order[:single], order[single + 1 :], order[single : single + 1]])
     return torch.cat([*columns, vectors.real[:, real][:, order]], dim=1)

@@ -134,6 +134,16 @@ def test_schur_form(n: int) -> None:
     assert torch.allclose(linear.weight, rotation, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("values", [[-1.0, 1.0, 1.0], [0.5, 1.0, 1.0], [0.5, 0.5, 1.0], [-1.0, -1.0, 0.3, 1.0, 1.0]])
+def test_schur_form_pairs_equal_real_eigenvalues(values: list[float]) -> None:
+    n = len(values)
+    q = haar_rotation_(torch.empty(n, n, dtype=F64), torch.Generator().manual_seed(2))
+    weight = q * torch.tensor(values, dtype=F64) @ q.mT
+    linear = layer(n, n, SchurForm)
+    linear.weight = weight
+    assert torch.allclose(linear.weight, weight, rtol=0, atol=1e-9)
+
+
 def test_schur_form_warns_of_a_singular_weight() -> None:
     weight = torch.diag(torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=F64))
     with pytest.warns(UserWarning, match="two real eigenvalues of opposite sign .* makes the weight singular"):
