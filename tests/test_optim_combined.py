@@ -248,6 +248,7 @@ def test_groups_are_added_to_a_part() -> None:
     q.grad, w.grad = torch.randn_like(q), torch.ones(2)
     optimizer.step()
     assert error(q) < 1e-13 and float(w[0].detach()) < 1
+    one_cycle(optimizer, [group["lr"] for group in optimizer.param_groups])  # it sets the momentum of every group
     with pytest.raises(InputError, match="in parts 'a' and 'b'"):
         CombinedOptimizer({"a": torch.optim.SGD([w], lr=0.1), "b": torch.optim.SGD([w], lr=0.1)})
 

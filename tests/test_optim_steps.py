@@ -117,6 +117,27 @@ def test_a_basis_that_became_nan_is_an_error_where_the_drift_is_measured(
     assert torch.equal(bases[0], before)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_rate_in_a_tensor(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not read where reading waits, and a scheduler reduces that of each group once."""
+    monkeypatch.setattr(ops.cayley, "read_waits", lambda device: reads)
+    results = []
+    for rate in (0.1, torch.tensor([0.1])):
+        torch.manual_seed(0)
+        bases = [basis(6, 6), basis(5, 2), basis(5, 2)]
+        optimizer = GeodesicSGD(bases, lr=rate, max_grad_norm=1.0, maximize=True)
+        for p in bases:
+            p.grad = torch.ones_like(p).triu()
+        optimizer.step()
+        results.append(bases)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+    combined = optimizer_for(nn.Sequential(FactorizedRNN(2, 4, margin=None)), lr=torch.tensor(0.5), geodesic_lr=0.5)
+    for group in combined.param_groups:
+        group["lr"] *= 0.5
+    assert [float(group["lr"]) for group in combined.param_groups] == [0.25] * len(combined.param_groups)
+
+
 @pytest.mark.parametrize("start", [1 / 3, 0.1, 1.0])
 def test_a_schedule_that_rounds_to_less_than_zero(start: float) -> None:
     m = basis(6, 6)

@@ -124,7 +124,7 @@ class GeodesicSGD(Optimizer):
         try:
             _check_options(self.param_groups[-1])
             _check_bases(self.param_groups[-1])
-        except InputError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -171,7 +171,9 @@ class GeodesicSGD(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any], todo: _Work) -> None:
-        rate = max(float(group["lr"]), 0.0)  # one below 0 by rounding is 0, see check_rate
+        rate = group["lr"]  # one below 0 by rounding is 0, see check_rate
+        in_place = isinstance(rate, Tensor) and isinstance(todo.norm, Tensor)  # Note [No wait for the GPU]
+        rate = rate.detach().reshape(()).clamp(min=0.0) if in_place else max(float(rate), 0.0)
         rate = -rate if group["maximize"] else rate
         shrink, measure = todo.shrink(group), todo.measure
         steps, averages = [], []

@@ -123,15 +123,19 @@ class CombinedOptimizer(Optimizer):
         self.parts = dict(parts)
         self._complete = False
         momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
+        self.defaults = momenta
         super().__init__(self.param_groups, momenta)
-        self._add_momenta()
         self._one_rate = self._alike()
         self._complete = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """A new list of the groups of all parts, which are not copied."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+        groups = [group for part in self.parts.values() for group in part.param_groups]
+        for group in groups:  # schedulers that cycle momentum set it in all groups, also where the optimizer has none
+            for name in _MOMENTA.keys() & self.defaults.keys():
+                group.setdefault(name, _MOMENTA[name])
+        return groups
 
     @param_groups.setter
     def param_groups(self, _: list[dict[str, Any]]) -> None:
@@ -148,12 +152,6 @@ class CombinedOptimizer(Optimizer):
     @state.setter
     def state(self, _: defaultdict[Tensor, Any]) -> None:
         """Ignored, as for param_groups."""
-
-    def _add_momenta(self) -> None:
-        """Add the momentum options to groups whose optimizer has none: schedulers that cycle momentum set it in all."""
-        for group in self.param_groups:
-            for name in self.defaults:
-                group.setdefault(name, _MOMENTA[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: add a group to a part, `optimizer.parts["euclidean"].add_param_group({"params": [(name, p), ...]})`.
@@ -183,7 +181,8 @@ class CombinedOptimizer(Optimizer):
 
     def _alike(self) -> bool:
         """Whether all groups have the same rate, before the factors of schedulers."""
-        return len({group.get("initial_lr", group.get("lr")) for group in self.param_groups}) == 1
+        rates = [group.get("initial_lr", group.get("lr")) for group in self.param_groups]
+        return len({float(rate) if isinstance(rate, Tensor) else rate for rate in rates}) == 1
 
     def _check_schedule(self) -> None:
         """InputError if a scheduler has given one rate to groups that had different ones."""
@@ -418,10 +417,10 @@ def _spectrum_groups(entries: list[_Entry], spectrum_lr: Any) -> list[dict[str, 
     return groups
 
 
-def _group(entries: list[_Entry], role: str, lr: float) -> dict[str, Any]:
+def _group(entries: list[_Entry], role: str, lr: Any) -> dict[str, Any]:
     return {
         "params": [entry.parameter for entry in entries],
         "param_names": [entry.name for entry in entries],
         "role": role,
-        "lr": lr,
+        "lr": lr.clone() if isinstance(lr, Tensor) else lr,  # each group has its own, which a scheduler multiplies
     }
