@@ -113,6 +113,9 @@ def test_eigenvalues_of_a_known_matrix() -> None:
         1,
         0,
     ]
+    assert diagnostics.angle_histogram(torch.tensor([-math.pi, math.pi]), bins=4) == [2, 0, 0, 0]  # float32
+    assert diagnostics.eigenvalue_angles(-torch.ones(3, 3).triu(1)).tolist() == [0.0, 0.0, 0.0]
+    assert diagnostics.eigenvalue_angles(-torch.zeros(2, 2)).tolist() == [0.0, 0.0]
     assert all(math.isnan(count) for count in diagnostics.angle_histogram(torch.tensor([0.0, math.nan])))
     assert sum(counts) == 6 and where == {math.floor((a + math.pi) / (2 * math.pi / 36)) for a in expected.tolist()}
 
@@ -249,6 +252,8 @@ def test_the_result_of_a_run_that_ended_is_in_the_table(tmp_path: Path) -> None:
     header, _, row = comparison.table([run]).splitlines()
     cells = dict(zip([c.strip() for c in header.split("|")], [c.strip() for c in row.split("|")], strict=True))
     assert cells["test accuracy (%)"] == "91.40" and cells["test loss"] == "0.25"
+    (folder / "result.json").write_text('{"iteration": "5", "time_steps": [5]}')
+    assert load_run(folder).tested == {}
 
 
 def test_a_run_in_progress_is_read(tmp_path: Path) -> None:
@@ -274,6 +279,7 @@ def test_a_run_in_progress_is_read(tmp_path: Path) -> None:
             lambda run: (run / "metrics.jsonl").write_text('{"iteration": 1}\nnoise\n{"iteration": 2}\n'),
             "line 2 is not",
         ),
+        (lambda run: (run / "metrics.jsonl").write_text('{"iteration": null}\n'), "line 1 is not"),
     ],
 )
 def test_a_damaged_run_is_one_line(

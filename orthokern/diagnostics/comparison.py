@@ -33,9 +33,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def caption(text: str) -> str:
-    """Text from a file, safe for a picture: unprintable characters are escaped, and a dollar sign does not start a
-    formula."""
-    return printable(text).replace("$", "\\$")
+    """Text from a file, safe for a picture: unprintable characters are escaped, a dollar sign does not start a formula,
+    and an underscore does not hide a label from the legend."""
+    return " " * text.startswith("_") + printable(text).replace("$", "\\$")
 
 
 def are_named(runs: Sequence[RunRecord]) -> bool:

@@ -49,9 +49,9 @@ class RunRecord:
         """Time steps per sequence: "time_steps" of the records, otherwise of the configuration. None if it is unknown
         or not the same for all sequences."""
         for places in (self.records, [self.config]):
-            steps = {place["time_steps"] for place in places if place.get("time_steps")}
+            steps = {number_at(place, "time_steps") for place in places} - {None, 0.0}
             if steps:
-                return steps.pop() if len(steps) == 1 else None
+                return int(steps.pop() or 0) if len(steps) == 1 else None
         return None
 
     @property
@@ -121,7 +121,7 @@ def load_run(folder: Path | str) -> RunRecord:
         raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
     records = read_metrics(path / "metrics.jsonl")
     result = read_object(path / "result.json")
-    ended = result.get("iteration")
+    ended = number_at(result, "iteration")
     if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
         result = {}
     return RunRecord(path, config, config["settings"], config["task"], records, result)
@@ -142,7 +142,7 @@ def read_metrics(path: Path) -> list[Record]:
         return []
     records = [parsed_object(content) for content in lines]
     for line, record in enumerate(records, 1):
-        if record is None or "iteration" not in record:
+        if record is None or number_at(record, "iteration") is None:
             raise InputError(f"{path} is damaged: line {line} is not a JSON object with an iteration")
     return records  # type: ignore[return-value]
 

@@ -65,7 +65,7 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
         [1, 0, 2, 1]
     """
     integer("bins", bins)
-    angles = vector("angles", angles)
+    angles = vector("angles", angles).clamp(-math.pi, math.pi)  # of float32, pi is outside
     if not bool(angles.isfinite().all()):
         return [math.nan] * bins
     part = ((angles + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
@@ -153,5 +153,5 @@ def _eigenvalues(w: Any) -> Tensor:
     w = square("w", w)
     if bool(w.isfinite().all()):
         with _one_thread(), suppress(LinAlgError):
-            return torch.linalg.eigvals(w)
+            return torch.linalg.eigvals(w) + 0.0  # -0.0 has the angle pi
     return torch.full((len(w),), complex(math.nan, math.nan), dtype=torch.complex128, device="cpu")

@@ -82,7 +82,7 @@ def plot_layers(run: RunRecord, *, title: str = "") -> Figure | None:
         ("orthogonality_by_layer", "‖W Wᵀ − I‖² of the smaller Gram matrix"),
         ("grad_norm_by_layer", "norm of the gradient for W"),
     )
-    rows = [r for r in run.records if all(key in r for key, _ in panels)]
+    rows = [r for r in run.records if all(isinstance(r.get(key), list) for key, _ in panels)]
     if not rows:
         return None
     figure, axes = new_figure(2, 1, (7.2, 6.0), title, sharex=True)
