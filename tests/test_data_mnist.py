@@ -69,6 +69,7 @@ def test_spellings(folder: Path, mark: str, ending: str, packed: bool) -> None:
         (folder / name).unlink()
         name = name.replace("-idx", f"{mark}idx") + ending
         (folder / name).write_bytes(gzip.compress(content) if packed else content)
+    (folder / TRAIN_IMAGES).mkdir()  # beside the file, as in some archives
     result = load_mnist(folder, validation=2)
     for part in ("train", "validation", "test"):
         assert torch.equal(getattr(result, part).images, getattr(expected, part).images)

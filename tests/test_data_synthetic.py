@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,7 @@ def test_copy(T: int) -> None:
     assert torch.equal(targets[-10:], tokens[:10])
     assert (targets[:-10] == 0).all()
     assert task.baseline == pytest.approx(10 * math.log(8) / (T + 20))
+    assert type(CopyTask(np.uint8(T)).length) is int and CopyTask(np.uint8(T)).length == T + 20
 
 
 def test_scalar_coding() -> None:

@@ -9,13 +9,11 @@ from orthokern.errors import InputError
 
 
 def read_first(folder: str | Path, names: Sequence[str]) -> tuple[Path, bytes]:
-    """Path and content of a file that may have several names: the first one that exists is read."""
+    """Path and content of a file that may have several names: the first file that exists is read."""
     folder = Path(folder)
     for path in (folder / name for name in names):
-        try:
+        if path.is_file():
             return path, path.read_bytes()
-        except FileNotFoundError:
-            continue
     others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
     below = next((path.parent for name in names for path in folder.glob(f"*/{name}")), None)
     hint = "" if below is None else f"; {below} has it"

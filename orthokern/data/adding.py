@@ -41,7 +41,7 @@ class AddingTask(Generator):
     def __init__(self, T: int, *, target: str = "sum", positions: str = "halves") -> None:
         self.target = one_of("target", target, TARGETS)
         self.positions = one_of("positions", positions, POSITIONS)
-        self.T = integer("T", T)
+        self.T = T = integer("T", T)
         self.length = T
         self.num_features = 2
         self._bounds = (0, T // 2, T) if positions == "halves" else (0, T // 10, T // 2)

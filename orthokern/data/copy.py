@@ -48,11 +48,11 @@ class CopyTask(Generator):
     """
 
     def __init__(self, T: int, symbols: int = 8, recall: int = 10, dtype: torch.dtype = torch.int64) -> None:
-        self.T = integer("T", T)
-        self.symbols = integer("symbols", symbols)
-        self.recall = integer("recall", recall)
-        if dtype not in _DTYPES or torch.iinfo(dtype).max <= self.symbols:
-            raise InputError(f"dtype must be uint8, int16, int32 or int64 and hold {self.symbols + 1}, got {dtype}")
+        self.T = T = integer("T", T)
+        self.symbols = symbols = integer("symbols", symbols)
+        self.recall = recall = integer("recall", recall)
+        if dtype not in _DTYPES or torch.iinfo(dtype).max <= symbols:
+            raise InputError(f"dtype must be uint8, int16, int32 or int64 and hold {symbols + 1}, got {dtype}")
         self.dtype = dtype
         self.length = T + 2 * recall
         self.num_ids = symbols + 2

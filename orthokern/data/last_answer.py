@@ -46,8 +46,8 @@ class RandomPermutationTask(Generator):
     """
 
     def __init__(self, T: int, *, symbols: int = 100) -> None:
-        self.T = integer("T", T, 2)
-        self.symbols = integer("symbols", symbols, 3)
+        self.T = T = integer("T", T, 2)
+        self.symbols = symbols = integer("symbols", symbols, 3)
         self.length = T
         self.num_features = self.num_classes = symbols
         self.baseline = math.log(2.0)
@@ -83,10 +83,10 @@ class TemporalOrderTask(Generator):
     """
 
     def __init__(self, T: int, *, bits: int = 2) -> None:
-        self.T = integer("T", T, 10)
-        if integer("bits", bits, 2) not in _TENTHS:
-            raise InputError(f"bits must be 2 or 3, got {bits!r}")
-        self.bits = bits
+        self.T = T = integer("T", T, 10)
+        self.bits = bits = integer("bits", bits, 2)
+        if bits not in _TENTHS:
+            raise InputError(f"bits must be 2 or 3, got {bits}")
         self.length = T
         self.num_features = 6
         self.num_classes = 2**bits

@@ -65,7 +65,7 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
         validation: number of images at the end of the training files that form the validation set; at least 0, and
             below the number of training images. Vorontsov et al. 2017 train on 50 000 and validate on 10 000.
     """
-    integer("validation", validation, minimum=0)
+    validation = integer("validation", validation, minimum=0)
     train, test = _read_part(folder, "train"), _read_part(folder, "t10k")
     kept = len(train) - validation
     if kept < 1:

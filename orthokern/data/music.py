@@ -95,8 +95,7 @@ class Rolls:
         """All pieces once, for evaluation: (rows, window), where the window continues the first `rows` pieces of the
         previous window of the group. The pieces are sorted by decreasing length, and divided into groups of `batch`,
         which are cut into windows of `steps`. A piece without further steps is left out of the following windows."""
-        integer("batch", batch)
-        integer("steps", steps)
+        batch, steps = integer("batch", batch), integer("steps", steps)
         lengths = self.lengths - 1  # to predict
         for pieces in lengths.argsort(descending=True, stable=True).split(batch):
             for begin in range(0, int(lengths[pieces[0]]), steps):
@@ -120,8 +119,8 @@ class RollWindows:
 
     def __init__(self, rolls: Rolls, batch: int, steps: int, generator: torch.Generator) -> None:
         self.rolls = rolls
-        integer("batch", batch)
-        self.steps = integer("steps", steps)
+        batch = integer("batch", batch)
+        self.steps = steps = integer("steps", steps)
         self.generator = generator
         self._to_predict = rolls.lengths - 1
         windows = int((-(-self._to_predict // steps)).sum())

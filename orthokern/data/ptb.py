@@ -125,7 +125,7 @@ class Sentences:
 
     def ordered(self, batch: int) -> Iterator[SentenceBatch]:
         """All sentences once, sorted by decreasing length, in batches of at most `batch`, for evaluation."""
-        integer("batch", batch)
+        batch = integer("batch", batch)
         order = self.lengths.argsort(descending=True, stable=True)
         return (self.batch(indices) for indices in order.split(batch))
 
@@ -141,7 +141,7 @@ class SentenceBatches:
     """
 
     def __init__(self, sentences: Sentences, batch: int, generator: torch.Generator, bucket: int) -> None:
-        self.batch = integer("batch", batch)
+        self.batch = batch = integer("batch", batch)
         self.bucket = integer("bucket", bucket)
         self.sentences = sentences
         self.generator = generator

@@ -65,7 +65,7 @@ def stream_rows(tokens: Tensor, rows: int) -> Tensor:
                 [1, 4],
                 [2, 5]])
     """
-    integer("rows", rows)
+    rows = integer("rows", rows)
     length = len(tokens) // rows
     if length < 2:
         raise InputError(f"{len(tokens)} tokens in {rows} rows: a row needs 2 at least; choose a smaller batch")
