@@ -137,7 +137,7 @@ class OrthogonalPenalty:
             gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
             orthogonal W it is taken as zero.
         on: which matrices of a module are penalised, one or both of LAYERS. "recurrent": W_hh [N, N] of every
-            recurrence; "feedforward": the weight [n, m] of every other layer that has one, except embeddings.
+            recurrence; "feedforward": the weight [n, m] of every other layer that has one, except embeddings and norms.
 
     Raises:
         InputError: a strength that is negative or not finite, unknown or no layers.
@@ -193,7 +193,7 @@ class OrthogonalPenalty:
                 yield from _recurrent(module)
             weight = getattr(module, "weight", None)
             if "feedforward" in self.on and isinstance(weight, Tensor) and weight.ndim == 2:
-                if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                if not isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)):
                     yield _distance(weight)
 
 

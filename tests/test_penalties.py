@@ -105,7 +105,7 @@ def test_penalty_and_gradient_of_a_matrix(shape: tuple[int, int], squared: bool)
 @pytest.mark.parametrize("squared", [True, False])
 def test_which_layers_are_meant(squared: bool) -> None:
     rnn, factorized = RNN(3, 4, dtype=torch.float64), model(margin=0.3)
-    head = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 2)).double()
+    head = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm((1, 6)), torch.nn.Linear(6, 2)).double()
     words = torch.nn.Embedding(5, 3, dtype=torch.float64)
     everything = torch.nn.ModuleList([words, rnn, factorized, head])
     recurrent = [rnn.weight_hh_l0, *composed(factorized)]

@@ -111,7 +111,8 @@ class SpectralNormProjection:
         args: Any = constrained
         if isinstance(args, Tensor) or not isinstance(args, (nn.Module, Iterable)):
             raise InputError(f"constrained must be a module or a list of matrices, got {type(args).__name__}")
-        items = _of_module(constrained, inputs) if isinstance(constrained, nn.Module) else list(constrained)
+        whole = isinstance(args, nn.Module) and not isinstance(args, nn.ParameterList)
+        items = _of_module(constrained, inputs) if whole else list(constrained)  # type: ignore[arg-type]
         if not items:
             raise InputError("constrained must be a module with a GRU or several matrices, got no matrix")
         self._matrices = [check_constrained(index, item) for index, item in enumerate(items)]
