@@ -54,7 +54,8 @@ def linear_cross_entropy(
 
     Saved:
         The gradients, computed in the forward: grad_hidden [R, N], grad_weight [C, N], grad_bias [C]; and references to
-        the inputs, for second derivatives, which torch computes. Nothing if no input requires a gradient.
+        the inputs, for second derivatives, which torch computes. Nothing if no input requires a gradient. For float16,
+        all logits instead.
 
     Cost:
         2 R N C flops for the loss alone, 6 R N C with gradients. Memory beyond the inputs: grad_hidden, and one chunk
@@ -64,7 +65,9 @@ def linear_cross_entropy(
         logsumexp subtracts the row's maximum. Sums over rows run in the dtype of hidden (float32 at least), by chunks
         in a fixed order. On the CPU, float32 sums over about 4096 rows are added up in float64.
     """
-    if _route.by_reference(backend, hidden, weight, bias, served=0):
+    # float16 gradients of a mean underflow, unless the factor of a loss scaling reaches them before they are rounded
+    scaled = hidden.dtype is torch.float16 and backend in (None, "auto")
+    if scaled or _route.by_reference(backend, hidden, weight, bias, served=0):
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
