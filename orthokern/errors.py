@@ -76,7 +76,10 @@ def number(
     name: str, value: Any, accepted: str = "a finite number", fits: Callable[[float], bool] = math.isfinite
 ) -> float:
     """The value as a float; InputError unless it is a finite number for which `fits` is true."""
-    result = float(value) if is_number(value) else math.nan
+    try:
+        result = float(value) if is_number(value) else math.nan
+    except OverflowError:  # an integer
+        result = math.inf
     require(math.isfinite(result) and fits(result), name, accepted, repr(value)[:80])
     return result
 

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from orthokern import dispatch, ops
 from orthokern._scan_contract import FEATURES, Readout, ScanOptions
 from orthokern.dispatch import dtype_name
-from orthokern.errors import InputError, integer, is_number, one_of, require
+from orthokern.errors import InputError, integer, number, one_of, require
 from orthokern.ops import _checks as check
 from orthokern.ops._checks import PRECISIONS
 from orthokern.ops.activations import NAMES as ACTIVATIONS
@@ -376,9 +376,7 @@ def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:
     one_of("kind", kind, SPECTRUM_MAPS)
     if margin is None:
         return p
-    if not is_number(margin) or not 0 <= margin < float("inf"):
-        raise InputError(f"margin is {check.describe(margin)}: accepted is a finite number, 0 or more, or None")
-    margin = float(margin)
+    margin = number("margin", margin, "a finite number, 0 or more, or None", lambda value: value >= 0)
     # 2 sigmoid(p) - 1 = tanh(p / 2), without the cancellation near p = 0
     if torch.is_grad_enabled():
         return margin * torch.tanh(p / 2 if kind == "sigmoid" else p) + 1

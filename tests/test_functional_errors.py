@@ -135,8 +135,8 @@ NAN, INF = float("nan"), float("inf")
         (torch.eye(3).half(), torch.eye(3).half(), 0.1, "m has dtype float16: accepted are float32 and float64"),
         (torch.eye(3), torch.eye(4), 0.1, "g has shape [4, 4]: accepted is [..., N, K], the shape of m, = [3, 3]"),
         (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
-        (torch.eye(3), torch.eye(3), NAN, "lr is nan: accepted are finite numbers"),
-        (torch.eye(3), torch.eye(3), "fast", "lr is 'fast': accepted is a number, or a tensor with one per matrix"),
+        (torch.eye(3), torch.eye(3), NAN, "lr must be a finite number, or a tensor with one per matrix, got nan"),
+        (torch.eye(3), torch.eye(3), "fast", "lr must be a finite number, or a tensor with one per matrix, got 'fast'"),
         (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_large_finite_gradient_is_no_overflow_of_the_check() -> None:
         ),
         (f.modrelu, (torch.zeros(4), torch.zeros(3)), "bias has shape [3]: accepted is the bias of 'modrelu'"),
         (f.prelu, (torch.zeros(4), 0.25), "weight must be a torch.Tensor, got 0.25"),
-        (f.spectrum, (torch.zeros(3), -0.1), "margin is -0.1: accepted is a finite number, 0 or more, or None"),
+        (f.spectrum, (torch.zeros(3), -0.1), "margin must be a finite number, 0 or more, or None, got -0.1"),
         (
             f.spectrum,
             (torch.zeros(3), 0.1, "tahn"),

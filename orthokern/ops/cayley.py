@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support, dtype_name
-from orthokern.errors import InputError
+from orthokern.errors import InputError, number
 from orthokern.ops import _checks as check
 from orthokern.ops._common import contiguous, values
 from orthokern.ops._register import custom_op
@@ -90,13 +89,11 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
             check.same_device("lr", lr, "m", m)
         check.is_float("lr", lr)
         lr = lr.detach()
-    elif isinstance(lr, bool) or not isinstance(lr, (int, float, Real, torch.SymInt, torch.SymFloat)):
-        raise InputError(f"lr is {check.describe(lr)}: accepted is a number, or a tensor with one per matrix")
-    if not torch.compiler.is_compiling():
         # values on a GPU are not read, since that would synchronise
-        finite = (lr.is_cuda or bool(values(lr).isfinite().all())) if isinstance(lr, Tensor) else abs(lr) < float("inf")
-        if not finite:
+        if not torch.compiler.is_compiling() and not lr.is_cuda and not bool(values(lr).isfinite().all()):
             raise InputError(f"lr is {lr}: accepted are finite numbers")
+    elif not isinstance(lr, (torch.SymInt, torch.SymFloat)):
+        lr = number("lr", lr, "a finite number, or a tensor with one per matrix")
     if dispatch.plain_reference(backend):
         check_finite("m", m)  # otherwise the op checks them
         check_finite("g", g)
