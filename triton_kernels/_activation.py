@@ -90,13 +90,13 @@ def chain(b_grad, b_h, b_a, b_param, ACTIVATION: tl.constexpr, BLOCK_B: tl.const
     if ACTIVATION == "tanh":
         b_delta = b_grad * (1.0 - b_h * b_h)
     elif ACTIVATION == "relu":
-        b_delta = tl.where(b_h > 0, b_grad, 0.0)
+        b_delta = tl.where(b_h <= 0, 0.0, b_grad)  # in this order a NaN stays a NaN
     elif ACTIVATION == "prelu" or ACTIVATION == "leaky_relu":
         b_delta = tl.where(b_a > 0, b_grad, b_param * b_grad)
         b_elementwise = tl.where(b_a > 0, 0.0, b_grad * b_a)
     elif ACTIVATION == "modrelu":
         b_delta = tl.where(b_h == 0, 0.0, b_grad)
-        b_elementwise = tl.where(b_h > 0, b_delta, tl.where(b_h < 0, -b_delta, 0.0))
+        b_elementwise = tl.where(b_h < 0, -b_delta, b_delta)
     elif ACTIVATION == "oplu":
         b_delta = swap_pairs(b_grad, b_a, BLOCK_B, BLOCK_N)
     elif ACTIVATION == "softsign":

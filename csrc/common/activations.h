@@ -4,14 +4,14 @@
 //   name       phi(a)                            phi'(a), as used in the backward      gradient of its parameter p
 //   identity   a                                 1
 //   tanh       tanh(a)                           1 - h^2
-//   relu       max(a, 0)                         1 if h > 0
+//   relu       max(a, 0)                         0 if h <= 0, else 1
 //   prelu      max(a, 0) + p min(a, 0)           1 if a > 0 else p                     g min(a, 0)
 //   modrelu    sign(a) max(|a| + p, 0)           1 if h != 0                           g sign(h)
 //   oplu       pairs (a, b) -> (max, min)        the same permutation of the pair
 //   softsign   a / (1 + |a|)                     (1 - |h|)^2
 //
 // h is the output, a the input, g the gradient of h. Every phi maps 0 to 0, so that the padding of a vector or a tile
-// stays zero.
+// stays zero. Every comparison is written so that phi(NaN) is NaN, and phi' of a unit that is NaN is not 0, as in torch.
 //
 // A struct derives from Traits and has
 //   forward<M>(a, p)            phi(a)
@@ -69,7 +69,7 @@ struct Relu : Traits<2, kOutput> {
   }
   template <class M, class V>
   static ORTHOKERN_HD V backward(V h, V g, V) {
-    return h > V{} ? g : V{};
+    return h <= V{} ? V{} : g;
   }
 };
 
@@ -101,7 +101,7 @@ struct Modrelu : Traits<4, kOutput, true> {
   }
   template <class M, class V>
   static ORTHOKERN_HD V parameter_grad(V h, V g, V) {
-    return h > V{} ? g : (h < V{} ? -g : V{});
+    return h < V{} ? -g : (h == V{} ? V{} : g);
   }
 };
 

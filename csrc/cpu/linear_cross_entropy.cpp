@@ -52,7 +52,7 @@ bool readout_task(ReadoutCall<T>& call, int task) {
   T* grad_hidden = static_cast<T*>(args.grad_hidden);
   const T scale = args.mean ? T(1) / static_cast<T>(args.rows) : T(1);
   const V<T> zero = V<T>{};
-  const V<T> lowest = splat<T>(static_cast<T>(sizeof(T) == 4 ? -double{__FLT_MAX__} : -__DBL_MAX__));
+  const V<T> lowest = splat<T>(static_cast<T>(-__builtin_inf()));
   // h [depth/L][rows][L], logits and d [C/L][rows][L], out [N/L][rows][L]; blocks of a group are `block` elements
   // apart.
   Scratch<T> h, d, out;

@@ -220,7 +220,7 @@ struct Worker {
       for (c = 0; c < C; c++) {
         const V<T> p = vexp<T>(load(at + static_cast<ptrdiff_t>(c) * kSteps) - top);
         if (kGrad) store(at + static_cast<ptrdiff_t>(c) * kSteps, p);
-        rest += best == c ? zero : p;
+        rest += best == c ? p - p : p;  // 0, or NaN for a logit that is not finite
       }
       I count;
       memcpy(&count, sums.hits + t + begin, sizeof count);

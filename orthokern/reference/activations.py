@@ -4,7 +4,7 @@ Note [Activation derivatives]
     prelu:    dy/dx = 1 if x > 0 else slope;                 dy/dslope = min(x, 0).
     modrelu:  dy/dx = 1 if |x| + bias > 0 and x != 0 else 0; dy/dbias = sign(x) where |x| + bias > 0.
               A unit passes iff y != 0, and then sign(y) = sign(x): both derivatives follow from the output alone.
-    tanh:     dy/dx = 1 - y^2.   relu: dy/dx = 1[y > 0].     Both follow from the output alone.
+    tanh:     dy/dx = 1 - y^2.   relu: dy/dx = 1 - 1[y <= 0].    Both follow from the output alone.
     softsign: dy/dx = 1 / (1 + |x|)^2 = (1 - |y|)^2, from the output too.
     oplu:     a permutation of each pair, so the backward is the same permutation of the gradient (it is its own
               inverse). Which one cannot be read from the output, so oplu (and prelu, whose slope may be 0 or negative)
@@ -72,7 +72,7 @@ def chain(
     if activation == "tanh":
         return grad_y * (1 - y * y), None
     if activation == "relu":
-        return grad_y * (y > 0), None
+        return grad_y.masked_fill(y <= 0, 0.0), None
     if activation == "softsign":
         left = 1 - y.abs()
         return grad_y * left * left, None

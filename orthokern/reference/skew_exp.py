@@ -129,13 +129,13 @@ def skew_exp_fwd(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Ten
     b1, b2, b3, b4, b5 = _combinations(powers)
     c = b1 @ b5 + b4
     d = b3 + c
-    root = b2 + d @ c
+    # in a product, so that the gradient of a matrix that is too large is NaN too
+    root = (b2 + d @ c) * torch.where(needed > MAX_SQUARINGS, torch.nan, 1.0).to(x.dtype)[..., None, None]
 
     p = root
     for k in range(_rounds(squarings)):
         p = _chosen(squarings, k, p @ p, p)
     p = p + p @ (torch.eye(p.shape[-1], dtype=p.dtype, device=p.device) - p.mT @ p) / 2
-    p = torch.where((needed > MAX_SQUARINGS)[..., None, None], torch.nan, p)
     return p, powers[:3], torch.stack([b1, b5, d]), c, root, squarings
 
 

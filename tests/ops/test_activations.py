@@ -91,6 +91,18 @@ def test_special_values(op: str, backend: str, dtype: torch.dtype, activation: s
 
 
 @each("activations")
+@pytest.mark.parametrize("activation", NAMES)
+def test_a_nan_reaches_every_gradient(op: str, backend: str, activation: str) -> None:
+    """As in torch: a loss that is NaN must not have finite gradients."""
+    x = torch.randn(4, 6)
+    x[2, :2] = torch.nan
+    param = torch.rand(1) if activation in PARAMETER else None
+    y, grad_x, grad_param = activation_by(activation, backend)(2 * x, x, param)
+    assert bool(y[2, :2].isnan().all()) and bool(grad_x[2, :2].isnan().all())
+    assert bool(grad_x[:2].isfinite().all()) and bool(grad_param.isnan().all())
+
+
+@each("activations")
 @pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
 def test_tanh_is_accurate_everywhere(op: str, backend: str, dtype: torch.dtype) -> None:
     check_tanh(dtype, lambda x: torch.ops.orthokern.activation_fwd(x, None, "tanh", backend), 8)

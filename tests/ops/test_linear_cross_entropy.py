@@ -94,6 +94,19 @@ def test_extreme_logits(op: str, backend: str) -> None:
     assert float(loss) == 0
     assert all(not bool(grad.any()) for grad in grads)
     assert float(run(hidden, weight, None, wrong, "sum", True, backend)[0]) == pytest.approx(4000.0)
+    infinite = torch.full((3,), -torch.inf)
+    assert all(bool(each.isnan().all()) for each in run(hidden, weight, infinite, right, "sum", True, backend))
+
+
+def test_a_scaled_float16_loss_keeps_small_gradients() -> None:
+    rows, scale = 20_000, 2.0**11
+    hidden, weight = torch.randn(rows, 4).half().requires_grad_(), torch.randn(50, 4).half()
+    target = torch.randint(0, 50, (rows,))
+    loss = functional.linear_cross_entropy(hidden, weight, target)
+    (result,) = torch.autograd.grad(scale * loss, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact @ weight.double().mT, target), exact)
+    assert float((result.double() / scale - expected).norm() / expected.norm()) < 1e-3
 
 
 @each("linear_cross_entropy")

@@ -95,9 +95,11 @@ def test_too_large_or_not_finite_is_nan_in_that_matrix_alone() -> None:
     a[1] *= 1000
     a[2, 0, 1] = math.nan
     a[3, 0, 1] = math.inf
-    p = functional.skew_exp(a)
-    assert bool(p[0].isfinite().all())
-    assert all(bool(one.isnan().any()) for one in p[1:])
+    p = functional.skew_exp(a.requires_grad_())
+    (gradient,) = torch.autograd.grad(p.sum(), a)
+    for result in (p, gradient):
+        assert bool(result[0].isfinite().all())
+        assert all(bool(one.isnan().any()) for one in result[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
