@@ -80,6 +80,12 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
         return result.square().sum()
 
     found = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
+    if tracked:
+        torch._dynamo.reset()  # the limit of compilations of one function
+        compiled = torch.compile(torch.vmap(loss), backend="aot_eager", fullgraph=True)
+        grads = torch.autograd.grad(compiled(parameters, buffers).sum(), list(parameters.values()))
+        for name, grad in zip(parameters, grads, strict=True):
+            torch.testing.assert_close(grad, found[0][name])
     for index, model in enumerate(models):
         value = model(x)[0].square().sum()
         torch.testing.assert_close(found[1][index], value)

@@ -23,13 +23,21 @@ def values(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result, without its import
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether any of the tensors requires a gradient. Under vmap only the unwrapped tensor has that flag; a derivative
     of torch.func may be with respect to any of them."""
     if not torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling():
-        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        return _transformed() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if torch._C._are_functorch_transforms_active():
         levels = torch._C._functorch.get_interpreter_stack() or ()
         if any(level.key().name == "Grad" for level in levels):
