@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from orthokern import InputError
@@ -142,6 +144,20 @@ def test_one_graph_serves_all_moves(kind: Kind) -> None:
     assert graphs.frame_count == 1 and rnn.get_extra_state().tolist() == [0, 4]
 
 
+def test_a_copy_of_a_parametrized_module_moves() -> None:
+    """torch copies such a module without __setstate__."""
+    rnn = copy.deepcopy(weight_norm(make(rebase_every=1), "weight_ih_l0"))
+    train(rnn, torch.optim.SGD(rnn.parameters(), 0.1), 3)
+    assert rnn.get_extra_state().tolist() == [0, 3]
+    rnn.rebase()
+
+
+def test_a_computed_generator_is_refused() -> None:
+    rnn = prune.l1_unstructured(make(), "skew_l0", 0.3)
+    with pytest.raises(InputError, match="skew_l0 of ExpRNN is computed from others"):
+        rnn.rebase()
+
+
 @pytest.mark.parametrize("how", ["copied", "saved"])
 def test_copies_move_on_their_own(how: str) -> None:
     """Of module and optimizer together, with their state; and what is gone is forgotten."""
@@ -260,6 +276,9 @@ def test_a_wrong_extra_state_is_refused() -> None:
     for wrong in ({"uses": 1}, torch.tensor([1]), torch.tensor([-1, 2]), None):
         with pytest.raises(InputError, match="extra state is .*; accepted: a tensor of the counts"):
             rnn.load_state_dict({**state, "_extra_state": wrong})
+    with torch.device("meta"):
+        other = ExpRNN(3, 8)
+        assert not other.load_state_dict({**other.state_dict(), "_extra_state": torch.zeros(2)}).missing_keys
 
 
 @pytest.fixture

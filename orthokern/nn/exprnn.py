@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from orthokern import _autocast, dispatch, functional
 from orthokern import init as init_
@@ -47,7 +47,7 @@ from orthokern._decompositions import robust_eigh
 from orthokern.errors import InputError, integer, one_of
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, largest_deviation, new_parameter
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
-from orthokern.ops._checks import whole
+from orthokern.ops._checks import own_parameter, whole
 from orthokern.ops._dispatcher import capturing
 from orthokern.ops._linear import linear
 from orthokern.ops._register import untraced
@@ -59,7 +59,7 @@ OPTIMIZER_STATES = ("transport", "reset", "keep")
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg")  # names in torch.optim
 FLATTEST = 0.1
 
-# Complete modules -> the optimizers that step their A. A torch optimizer knows parameters but not modules, and
+# Modules -> the optimizers that step their A. A torch optimizer knows parameters but not modules, and
 # optimizers in an attribute of a module would be copied and pickled with it.
 _followed: weakref.WeakKeyDictionary[_Exponential, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
@@ -109,6 +109,12 @@ class _Exponential(Recurrent):
     _inits: tuple[str, ...] = INITS
     _roles: ClassVar = {"skew": "skew"}
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Registers the module, also a copy of any kind."""
+        module = super().__new__(cls)
+        _followed[module] = weakref.WeakSet()
+        return module
+
     def __init__(
         self,
         input_size: int,
@@ -138,7 +144,6 @@ class _Exponential(Recurrent):
             shape = (self.hidden_size, self.hidden_size)
             self.register_buffer(name, new_parameter(name, shape, **self._placement).detach())
         super()._build()
-        _followed[self] = weakref.WeakSet()
 
     def _matrix_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"skew": (self.hidden_size, self.hidden_size)}
@@ -171,10 +176,6 @@ class _Exponential(Recurrent):
         return largest_deviation(self._orthogonal(suffix) for suffix in self._suffixes())
 
     # -- moves of the base
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _followed[self] = weakref.WeakSet()
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
         """Apply `optimizer_state` to this optimizer at moves of the base that come before its first step.
@@ -217,7 +218,7 @@ class _Exponential(Recurrent):
         of an optimizer of A. Call it between a step and the next forward: gradients of A belong to the base with which
         they were computed.
         """
-        skews = [(self._tensor(f"skew_{suffix}"), self._tensor(f"base_{suffix}")) for suffix in self._suffixes()]
+        skews = [(own_parameter(self, f"skew_{suffix}"), self._tensor(f"base_{suffix}")) for suffix in self._suffixes()]
         for suffix, (parameter, _) in zip(self._suffixes(), skews, strict=True):
             whole(f"skew_{suffix}", parameter)
         self._rebases += 1
@@ -247,6 +248,8 @@ class _Exponential(Recurrent):
         return torch.tensor([self._uses, self._rebases], device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, Tensor) and state.is_meta:
+            return
         if not isinstance(state, Tensor) or state.shape != (2,) or bool((state < 0).any()):
             raise InputError(f"extra state is {state!r}; accepted: a tensor of the counts of steps and of moves")
         self._uses, self._rebases = (int(count) for count in state)
@@ -322,7 +325,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if not _followed or _parts(optimizer) != [optimizer] or capturing():
         return
     for module in [reference() for reference in _followed.keyrefs()]:
-        if module is not None and module.rebase_every is not None:
+        # without the attribute: a module whose constructor failed
+        if module is not None and getattr(module, "rebase_every", None) is not None:
             module._stepped(optimizer)
 
 
