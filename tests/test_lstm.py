@@ -96,3 +96,12 @@ def test_the_state_may_be_a_list() -> None:
     assert torch.equal(module(x, [h, c])[0], expected)
     with pytest.raises(InputError, match="hx must be a pair of tensors"):
         module(x, [h])
+    with pytest.raises(InputError, match="hx must be a pair of tensors .* got Tensor and NoneType"):
+        module(x, (h, None))
+
+
+def test_the_last_states_can_be_changed_in_place() -> None:
+    """Also those of one sequence, whose two halves have no gap in memory."""
+    _, (h, c) = PeepholeLSTM(3, 4)(torch.randn(5, 1, 3))
+    h *= 0.5
+    c.detach_()

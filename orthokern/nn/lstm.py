@@ -84,7 +84,8 @@ class LSTM(Layers):
             weight = self._tensor("weight_ih_l0")
             hx = [widened_inside(part, weight) for part in hx]
         output, state = self._forward(input, hx, None, None, lengths)
-        h_n, c_n = (part.contiguous() for part in state.chunk(2, -1))
+        # no views of the same tensor, which could not be changed in place
+        h_n, c_n = (part.clone(memory_format=torch.contiguous_format) for part in state.chunk(2, -1))
         return output, (h_n, c_n)
 
     def _checked_hx(self, hx: Any, batch: int | None, device: torch.device, name: str = "hx") -> Tensor | None:
@@ -92,7 +93,8 @@ class LSTM(Layers):
         if hx is None:
             return None
         if not isinstance(hx, (tuple, list)) or [isinstance(part, Tensor) for part in hx] != [True, True]:
-            got = f"{len(hx)} parts" if isinstance(hx, (tuple, list)) and len(hx) != 2 else type(hx).__name__
+            given = hx if isinstance(hx, (tuple, list)) else [hx]
+            got = f"{len(given)} parts" if len(given) > 2 else " and ".join(type(part).__name__ for part in given)
             raise InputError(f"hx must be a pair of tensors (h, c) or None, got {got}")
         check = super()._checked_hx
         parts: Any = [check(part, batch, device, f"{of} of hx") for part, of in zip(hx, "hc", strict=True)]
