@@ -68,6 +68,8 @@ def test_weights_that_are_computed_from_others(kind: str, changed: str) -> None:
         prune.random_unstructured(module, name, amount=0.5)
     else:
         weight_norm(module, name)
+    for parameter in module.parameters():  # after the hook of the pruning
+        parameter.data.mul_(0.5)
     frozen = module.frozen()
     assert name in dict(frozen.named_buffers()) and name not in vars(frozen)
     close(frozen(x), tuple(t.detach() for t in module(x)))
@@ -113,6 +115,22 @@ def test_it_stands_for_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_compiled_modules(kind: str) -> None:
+    """A frozen module must not call its source, nor a copy its original, by what torch.nn.Module.compile has set."""
+    module, x = made(kind), torch.randn(4, 2, D)
+    module.compile(backend="eager")
+    frozen = module.frozen()
+    frozen.compile(backend="eager")
+    expected = frozen(x)[0]
+    assert not expected.requires_grad
+    copied = copy.deepcopy(frozen)
+    for buffer in (*frozen.buffers(), *module.parameters()):
+        buffer.data.zero_()
+    assert torch.equal(copied(x)[0], expected)
+    assert torch.equal(pickle.loads(pickle.dumps(copied))(x)[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_inputs_with_gradients(kind: str) -> None:
     frozen = made(kind).frozen()
     x, h = torch.randn(2, D, requires_grad=True), frozen(torch.randn(1, 2, D))[1].requires_grad_()
@@ -131,7 +149,12 @@ def test_bad_input() -> None:
     for call, message in (
         (lambda: frozen.step(torch.zeros(1, D)), "step is for one direction"),
         (lambda: PeepholeLSTM(D, N).frozen(), "frozen is not for PeepholeLSTM modules; accepted: eval"),
-        (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, D\]"),
+        (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, 3\]"),
+        (lambda: RNN(D, N).frozen().step(torch.zeros(1, D + 1)), r"x has shape \(1, 4\); accepted: \[B, 3\]"),
+        (
+            lambda: RNN(D, N).frozen().step(torch.zeros(2, D), resets=torch.ones(3, dtype=torch.bool)),
+            r"resets has shape \(3,\); accepted: \[B\]",
+        ),
         (lambda: RNN(D, N).frozen().reset_parameters(), "a frozen module has no parameters"),
         (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),
         (
@@ -195,5 +218,5 @@ def test_kept_arguments_follow_the_buffers(kind: str) -> None:
     same(x.double(), h.double())
     with pytest.raises(InputError, match="hx is"):
         frozen.step(x.double(), h)
-    with pytest.raises(InputError, match=r"shape \(1, 2, 4\)"):
+    with pytest.raises(InputError, match=r"x has shape \(2, 4\)"):
         frozen.step(torch.randn(2, D + 1).double(), h.double())

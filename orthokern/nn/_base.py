@@ -18,7 +18,7 @@ from orthokern import _autocast
 from orthokern._autocast import widened
 from orthokern._scan_contract import running, without_padding
 from orthokern.errors import InputError, integer, number, require
-from orthokern.nn._checks import check_dtype, check_ids, draw, flag, new_parameter
+from orthokern.nn._checks import check_dtype, check_ids, compute_weights, draw, flag, new_parameter
 from orthokern.nn._layouts import Dense, Layout, Packed, Resets, States
 from orthokern.ops._checks import has_lengths, strided
 from orthokern.ops._linear import linear
@@ -185,6 +185,7 @@ class Layers(nn.Module):
         if self._frozen_kind is None:
             raise InputError(f"frozen is not for {type(self).__name__} modules; accepted: eval() and torch.no_grad()")
         with torch.no_grad(), _autocast.off():
+            compute_weights(self)
             result: Layers = self._frozen_kind(self)
             return result
 

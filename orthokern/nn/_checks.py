@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
@@ -34,6 +37,14 @@ def readable(tensor: Tensor) -> bool:
             return False
         tensor = functorch.get_unwrapped(tensor)
     return not isinstance(tensor, FakeTensor)
+
+
+def compute_weights(module: Any) -> None:
+    """Runs the hooks of torch.nn.utils.prune, weight_norm and spectral_norm that compute a weight before a forward. For
+    methods that read weights outside of it."""
+    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+        if isinstance(hook, (BasePruningMethod, WeightNorm, SpectralNorm)):
+            hook(module, ())
 
 
 def flag(name: str, value: Any) -> bool:

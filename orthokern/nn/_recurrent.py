@@ -25,9 +25,9 @@ from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
 from orthokern._scan_contract import ScanArgs
-from orthokern.errors import InputError, integer, number, one_of
+from orthokern.errors import InputError, integer, number, one_of, require
 from orthokern.nn._base import LayerOptions, Layers
-from orthokern.nn._checks import above_zero, at_least_zero, check_backend, flag, share
+from orthokern.nn._checks import above_zero, at_least_zero, check_backend, compute_weights, flag, share
 from orthokern.nn._layouts import Dense, Resets
 from orthokern.nn.activations import draw_start
 from orthokern.ops._checks import describe
@@ -295,6 +295,8 @@ class Recurrent(Layers):
             options: dict[str, Any] = {"reduction": reduction, "algorithm": algorithm, "resets": resets}
             with torch.autocast(device, enabled=False):
                 return self.loss(input, readout, target, hx, lengths=lengths, reset_state=reset_state, **options)
+        for module in (self, readout):
+            compute_weights(module)
         if self.bidirectional:
             raise InputError(
                 "loss is for one direction; accepted for a bidirectional module: forward, then LinearCrossEntropy.loss"
@@ -316,7 +318,7 @@ class Recurrent(Layers):
         suffix = self._suffix(-1, False)
         h0 = self._initial_state(suffix, hx, self.num_layers - 1, layout)
         matrix, arguments = self._loss_arguments(lengths, None if cuts is None else cuts.of(self.num_layers - 1))
-        layer, bias = _weights_of(readout, self.hidden_size)
+        layer, bias = _weights_of(readout, self.hidden_size, weight.dtype)
         if reduction is None:
             reduction = getattr(readout, "reduction", "mean")
         arguments |= {"readout_bias": bias, "reduction": reduction, "algorithm": algorithm}
@@ -333,7 +335,10 @@ class Recurrent(Layers):
         matrix, bias = self._factors(suffix)
         options = self._scan_options(suffix, lengths, cuts)
         del options["checkpoint_every"]
-        return matrix, {"bias": bias, "basis": getattr(self, BASIS + suffix, None), **options}
+        basis: Tensor | None = getattr(self, BASIS + suffix, None)
+        if basis is not None:  # no buffer, which would stay with the module
+            basis = basis.to(self._tensor(f"weight_ih_{suffix}").device)
+        return matrix, {"bias": bias, "basis": basis, **options}
 
     def explain_loss(
         self,
@@ -386,6 +391,7 @@ class Recurrent(Layers):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         (*_, unexpected, errors), N = args, self.hidden_size
+        device = self._tensor("weight_ih_l0").device
         for name in (BASIS + suffix for suffix in self._suffixes()):
             vars(self).pop(name, None)
             basis = state_dict.get(prefix + name)
@@ -395,14 +401,15 @@ class Recurrent(Layers):
                 unexpected.remove(prefix + name)
             shape = list(basis.shape) if isinstance(basis, Tensor) else []
             if len(shape) == 2 and shape[0] == N and shape[1] % 2 == 0 and N <= shape[1] <= 2 * N:
-                setattr(self, name, basis.detach().to(torch.float64, copy=True))
+                if device.type != "meta":
+                    setattr(self, name, basis.detach().to(device, torch.float64, copy=True))
             else:
                 errors.append(
                     f"{prefix}{name} of shape {shape} is no basis of {N} units; accepted: [N, 2M], N <= 2M <= 2N"
                 )
 
 
-def _weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
+def _weights_of(readout: Any, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """weight [C, N] and bias [C] or None of a linear layer; checks what the functional does not check."""
     weight, bias = getattr(readout, "weight", None), getattr(readout, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.shape[1] != hidden:
@@ -410,4 +417,5 @@ def _weights_of(readout: Any, hidden: int) -> tuple[Tensor, Tensor | None]:
         raise InputError(
             f"readout is {got}; accepted: a torch.nn.Linear or orthokern.nn.LinearCrossEntropy of {hidden} inputs"
         )
+    require(weight.dtype == dtype, "readout", f"{dtype}, as the parameters of the recurrence", weight.dtype)
     return weight, bias

@@ -35,8 +35,9 @@ class _Frozen(Layers):
     def __init__(self, source: Layers, tensors: dict[str, Tensor]) -> None:
         nn.Module.__init__(self)
         for name, value in vars(source).items():
-            # the settings, but no attributes of nn.Module, and no tensor attributes, such as weights after pruning
-            if name not in vars(self) and not isinstance(value, Tensor):
+            # the settings, but no attributes of nn.Module, such as a compiled or replaced forward, and no tensor
+            # attributes, such as weights after pruning
+            if name not in vars(self) and not hasattr(nn.Module, name) and not isinstance(value, Tensor):
                 setattr(self, name, copy.copy(value))
         self.dropout = 0.0
         # by batch size, dtype, numbers and addresses of the buffers; a change of a buffer's values needs no new call
@@ -81,11 +82,12 @@ class _Frozen(Layers):
         if not isinstance(x, Tensor):
             raise InputError(f"x must be a Tensor, got {type(x).__name__}")
         most = 2 if x.is_floating_point() else 1
-        if x.dim() not in (most - 1, most):
-            accepted = "[B, D], or [D] for one sequence" if most == 2 else "token ids [B], or [] for one sequence"
+        if x.dim() not in (most - 1, most) or (most == 2 and x.shape[-1] != self.input_size):
+            features = f"[B, {self.input_size}], or [{self.input_size}] for one sequence"
+            accepted = features if most == 2 else "token ids [B], or [] for one sequence"
             raise InputError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
         batched = x.dim() == most
-        if isinstance(resets, Tensor) and resets.dim() != batched:
+        if isinstance(resets, Tensor) and resets.shape != x.shape[: int(batched)]:
             accepted = "[B]" if batched else "[], for one sequence"
             raise InputError(f"resets has shape {tuple(resets.shape)}; accepted: {accepted}")
         if resets is not None and reset_state is None:
@@ -165,7 +167,7 @@ class _Frozen(Layers):
         raise InputError("a frozen module has no parameters; accepted: reset_parameters of its source, then frozen()")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_calls": {}}
+        return {**super().__getstate__(), "_calls": {}}
 
     def frozen(self) -> Layers:
         """The module itself."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from orthokern import functional
 from orthokern._autocast import widened_inside
 from orthokern.errors import InputError, integer, one_of, require
-from orthokern.nn._checks import check_backend, draw, flag, new_parameter
+from orthokern.nn._checks import check_backend, compute_weights, draw, flag, new_parameter
 from orthokern.ops.linear_cross_entropy import REDUCTIONS
 
 
@@ -79,6 +79,7 @@ class LinearCrossEntropy(nn.Module):
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """hidden [..., N] float, target [...] int64 in [0, C) -> the loss, a 0-dim tensor in nats. Raises InputError
         for shapes that do not match. Under autocast, a 16-bit hidden is converted to the dtype of the weight."""
+        compute_weights(self)
         return functional.linear_cross_entropy(
             widened_inside(hidden, self.weight),
             self.weight,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_scan_cross_entropy import IDS, big, problem
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_sequence
 
 from orthokern import functional
@@ -102,6 +103,22 @@ def test_the_reduction_is_that_of_the_readout(activation: str) -> None:
     assert torch.equal(rnn.loss(ids, linear, ids % 4)[0], rnn.loss(ids, linear, ids % 4, reduction="mean")[0])
 
 
+def test_pruned_weights_train() -> None:
+    """The loss is no forward, before which torch computes them."""
+    rnn, readout = RNN(5, 8), LinearCrossEntropy(8, 4)
+    for module, name in ((rnn, "weight_hh_l0"), (readout, "weight")):
+        prune.l1_unstructured(module, name, 0.3)
+    optimizer, ids = torch.optim.SGD([*rnn.parameters(), *readout.parameters()], 0.5), torch.randint(5, (6, 3))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(rnn.loss(ids, readout, ids % 4)[0])
+        losses[-1].backward()
+        optimizer.step()
+    assert torch.equal(readout.loss(rnn(ids)[0], ids % 4), rnn.loss(ids, readout, ids % 4)[0])
+    assert losses[0] > losses[1] > losses[2]
+
+
 def test_the_basis_is_part_of_the_state() -> None:
     """Kept in training alone; with it a run that goes on has the bits of one that never stopped."""
     rnn, readout = FactorizedRNN(5, 24, nonlinearity="identity"), nn.Linear(24, 4)
@@ -137,6 +154,14 @@ def test_the_basis_is_part_of_the_state() -> None:
         assert step(rnn, readout, optimizer, seed) == step(other, other_readout, other_optimizer, seed)
     for a, b in zip(rnn.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+    moved = copy.deepcopy(rnn).to("meta")
+    assert moved.loss(ids.to("meta"), copy.deepcopy(readout).to("meta"), ids.to("meta") % 4)[0].is_meta
+    empty = FactorizedRNN(5, 24, nonlinearity="identity", device="meta")
+    empty.load_state_dict(state)  # which has no values to load
+    assert "modal_basis_l0" not in empty.state_dict()
+    empty.load_state_dict(state, assign=True)
+    assert torch.equal(empty.state_dict()["modal_basis_l0"], state["modal_basis_l0"])
 
     del state["modal_basis_l0"]
     other.load_state_dict(state)
