@@ -154,8 +154,9 @@ def test_a_copy_of_a_parametrized_module_moves() -> None:
 
 def test_a_computed_generator_is_refused() -> None:
     rnn = prune.l1_unstructured(make(), "skew_l0", 0.3)
-    with pytest.raises(InputError, match="skew_l0 of ExpRNN is computed from others"):
-        rnn.rebase()
+    for call in (rnn.rebase, lambda: optimizer_for(rnn)):
+        with pytest.raises(InputError, match="skew_l0 of ExpRNN is computed from others"):
+            call()
 
 
 @pytest.mark.parametrize("how", ["copied", "saved"])

@@ -100,6 +100,14 @@ def test_the_state_may_be_a_list() -> None:
         module(x, (h, None))
 
 
+def test_a_program_that_was_exported_without_gradients() -> None:
+    with torch.no_grad():
+        program = torch.export.export(PeepholeLSTM(3, 4), (torch.randn(5, 2, 3),)).module()
+    output, _ = program(torch.randn(5, 2, 3))
+    with pytest.raises(RuntimeError, match="called with need_gates=False"):
+        output.sum().backward()
+
+
 def test_the_last_states_can_be_changed_in_place() -> None:
     """Also those of one sequence, whose two halves have no gap in memory."""
     _, (h, c) = PeepholeLSTM(3, 4)(torch.randn(5, 1, 3))

@@ -186,6 +186,8 @@ class _Exponential(Recurrent):
         """
         holders = [part for part in _parts(optimizer) if self._groups(part)]
         if not holders:
+            for suffix in self._suffixes():
+                own_parameter(self, f"skew_{suffix}")
             raise InputError(
                 "the optimizer holds none of this module's skew parameters; accepted: one that trains them"
             )

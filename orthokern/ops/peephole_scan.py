@@ -113,7 +113,7 @@ def _bwd_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, *tensors, ctx.backend, _ = inputs
+    _, *tensors, ctx.backend, ctx.need_gates = inputs
     hs, cs, gates = output
     if gates is not None:
         ctx.mark_non_differentiable(gates)
@@ -124,6 +124,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs: Tensor | None, *_: Any) -> Any:
     if grad_hs is None and grad_cs is None:
         return ()
+    if not ctx.need_gates:  # as in a program that was exported under no_grad
+        raise RuntimeError("peephole_scan_fwd was called with need_gates=False: it kept nothing for a backward")
     grads = _bwd(grad_hs, grad_cs, *saved, ctx.backend)
     return tuple(map(needed, grads, ctx.needs_input_grad))
 
