@@ -13,7 +13,7 @@ Environment variables:
 * ``ORTHOKERN_CUDA``: ``auto`` (default: CUDA kernels if nvcc is found), ``1`` (fail without), ``0`` (never).
 * ``ORTHOKERN_CUDA_ARCHS``: compute capabilities to compile for, e.g. ``80;90``; default: those of ``CUDA_ARCHS`` that
   nvcc knows.
-* ``CXX``, ``CXXFLAGS``, ``LDFLAGS``; ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``: as usual.
+* ``CXX``, ``CXXFLAGS``, ``LDFLAGS``; ``CUDACXX``, ``CUDA_HOME``, ``CUDA_PATH``, ``NVCC_CCBIN``: as usual.
 * ``MAX_JOBS``: number of parallel compile jobs; default: one for each core.
 """
 
@@ -54,6 +54,14 @@ ISA_PROBES = {
     "avx2": "#include <immintrin.h>\n__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }\n",
     "avx512": "#include <immintrin.h>\n__m512d f(__m512i a) { return _mm512_cvtepi64_pd(a); }\n",
 }
+# A source that every accepted compiler takes.
+COMPILER_PROBE = """\
+#include <optional>
+typedef float Floats __attribute__((vector_size(16)));
+typedef int Ints __attribute__((vector_size(16)));
+std::optional<int> answer = 42;
+Ints rounded(Floats x) { return __builtin_convertvector(x, Ints); }
+"""
 CUDA_ARCHS = ["80", "90", "100"]  # binaries serve all chips of their generation, PTX of the highest serves future ones
 
 
@@ -128,12 +136,12 @@ class Toolchain:
         value = words_of("CXX")
         candidates = [value] if value else [["c++"], ["g++"], ["clang++"]]
         for command in candidates:
-            if compiles(command, COMMON_FLAGS, "#include <optional>\nstd::optional<int> answer = 42;\n"):
+            if compiles(command, COMMON_FLAGS, COMPILER_PROBE):
                 name = (capture([*command, "--version"]).splitlines() or ["unknown"])[0].strip()
                 target = capture([*command, "-dumpmachine"]).strip()
                 return cls(command, name, target, cls.probe_isas(command, target))
         tried = ", ".join(" ".join(command) for command in candidates)
-        fail(f"no C++17 compiler found (tried {tried}): install g++ or clang++, or set CXX to one")
+        fail(f"no C++17 compiler found (tried {tried}): install g++ 9 or newer, or clang++, or set CXX to one")
 
     @staticmethod
     def probe_isas(command: list[str], target: str) -> list[str]:
@@ -188,6 +196,7 @@ class Cuda:
     @staticmethod
     def choose_archs(nvcc: str, version: str) -> list[str]:
         known = re.findall(r"compute_([0-9]+)\b", capture([nvcc, "--list-gpu-arch"]))
+        known = [arch for arch in known if int(arch) >= 80]  # the kernels copy asynchronously
         value = os.environ.get("ORTHOKERN_CUDA_ARCHS", "").strip()
         if not value:
             return [arch for arch in CUDA_ARCHS if arch in known] or CUDA_ARCHS
@@ -197,7 +206,7 @@ class Cuda:
             fail(f"ORTHOKERN_CUDA_ARCHS={value!r} names no compute capability; {accepted}")
         for arch in archs:
             if not re.fullmatch(r"[0-9]{2,3}[af]?", arch) or (known and arch.rstrip("af") not in known):
-                fail(f"ORTHOKERN_CUDA_ARCHS={value!r}: nvcc {version} does not know {arch!r}, {accepted}")
+                fail(f"ORTHOKERN_CUDA_ARCHS={value!r}: nvcc {version} cannot compile them for {arch!r}, {accepted}")
         return archs
 
     def gencode(self) -> list[str]:
@@ -229,6 +238,9 @@ class NinjaBuild(build_ext):
         cuda_sources = sorted((CSRC / "cuda").glob("*.cu"))
         cuda = Cuda.find(cuda_sources)
         toolchain = Toolchain.find()
+        include = sysconfig.get_paths()["include"]
+        if not Path(include, "Python.h").exists():
+            fail(f"no Python.h in {include}: install the headers of Python (python3-dev, or python3-devel)")
         say(f"{toolchain.name}, {toolchain.target}; CPU kernels for {', '.join(toolchain.isas)}")
         say(f"CUDA kernels: {'yes' if cuda.nvcc else 'no'}, {cuda.reason}")
 
@@ -244,9 +256,10 @@ class NinjaBuild(build_ext):
 
     def write_build_info(self, path: Path, toolchain: Toolchain, cuda: Cuda) -> None:
         """The description of the build in the module: a JSON object, as a C string literal."""
+        contract = sorted([*CSRC.glob("*/ops.h"), CSRC / "common" / "activations.h"])
         info = {
             "version": self.distribution.get_version(),
-            "contract": hashlib.sha256(b"".join(p.read_bytes() for p in sorted(CSRC.glob("*/ops.h")))).hexdigest(),
+            "contract": hashlib.sha256(b"".join(header.read_bytes() for header in contract)).hexdigest(),
             "compiler": toolchain.name,
             "isas": toolchain.isas,
             "cuda": cuda.nvcc is not None,
@@ -287,11 +300,13 @@ class NinjaBuild(build_ext):
             libraries.append("-ldl")
         rules = {"cxx": [*toolchain.command, "-MMD"]}
         if cuda.nvcc:
-            host = [f"-ccbin={toolchain.command[0]}"] if len(toolchain.command) == 1 else []
+            own_host = os.environ.get("CXX") or not os.environ.get("NVCC_CCBIN")  # which nvcc reads itself
+            host = [f"-ccbin={toolchain.command[0]}"] if own_host and len(toolchain.command) == 1 else []
             rules["nvcc"] = [cuda.nvcc, *host, "-MMD"]
             # nvcc finds its static runtime. The driver is loaded at the first CUDA call only.
             link = [cuda.nvcc, *host, "-shared", "-cudart=static"]
-            link += [f"-Xcompiler={word}" for word in [*libraries, *own_link]]
+            # nvcc splits the value at commas
+            link += ["-Xcompiler=" + word.replace(",", "\\,") for word in [*libraries, *own_link]]
             libraries = []
         elif sys.platform == "darwin":
             link = [*toolchain.command, *own_flags, "-bundle", "-undefined", "dynamic_lookup", *own_link]
@@ -321,6 +336,7 @@ class NinjaBuild(build_ext):
         program = shutil.which("ninja") or os.path.join(ninja.BIN_DIR, "ninja")
         if subprocess.run([program, "-j", str(jobs)], cwd=folder, stdin=subprocess.DEVNULL).returncode != 0:
             hint = "; ORTHOKERN_CUDA=0 builds without the CUDA kernels" if cuda.nvcc and cuda_mode() == "auto" else ""
+            hint += "; MAX_JOBS=1 needs less memory" if jobs > 1 else ""
             fail(f"the native build failed, see the compiler's messages above{hint}")
 
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+_root = Path(__file__).parents[1]
+_in_sources = (_root / "setup.py").is_file()  # not an installed copy
 module: Any = None
 build: dict[str, Any] = {}  # facts about the build
 REASON = ""
@@ -16,11 +18,13 @@ try:
     module = _C
     build = json.loads(module.build_info())
 except ImportError as error:
-    REASON = f"the native module is not built ({error}): install a C++17 compiler and run `pip install -e .`"
+    REASON = f"the native module cannot be loaded ({error})"
+    if _in_sources:
+        REASON += f"; {_root} holds the sources: run `pip install -e .` there"
 
-# The headers that are the contract of the kernels with Python, in an editable installation. setup.py has the same hash.
-_headers = sorted((Path(__file__).parents[1] / "csrc").glob("*/ops.h"))
-if module is not None and _headers:
+# The headers that are the contract of the kernels with Python. setup.py has the same hash.
+if module is not None and _in_sources:
+    _headers = sorted([*_root.glob("csrc/*/ops.h"), _root / "csrc" / "common" / "activations.h"])
     if hashlib.sha256(b"".join(header.read_bytes() for header in _headers)).hexdigest() != build.get("contract"):
         module, build = None, {}
         REASON = "the native module was built from other sources than these: run `pip install -e .` again"

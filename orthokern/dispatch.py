@@ -176,8 +176,11 @@ def absence(op: str, backend: str) -> str | None:
             return str(package.REASON)
     if backend in ("triton", "cuda") and (why := no_device()) is not None:
         return why
-    if backend == "triton" and importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        if importlib.util.find_spec("orthokern.triton_kernels") is None:  # a source tree that is not installed
+            return "orthokern.triton_kernels is not installed: run `pip install -e .`"
     return None
 
 
@@ -204,13 +207,20 @@ def resolve(
         call = Call(device, dtype, facts, algorithm, features)
         name = choose(op, backend, call)
         result = _chosen[key] = leaf(op, name)
-        if name == "reference" and device.type == "cuda" and requested(backend) == "auto":
+        if name == "reference" and device.type in ("cpu", "cuda") and requested(backend) == "auto":
             _warn_of_reference(op, call)
     return result
 
 
 def _warn_of_reference(op: str, call: Call) -> None:
-    """Warn, once per op, that "auto" has no kernel for a call on a GPU; not for ops without GPU kernels."""
+    """Warn that "auto" has no kernel for a call: on a GPU once per op, not for ops without GPU kernels; on a CPU once,
+    if there are no kernels at all."""
+    if call.device.type == "cpu":
+        cpu = importlib.import_module(_LEAVES["cpu"])
+        if not cpu.AVAILABLE and "cpu" not in _warned:
+            _warned.add("cpu")
+            warnings.warn(f"backend 'auto' runs the reference, which is slow: {cpu.REASON}", stacklevel=3)
+        return
     rows = {name: _tables[op][name] for name in AUTO_ORDER if name in ("cuda", "triton")}
     if op in _warned or all(row.missing is not None for row in rows.values()):
         return

@@ -32,7 +32,8 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "", -1, methods, nullp
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&module); }
 """,
     "common/answer.h": "#define ANSWER 42\n",
-    "cpu/ops.h": "// what the build takes the hash of\n",
+    "common/activations.h": "// what the build takes the hash of\n",
+    "cpu/ops.h": "// and of this\n",
     "cpu/select.cpp": """
 namespace orthokern {
 namespace baseline { const char* probe(); }

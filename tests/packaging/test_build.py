@@ -29,7 +29,7 @@ for word; do
   shift
   case "$word" in
     -gencode=*|-ccbin=*|-cudart=*) ;;
-    -Xcompiler=*) set -- "$@" $(echo "${word#-Xcompiler=}" | tr ',' ' ');;
+    -Xcompiler=*) set -- "$@" $(echo "${word#-Xcompiler=}" | sed 's/\\\\,/@/g;s/,/ /g;s/@/,/g');;
     -shared) language=""; set -- "$@" "$word";;
     *) set -- "$@" "$word";;
   esac
@@ -120,15 +120,16 @@ def test_cuda_sources_go_through_nvcc(built: Path, tmp_path: Path) -> None:
     source.parent.mkdir()
     source.write_text('const char* cuda_probe() { return "cuda"; }\n')
     try:
-        run = build(built, ORTHOKERN_CUDA="auto", CUDACXX=str(nvcc))
+        run = build(built, ORTHOKERN_CUDA="auto", CUDACXX=str(nvcc), LDFLAGS="-Wl,-O1,-z,now", NVCC_CCBIN="c++")
         assert run.returncode == 0, run.stdout + run.stderr
         info, (_, cuda, _) = probe(built)
         assert (info["cuda"], info["cuda_reason"], cuda) == (True, "nvcc 12.9 for sm_80, sm_90", "cuda")
         log = Path(f"{nvcc}.log").read_text()
+        assert "-ccbin" not in log and "-Xcompiler=-Wl\\,-O1\\,-z\\,now" in log
         assert "-gencode=arch=compute_80,code=sm_80" in log and "-gencode=arch=compute_90,code=compute_90" in log
 
         run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc), ORTHOKERN_CUDA_ARCHS="9.0;70")
-        assert "does not know '70', accepted is a list as 80;90 of 80, 90" in error_line(run)
+        assert "cannot compile them for '70', accepted is a list as 80;90 of 80, 90" in error_line(run)
     finally:
         source.unlink()
     run = build(built, ORTHOKERN_CUDA="1", CUDACXX=str(nvcc))
