@@ -7,7 +7,7 @@
     BLOCK_R |  i_r, i_n |      act_param: partial sums [programs along R, N], written once each and added by torch
             +-----------+      afterwards: no atomics, bit-identical in every run
 
-Limits: none on R and N. BLOCK_N and the first column of every tile are even, so that no pair of oplu is split.
+Limits: none on R; N at most 2^23, for the number of programs along it. BLOCK_N and the first column of every tile are even, so that no pair of oplu is split.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.
@@ -97,7 +97,7 @@ def activation_bwd_kernel(
         if PARAM != "none":
             b_sum += b_elementwise
     if PARAM != "none":
-        tl.store(p_partial + i_r * N + o_n, tl.sum(b_sum, axis=0), mask=m_n)
+        tl.store(p_partial + i_r.to(tl.int64) * N + o_n, tl.sum(b_sum, axis=0), mask=m_n)
 
 
 def parameter_kind(act_param: Tensor | None) -> str:

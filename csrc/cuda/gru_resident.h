@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         bool cut = false;
         reduce_scatter<16, 8>(candidate, lane, [&] {
           if (live) *to = gate;
-          cut = gru_resets(a, t + 1, b0 + g);
+          cut = t + 1 < ends[g] && gru_resets(a, t + 1, b0 + g);
         });
         const int first = thread % 32 - lane;
         const float r = __shfl_sync(kAllLanes, gate, first + lane / 2),
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * C, 1) gru_resident_fwd_kernel(const GruSc
         add_tile<C>(sums, weights[2], x);
         reduce_scatter<16, 8>(sums, lane, [&] {
           publish_last(t, g);
-          cut = gru_resets(a, t + 1, b0 + g);
+          cut = t + 1 < ends[g] && gru_resets(a, t + 1, b0 + g);
         });
         q = sums[0] + bias;
         end_step(t, g, cut, state, next, 1.f, zs[g * kPadded + row]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -126,8 +127,13 @@ def _stream_address(device: torch.device) -> int:
 
 def _may_record(device: torch.device) -> bool:
     """Whether steps may be launched as graphs: not on a CPU, in tests, and not into a graph that the caller captures,
-    which must contain the steps themselves."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    which must contain the steps themselves. Nor in the first run of a program of torch.compile(mode="reduce-overhead"),
+    in which memory that stays allocated is an error."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = None if trees is None else trees.get_manager(device.index, create_if_none_exists=False)
+    return manager is None or manager.stream != torch.cuda.current_stream(device)
 
 
 _recording = threading.Lock()
@@ -139,13 +145,17 @@ def _recorded(device: torch.device, function: Callable[[], None]) -> Callable[[]
         return None
     try:
         stream, pool, first = _stream_and_pool(device, _stream_address(device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        # A capture begins with a change of the state of torch's generator: after the work of the main stream, which may
+        # read it, and not by tensors of inference mode.
+        stream.wait_stream(main)
+        with torch.inference_mode(False), torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 function()
             finally:
                 graph.capture_end()
+        main.wait_stream(stream)
         first[:] = first[:1] or [graph]
         return graph.replay
     finally:

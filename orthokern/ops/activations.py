@@ -18,7 +18,9 @@ from orthokern.ops._register import custom_op
 SUPPORT = {
     "reference": Support(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)),
     "cpu": Support(devices=("cpu",), dtypes=(torch.float64, torch.float32)),
-    "triton": Support(devices=("cuda",), dtypes=(torch.float64, torch.float32), capability=(8, 0)),
+    "triton": Support(
+        devices=("cuda",), dtypes=(torch.float64, torch.float32), limits={"N": 1 << 23}, capability=(8, 0)
+    ),
     "cuda": Support(missing="no CUDA kernel: those of Triton serve GPUs"),
 }
 dispatch.register("activations", SUPPORT)
