@@ -35,6 +35,8 @@ def _act_param(s: Sizes) -> int:
 
 def _scan(s: Sizes) -> dict[str, int]:
     B, T, N, D, K, every = s["B"], s["T"], s["N"], s["D"], s["K"], s["checkpoint_every"]
+    if K > N:  # the kernels have no place for it
+        raise InputError(f"first and second have {K} columns: accepted are at most {N}, one for each unit")
     rows = T * B
     return {
         **dict.fromkeys(("h0", "reset_state"), B * N),

@@ -11,6 +11,7 @@ import torch
 from helpers import refused
 from torch import Tensor
 
+from orthokern import cpu, dispatch
 from orthokern import functional as f
 from orthokern._scan_contract import ScanArgs
 from orthokern.errors import BackendUnavailable, CheckpointError, InputError, nearest, unknown_name
@@ -233,3 +234,11 @@ def test_nearest_names() -> None:
     assert nearest("relu", names) == "ReLU"
     assert nearest("xyz", names) is None and nearest(None, names) is None and nearest(3, names) is None
     assert str(unknown_name("nonlinearity", 7, names)) == "unknown nonlinearity 7: accepted: identity, tanh, ReLU"
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason=cpu.REASON)
+def test_more_columns_than_units_of_a_raw_op() -> None:
+    x, h0, wide = torch.zeros(2, 1, 3), torch.zeros(1, 3), torch.zeros(3, 4)
+    args = ScanArgs(x, wide, torch.ones(4), wide, h0, None, None, None, "tanh")
+    with pytest.raises(InputError, match="first and second have 4 columns: accepted are at most 3"):
+        dispatch.leaf("factored_scan", "cpu").factored_scan_fwd(args)

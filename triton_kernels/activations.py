@@ -7,7 +7,8 @@
     BLOCK_R |  i_r, i_n |      act_param: partial sums [programs along R, N], written once each and added by torch
             +-----------+      afterwards: no atomics, bit-identical in every run
 
-Limits: none on R; N at most 2^23, for the number of programs along it. BLOCK_N and the first column of every tile are even, so that no pair of oplu is split.
+Limits: none on R; N at most 2^23, for the number of programs along it. BLOCK_N and the first column of every tile are
+even, so that no pair of oplu is split.
 """
 
 # Triton compiles the kernels below; their arguments have no Python types.

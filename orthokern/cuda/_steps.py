@@ -132,7 +132,12 @@ def _may_record(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    manager = None if trees is None else trees.get_manager(device.index, create_if_none_exists=False)
+    if trees is None:
+        return True
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+    except AssertionError:  # of torch before 2.13, in a thread that has not compiled anything
+        return True
     return manager is None or manager.stream != torch.cuda.current_stream(device)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,23 @@ def test_windows_in_and_outside_of_inference_mode(override: Any, replays: Any) -
     with torch.inference_mode():
         first = forward(args).hs
     assert torch.equal(first, forward(args).hs) and replays[0] == 2 + 3
+
+
+def test_no_graph_in_the_memory_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, trees = torch.device("cuda", 1), types.SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: ("stream", of.index))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    managers = [None, types.SimpleNamespace(stream=("stream", 0)), types.SimpleNamespace(stream=("stream", 1))]
+    for manager, expected in zip(managers, (True, True, False), strict=True):
+        trees.get_manager = lambda index, create_if_none_exists, manager=manager: manager
+        assert _steps._may_record(device) == expected
+
+    def of_another_thread(index: int, create_if_none_exists: bool) -> None:
+        raise AssertionError
+
+    trees.get_manager = of_another_thread
+    assert _steps._may_record(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

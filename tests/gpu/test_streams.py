@@ -15,6 +15,7 @@ from helpers import assert_same_bits, run_scan
 
 from orthokern import _gpu_scans, dispatch, functional, optim
 from orthokern.cuda import _scan
+from orthokern.nn import GRU, PeepholeLSTM
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -217,3 +218,25 @@ def test_auto_prefers_a_kernel_of_the_device() -> None:
     for op in OPS:
         leaf = dispatch.resolve(op, device=torch.device("cuda", 0), dtype=torch.float32, N=128, K=128)
         assert leaf.__name__ in (f"orthokern.cuda.{op}", f"orthokern.triton_kernels.{op}")
+
+
+def test_a_first_call_in_inference_mode() -> None:
+    """A graph that is recorded there serves training, and leaves the random numbers of torch usable."""
+    rnn, x = PeepholeLSTM(3, 40, device="cuda"), torch.randn(120, 5, 3, device="cuda")
+    with torch.inference_mode():
+        expected = rnn(x)[0]
+    output = rnn(x)[0]
+    output.sum().backward()
+    torch.testing.assert_close(output.detach(), expected.clone(), rtol=0, atol=0)
+    assert bool(torch.randn(3, device="cuda").isfinite().all())
+
+
+@pytest.mark.parametrize("N", [40, 200])
+def test_graphs_of_torch_compile(N: int) -> None:
+    rnn, x = GRU(3, N, device="cuda"), torch.randn(120, 5, 3, device="cuda")
+    compiled, expected = torch.compile(rnn, mode="reduce-overhead"), rnn(x)[0].detach()
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        output = compiled(x)[0]
+        torch.testing.assert_close(output.detach().clone(), expected)
+        output.sum().backward()
