@@ -224,7 +224,7 @@ class _Run:
 
     def fresh_inputs(self) -> tuple[Any, ...]:
         """The inputs, with gradients for those that require them."""
-        result: tuple[Any, ...] = _mapped(self.inputs, lambda t: t.detach().requires_grad_(t.requires_grad))
+        result: tuple[Any, ...] = _mapped(self.inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
         return result
 
     def forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:

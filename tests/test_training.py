@@ -118,7 +118,7 @@ def test_the_goal_ends_a_run(tmp_path: Path) -> None:
     assert (outcome.exit_code, outcome.reached) == (0, True)
     assert outcome.iteration < 500 and outcome.message == f"done at {outcome.iteration}"
     again = go(tmp_path / "run", Probe(goal=0.2), iterations=500, resume=True)
-    assert "the goal was reached before, and nothing was trained" in again.message
+    assert "the run had ended before, and nothing was trained" in again.message
     assert again.reached and again.iteration == outcome.iteration  # nothing left to do
     assert len(records(tmp_path / "run")) == outcome.iteration
 

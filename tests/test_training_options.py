@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, Union
 
+import numpy as np
 import pytest
 import torch
 import toy_task
@@ -18,9 +19,11 @@ from torch import Tensor
 from toy_task import Toy, ToyOptions
 
 from orthokern import dispatch
-from orthokern.errors import CheckpointError
+from orthokern.commandline import Parser
+from orthokern.errors import CheckpointError, InputError
 from orthokern.reproduce.runner import is_done
 from orthokern.training import LoopSettings, RunFolder, cli, load_checkpoint, read_metrics, save_checkpoint, train
+from orthokern.training.options import add_options, option
 from orthokern.training.progress import Progress
 
 OPTIONS = ["--iterations", 20, "--threads", 1, "--no-plots"]
@@ -238,3 +241,71 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\r100/200 |##########          | loss 0.5" in text
     assert all(len(part) < 60 for line in text.split("\n") for part in line.split("\r"))
     assert "warning: a message\n" in text and text.endswith("\n")
+
+
+def test_numbers_of_numpy(tmp_path: Path) -> None:
+    """An evaluation may have them; a state_dict that a checkpoint cannot hold fails when it is written."""
+
+    class OfNumpy(Toy):
+        def evaluate(self, iteration: int) -> dict[str, float]:
+            return {name: np.float64(value) for name, value in super().evaluate(iteration).items()}
+
+    go(tmp_path / "run", task(OfNumpy))
+    assert load_checkpoint(tmp_path / "run" / "best.pt")["task"] == "toy"
+    with pytest.raises(TypeError, match="a checkpoint must hold numbers, .* got numpy"):
+        save_checkpoint(tmp_path / "other.pt", {"position": np.int64(3)})
+
+
+def test_annotations_of_options() -> None:
+    """Types as objects, as in a file without `from __future__ import annotations`, and the word none."""
+
+    class Own(cli.RunOptions):
+        GROUP = "own"
+
+    Own.__annotations__ = {"rate": float, "count": Optional[int], "word": Union[str, None], "flag": bool}  # noqa: UP007, UP045
+    Own.rate = option(0.5, "a rate", above=0.0)  # type: ignore[attr-defined]
+    Own.count = option(2, "a count")  # type: ignore[attr-defined]
+    Own.word = option("a", "a word", choices=("a", "b"))  # type: ignore[attr-defined]
+    Own.flag = option(False, "a flag")  # type: ignore[attr-defined]
+    parser = Parser(prog="own")
+    add_options(parser, dataclass(kw_only=True)(Own))
+    words = ["--rate", "0.3", "--count", "none", "--word", "none", "--flag"]
+    assert parser.parse(words) == {"rate": 0.3, "count": None, "word": None, "flag": True}
+    for wrong in (["--rate", "0"], ["--count", "0"], ["--word", "c"]):
+        with pytest.raises(InputError):
+            parser.parse(wrong)
+
+
+def test_a_longer_curve_from_its_first_iteration(tmp_path: Path) -> None:
+    options = "--T 5 --hidden 6 --batch 4 --eval-sequences 4 --threads 1 --no-plots --diagnose-every 1 --goal 0".split()
+    options += "--schedule cosine --lr-decay 0.1 --lr 0.5".split()
+    assert run_task("adding", *options, "--iterations", 4, "--out", tmp_path / "run") == 0
+    assert run_task("adding", "--resume", tmp_path / "run", "--iterations", 8) == 0
+    assert run_task("adding", *options, "--iterations", 8, "--out", tmp_path / "whole") == 0
+    rates = [[record["lr"] for record in records(tmp_path / name)[4:]] for name in ("run", "whole")]
+    assert rates[0] == rates[1]
+    state = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["optimizer"] for name in ("run", "whole")]
+    assert [g["lr"] for g in state[0]["param_groups"]] == [g["lr"] for g in state[1]["param_groups"]]
+
+
+def test_a_continued_run_has_no_result_until_it_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run("--out", folder, *OPTIONS) == 0 and is_done(folder)
+    results: list[bool] = []
+
+    class Watched(Toy):
+        def evaluate(self, iteration: int) -> dict[str, float]:
+            results.append((folder / "result.json").exists())
+            return super().evaluate(iteration)
+
+    assert (
+        cli.TaskCommand("toy", "", "", ToyOptions, Watched).main(["--resume", str(folder), "--iterations", "30"]) == 0
+    )
+    assert results and not any(results) and is_done(folder)
+
+
+def test_settings_of_the_loop(tmp_path: Path) -> None:
+    for wrong in ({"iterations": None}, {"checkpoint_every": 0}, {"accumulate": 0}):
+        settings = LoopSettings(**{"iterations": 3, "checkpoint_every": 4, **wrong})
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} must be an integer of at least 1"):
+            train(task(), RunFolder.create(tmp_path / "run", "toy", {}), settings)

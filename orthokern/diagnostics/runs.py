@@ -120,11 +120,7 @@ def load_run(folder: Path | str) -> RunRecord:
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
         raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
     records = read_metrics(path / "metrics.jsonl")
-    result = read_object(path / "result.json")
-    ended = number_at(result, "iteration")
-    if records and ended is not None and ended < records[-1]["iteration"]:  # continued, and not finished since
-        result = {}
-    return RunRecord(path, config, config["settings"], config["task"], records, result)
+    return RunRecord(path, config, config["settings"], config["task"], records, read_object(path / "result.json"))
 
 
 def read_metrics(path: Path) -> list[Record]:

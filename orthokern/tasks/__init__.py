@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orthokern._files import read_object
 from orthokern.diagnostics.runs import read_metrics
 from orthokern.errors import InputError, unknown_name
-from orthokern.training.options import defaults
+from orthokern.training.options import defaults, types
 
 __all__ = ["Result", "names", "run"]
 
@@ -87,12 +87,12 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         raise unknown_name("task", task, names())
     command = importlib.import_module(f"{__name__}.{task}").COMMAND
     usual = {**defaults(command.options), "preset": None}
-    types = {**{field.name: str(field.type) for field in fields(command.options)}, "preset": "str"}
+    annotations = {**types(command.options), "preset": (str, False)}
     words = [f"--out={Path(out)}"]
     for name, value in settings.items():
         if name not in usual:
             raise unknown_name(f"setting of task {task}", name, usual)
-        if value is None and usual[name] is None and "None" not in types[name]:
+        if value is None and usual[name] is None and not annotations[name][1]:
             continue  # the default, which the command line cannot express
         if isinstance(value, bool) != isinstance(usual[name], bool):
             accepted = "True or False" if isinstance(usual[name], bool) else "a value"

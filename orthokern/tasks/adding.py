@@ -286,7 +286,7 @@ class Adding(DrawnTask):
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         right = self.settings.right
         return evaluation["loss"] < self.settings.goal or (
-            right is not None and 100.0 * evaluation["accuracy"] >= right
+            right is not None and 100.0 * evaluation["accuracy"] >= right - 1e-9
         )
 
     def goal_text(self) -> str:

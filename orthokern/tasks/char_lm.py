@@ -200,7 +200,7 @@ class CharTask(DataTask, RecurrentTask):
         return {**super().diagnose(), "time_steps": self.steps}  # number of steps of the norms through time
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
-        bits = metrics["loss"] / math.log(2.0)
+        bits = (metrics["loss"] - metrics.get("penalty", 0.0)) / math.log(2.0)
         return f"{bits:.3f} bits per character, accuracy {100 * metrics['accuracy']:.1f} %"
 
     def result_text(self, evaluation: dict[str, float]) -> str:

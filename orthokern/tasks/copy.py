@@ -233,22 +233,22 @@ class CopyExperiment(DrawnTask):
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
-        batch = self.settings.batch
-        batches = -(-self.settings.eval_sequences // batch)
-        allowed = (1.0 - self.goal) * batch * self.data.recall  # per batch
-        errors, losses = 0, []
-        for _, (tokens, targets) in self.in_time(zip(range(batches), self.held_out(iteration, batch), strict=False)):
-            loss, numbers = self.model(tokens, targets)
-            losses.append(loss.item())
+        count, batch = self.settings.eval_sequences, self.settings.batch
+        allowed = (1.0 - self.goal) * self.data.recall  # errors per sequence
+        errors, loss, done = 0, 0.0, 0
+        for tokens, targets in self.in_time(self.held_out(iteration, batch)):
+            rows = min(batch, count - done)
+            batch_loss, numbers = self.model(tokens[:, :rows], targets[:, :rows])
+            loss += batch_loss.item() * rows
             errors += int(numbers["wrong"].item())
-            if errors > math.floor(allowed * batches + 1e-6):
+            done += rows
+            if done == count or errors > math.floor(allowed * count + 1e-6):
                 break
-        sequences = len(losses) * batch
         return {
-            "accuracy": 1.0 - errors / (sequences * self.data.recall),
-            "loss": sum(losses) / len(losses),
-            "sequences": sequences,
-            "reached": float(errors <= math.floor(allowed * len(losses) + 1e-6)),
+            "accuracy": 1.0 - errors / (done * self.data.recall),
+            "loss": loss / done,
+            "sequences": done,
+            "reached": float(errors <= math.floor(allowed * done + 1e-6)),
         }
 
     def score(self, evaluation: dict[str, float]) -> float:

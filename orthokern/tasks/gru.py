@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthokern.commandline import say
+from orthokern.commandline import real, say
 from orthokern.diagnostics.stability import diagnose_stability
 from orthokern.nn import GRU
 from orthokern.ops.gru_scan import VARIANTS
@@ -44,8 +44,7 @@ class GruOptions(DataOptions):
     delta: float | None = option(
         None,
         "after every step no singular value of the recurrent matrices is above 2 - X",
-        above=0.0,
-        below=2.0,
+        convert=real(above=0.0, below=2.0),  # not none: without a constraint, a gradient is clipped
         shown="0.2 without --clip",
         basic=True,
     )

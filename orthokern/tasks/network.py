@@ -47,7 +47,7 @@ EXPONENTIALS = tuple(name for name, model in MODELS.items() if model.exponential
 
 # activations with a slope, learned or not
 SLOPED = tuple(name for name, row in ACTIVATIONS.items() if row.parameter is not None and row.parameter.name == "slope")
-ROTATIONS = ", ".join(init.SKEW_ANGLES)
+WITH_ANGLES = tuple(init.SKEW_ANGLES)
 
 # the models of options, see `Option.only`
 FACTORIZED = {"model": ("factorized",)}
@@ -91,11 +91,11 @@ class NetworkOptions(RunOptions):
     )
     max_angle: float | None = option(
         None,
-        f"largest angle, in radians per step, by which a rotation or the matrix of --init {ROTATIONS} first rotates; "
-        "none: that of --init, in rotation pi",
+        "largest angle, in radians per step, of the initial matrix, in rotation too; none: that of --init, in rotation "
+        "pi",
         above=0.0,
         high=math.pi,
-        only={"model": ("factorized", "rnn", "exprnn", "rotation")},
+        only={"init": WITH_ANGLES, "model": ("rotation",)},
     )
     rank: int | None = option(None, "columns of U and V", metavar="K", shown="as many as hidden units", only=FACTORIZED)
     apply: str = option(

@@ -129,7 +129,7 @@ class RecurrentTask(Experiment):
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
         added = penalty(self.rnn, self.readout, self.settings)
-        return loss if added is None else loss + added, numbers
+        return (loss, numbers) if added is None else (loss + added, {**numbers, "penalty": added.detach()})
 
     def diagnose(self) -> dict[str, Any]:
         """Numbers about the recurrent matrix, and "lr", the learning rate of the readout."""
@@ -194,7 +194,7 @@ class DrawnTask(RecurrentTask):
     def settled(self, right: int, done: int) -> bool:
         """Whether an evaluation may end after `done` sequences with `right` correct answers."""
         count, needed = self.settings.eval_sequences, self.needed()
-        return needed is not None and 100.0 * (right + count - done) < needed * count
+        return needed is not None and 100.0 * (right + count - done) < needed * count - 1e-6
 
     @abstractmethod
     def goal_text(self) -> str:

@@ -24,8 +24,8 @@ VERSION = 1
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Writes a checkpoint atomically: nested dicts, lists, tuples, numbers, strings, None and tensors only. OSError if
-    the disk is full, or the folder is missing or not writable; the old file is then unchanged.
+    """Writes a checkpoint atomically: nested dicts, lists, tuples, numbers, strings, None and tensors only (else a
+    TypeError). OSError if the disk is full, or the folder is missing or not writable. The old file is then unchanged.
 
     Example::
 
@@ -38,6 +38,11 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     # To memory first: torch's file writer reports a full disk as a RuntimeError after writing a part.
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "version": VERSION, **payload}, buffer)
+    buffer.seek(0)
+    if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        raise TypeError(
+            f"a checkpoint must hold numbers, strings, tensors and containers only, got {', '.join(foreign)}"
+        )
     write_atomically(path, buffer.getvalue())
 
 

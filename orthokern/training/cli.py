@@ -131,7 +131,10 @@ def _change(key: str, given: Any, stored: Any) -> str:
 
 
 # messages of torch's allocators, of CUDA calls in the native module, and of torch for a size that overflows
-_NO_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED|overflow")
+_NO_MEMORY = re.compile(
+    r"out of memory|can.t allocate memory|not enough memory|MemoryAllocation|ALLOC_FAILED|"
+    r"Storage size calculation overflowed|Overflow when unpacking long"
+)
 _SIZES = ("T", "length", "bptt", "window", "hidden", "layers", "batch")
 
 

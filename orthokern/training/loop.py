@@ -17,7 +17,7 @@ import torch
 from orthokern._files import write_atomically
 from orthokern.diagnostics.drawing import draw_run
 from orthokern.diagnostics.runs import load_run
-from orthokern.errors import OutOfRange
+from orthokern.errors import OutOfRange, integer
 from orthokern.training.iteration import LoopSettings, step
 from orthokern.training.metrics import HELD_OUT, plain
 from orthokern.training.progress import Progress
@@ -87,11 +87,14 @@ def train(
         The result; the caller prints its message.
 
     Raises:
+        InputError: a setting that is not accepted.
         CheckpointError: the checkpoint to resume from is damaged, or from another run.
         OSError: a file cannot be written, for example on a full disk. The last checkpoint is unchanged.
 
     Example: `tests/toy_task.py` is trained by its command line; see `orthokern.training.Task`.
     """
+    for name in ("iterations", "checkpoint_every", "accumulate"):
+        integer(name, getattr(settings, name))
     progress = progress or Progress(settings.iterations)
     state = RunState(task, run, started if started is not None else time.perf_counter())
     if settings.minutes is not None:
@@ -127,6 +130,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         _evaluate(state, False)
         state.save()
     if not over and not state.reached and stop.signal is None:
+        run.result.unlink(missing_ok=True)  # of the part before
         task.begin()
     stopped = stop.signal
     while not over and not state.reached and stopped is None:
@@ -182,7 +186,7 @@ def _end(state: RunState, settings: LoopSettings, stopped: int | None, progress:
         code = EXIT_OK
         message = task.summary(state.reached, state.iteration, seconds, state.evaluation) + _test(state, seconds)
         if state.reached_before:
-            message += "; the goal was reached before, and nothing was trained: another --goal needs a new run"
+            message += "; the run had ended before, and nothing was trained: another goal needs a new run"
     else:
         code = 128 + stopped
         message = f"stopped by {signal.Signals(stopped).name} after iteration {state.iteration}, saved"
@@ -208,14 +212,19 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
     task = state.task
 
     with _evaluating(task):
-        evaluation = task.evaluate(state.iteration)
-        score = task.score(evaluation)
+        evaluation = {name: _plain(value) for name, value in task.evaluate(state.iteration).items()}
+        score = _plain(task.score(evaluation))
         state.keep_best(score)
     state.evaluation, state.evaluated = evaluation, state.iteration
     if scheduled and task.plateau is not None:
         task.plateau.step(score)
-    state.reached = task.goal_reached(evaluation)
+    state.reached = bool(task.goal_reached(evaluation))
     return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or of a tensor as one of Python, which a checkpoint may hold."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _test(state: RunState, seconds: float) -> str:

@@ -19,7 +19,8 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from orthokern.commandline import Parser, Settings, integer, one_of, real
 from orthokern.errors import InputError
@@ -56,18 +57,26 @@ class Option:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     off: float | None = None
 
-    def argument(self, name: str, annotation: str) -> tuple[Callable[[str], Any], str]:
-        """The argparse type and the metavar."""
-        kind, none = annotation.split(" ")[0], "None" in annotation
+    def argument(self, name: str, kind: type, none: bool) -> tuple[Callable[[str], Any], str]:
+        """The argparse type and the metavar, for the annotation `kind` or `kind` | None."""
         if self.choices:
-            return one_of(name.replace("_", "-"), self.choices), self.metavar or "NAME"
+            return _or_none(one_of(name.replace("_", "-"), self.choices), none), self.metavar or "NAME"
         if self.convert is not None:
             return self.convert, self.metavar or "X"
-        if kind == "int":
+        if kind is int:
             low = 1 if self.low is None else int(self.low)
             return integer(low, None if self.high is None else int(self.high), none=none), self.metavar or "N"
         bounds = {"low": self.low, "high": self.high, "above": self.above, "below": self.below}
-        return (real(none=none, **bounds) if kind == "float" else str), self.metavar or "X"
+        if kind is float:
+            return real(none=none, **bounds), self.metavar or "X"
+        if kind is not str:
+            raise TypeError(f"option {name} must have the type int, float, str or bool, got {kind}")
+        return _or_none(str, none), self.metavar or "X"
+
+
+def _or_none(convert: Callable[[str], Any], none: bool) -> Callable[[str], Any]:
+    """An argparse type that gives None for the word none, with `none`."""
+    return lambda text: None if none and text.lower() == "none" else convert(text)
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
@@ -117,6 +126,13 @@ def defaults(options: type[Options]) -> Settings:
     """The defaults of a command line, by name."""
     names = declarations(options)
     return {field.name: field.default for field in dataclasses.fields(options) if field.name in names}
+
+
+def types(options: type[Options]) -> dict[str, tuple[type, bool]]:
+    """The annotations of the options by name: the type, and whether it is | None."""
+    hints = get_type_hints(options)
+    parts = {name: get_args(hints[name]) or (hints[name],) for name in declarations(options)}
+    return {name: (next(part for part in of if part is not NoneType), NoneType in of) for name, of in parts.items()}
 
 
 def check_effect(settings: Options, names: Iterable[str]) -> None:
@@ -169,23 +185,23 @@ def add_options(
     parser: Parser, options: type[Options], presets: Iterable[str] = (), preset_help: Mapping[str, str] | None = None
 ) -> None:
     """Adds the options of a class to a parser."""
-    fields = {field.name: field for field in dataclasses.fields(options)}
+    usual, annotations = defaults(options), types(options)
     titles = dict.fromkeys(base.GROUP for base in options.__mro__ if issubclass(base, Options))
     groups = {title: parser.add_argument_group(title) for title in titles}
     for name, (title, declared) in declarations(options).items():
-        default, annotation = fields[name].default, str(fields[name].type)
+        default, (kind, none) = usual[name], annotations[name]
         typed, shown = dashed(name), declared.shown
         help = _scope(options, declared) + declared.help
         if shown is None or (name == "iterations" and default is not None):
             shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
         if declared.basic:
             parser.basic.add(name)
-        if annotation == "bool":  # the help shows the switch that changes the default
+        if kind is bool:  # the help shows the switch that changes the default
             for flag, value, action in ((typed, True, "store_true"), (dashed(f"no_{name}"), False, "store_false")):
                 text = argparse.SUPPRESS if value == default else help.replace("%", "%%")
                 groups[title].add_argument(flag, dest=name, action=action, help=text)
         else:
-            convert, metavar = declared.argument(name, annotation)
+            convert, metavar = declared.argument(name, kind, none)
             text = (help + (f" (default {shown})" if shown else "")).replace("%", "%%")
             groups[title].add_argument(typed, type=convert, metavar=metavar, help=text)
     if presets:

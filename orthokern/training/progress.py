@@ -18,9 +18,9 @@ class Progress:
 
     def __init__(self, total: int, stream: TextIO | None = None, every: float = 5.0) -> None:
         self.total = total
-        self.stream = stream if stream is not None else sys.stdout
+        self.stream: TextIO | None = stream if stream is not None else sys.stdout  # None if it is closed
         self.every = every
-        self.bar = self.stream.isatty()
+        self.bar = self.stream is not None and self.stream.isatty()
         self._next = 0.0
         self._drawn = False
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from orthokern.commandline import say
 from orthokern.errors import CheckpointError, integer
@@ -95,6 +96,11 @@ class RunState:
             for name in ("scheduler", "plateau", "average"):
                 if (part := getattr(task, name)) is not None:
                     part.load_state_dict(payload[name])
+            if type(task.scheduler) is LambdaLR:  # the rates of its curve, which may have become longer
+                for group, rate, factor in zip(
+                    task.optimizer.param_groups, task.scheduler.base_lrs, task.scheduler.lr_lambdas, strict=True
+                ):
+                    group["lr"] = rate * factor(task.scheduler.last_epoch)
             task.load_state_dict(payload["task_state"])
             self.iteration = integer("iteration", payload["iteration"], 0)
             self.earlier_seconds = float(payload["seconds"])

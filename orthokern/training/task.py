@@ -138,7 +138,7 @@ class Task(ABC):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         """The numbers shown in the progress bar, one line."""
         beside = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
-        return f"loss {metrics['loss']:.4g}{beside}"
+        return f"loss {metrics['loss'] - metrics.get('penalty', 0.0):.4g}{beside}"
 
     @abstractmethod
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
