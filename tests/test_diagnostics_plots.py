@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,23 @@ def test_norms_of_sequences_of_different_lengths() -> None:
     records = [{"iteration": i, "time_steps": 2 * i, "state_norm_through_time": [1.0] * 2 * i} for i in (1, 2)]
     (axis, _) = axes(plots.compare_states([new_run("a", records=records)]))
     assert axis.get_ylabel() == "t as a fraction of the sequence" and heat_map(axis).shape == (64, 2)
+
+
+@pytest.mark.parametrize("value", [["a", 2.0], True, "text", [None, 2.0]], ids=str)
+def test_records_with_other_values(value: Any) -> None:
+    fields = ("grad_norm_through_time", "state_norm_through_time", "eigenvalue_angles")
+    run = new_run("a", records=[{"iteration": i, "time_steps": 2, **dict.fromkeys(fields, value)} for i in (1, 2)])
+    for draw in (plots.compare_gradients, plots.compare_states, plots.compare_angles):
+        assert draw([run]) is None
+
+
+def test_a_label_that_begins_with_an_underscore() -> None:
+    runs = [
+        replace(new_run(name, records=[{"iteration": i, "loss": 0.5} for i in (1, 2)]), label=f"_{name}")
+        for name in "ab"
+    ]
+    figure = plots.compare_curves(runs, "loss")
+    assert figure is not None and [text.get_text() for text in figure.legends[0].get_texts()] == [" _a", " _b"]
 
 
 def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:

@@ -91,8 +91,10 @@ def _run(options: Settings) -> None:
     for name in ("quantity", "panel"):
         if name in options and figure not in ("curves", "all"):
             raise InputError(f"--{name} has no effect with --figure {figure} (needs curves)")
-    unique = {os.path.realpath(folder): folder for folder in reversed(options["runs"])}
-    runs = [load_run(folder) for folder in reversed(unique.values())]
+    unique: dict[str, Path] = {}
+    for folder in options["runs"]:
+        unique.setdefault(os.path.realpath(folder), folder)
+    runs = [load_run(folder) for folder in unique.values()]
     comparison.check_settings("--panel", runs, [options["panel"]] if "panel" in options else ())
     comparison.check_settings("--legend", runs, options.get("legend", ()))
     quantities = _quantities(runs, options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from orthokern._files import number
 from orthokern.diagnostics.gradients import profile_steps
 from orthokern.diagnostics.plots._figures import Records, draw_panels
 from orthokern.diagnostics.runs import RunRecord
@@ -43,9 +44,10 @@ def _profiles(run: RunRecord, key: str) -> Profiles | None:
 
 def _lists(records: Records, key: str) -> tuple[np.ndarray, list[np.ndarray]]:
     """At most HEAT_MAP_COLUMNS evenly spaced iterations with the first and the last, and their lists of numbers."""
-    rows = [(r["iteration"], values) for r in records if (values := r.get(key))]
+    rows = [(r["iteration"], values) for r in records if isinstance(values := r.get(key), list) and values]
     rows = [rows[i] for i in profile_steps(len(rows), HEAT_MAP_COLUMNS)] if rows else []
-    return np.asarray([at for at, _ in rows], dtype=float), [np.asarray(values, dtype=float) for _, values in rows]
+    lists = [np.array([number(value) for value in values], dtype=float) for _, values in rows]  # None becomes NaN
+    return np.asarray([at for at, _ in rows], dtype=float), lists
 
 
 def _decades(run: RunRecord, key: str, relative: bool = False) -> Profiles | None:
