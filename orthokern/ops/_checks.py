@@ -6,7 +6,6 @@ values (token ids, finiteness) are in the implementations of the ops.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -222,7 +221,7 @@ def _options(args: ScanArgs) -> None:
     """message_clip, precision, algorithm and checkpoint_every."""
     clip, every = args.message_clip, args.checkpoint_every
     number = isinstance(clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(clip, bool)
-    if not number or not 0 <= clip <= sys.float_info.max:
+    if not number or not 0 <= clip <= 1e308:
         raise InputError(f"message_clip is {describe(clip)}: accepted is a finite number, 0 (no clipping) or more")
     scan_choices(args.precision, args.algorithm)
     if args.algorithm == "chunked":
