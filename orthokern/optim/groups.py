@@ -122,9 +122,9 @@ class CombinedOptimizer(Optimizer):
                     raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
         self.parts = dict(parts)
         self._complete = False
-        momenta = {name: part.defaults[name] for part in parts.values() for name in _MOMENTA if name in part.defaults}
-        self.defaults = momenta
-        super().__init__(self.param_groups, momenta)
+        # also before Optimizer.__init__: param_groups reads them
+        self.defaults = {n: part.defaults[n] for part in parts.values() for n in _MOMENTA if n in part.defaults}
+        super().__init__(self.param_groups, self.defaults)
         self._one_rate = self._alike()
         self._complete = True
 

@@ -285,9 +285,8 @@ class Adding(DrawnTask):
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         right = self.settings.right
-        return evaluation["loss"] < self.settings.goal or (
-            right is not None and 100.0 * evaluation["accuracy"] >= right - 1e-9
-        )
+        solved = right is not None and self.reaches(evaluation["accuracy"], right)
+        return solved or evaluation["loss"] < self.settings.goal
 
     def goal_text(self) -> str:
         right = self.settings.right

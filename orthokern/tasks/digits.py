@@ -101,7 +101,7 @@ class DigitsTask(DataTask):
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         goal = self.settings.goal
-        return goal is not None and 100.0 * evaluation["accuracy"] >= goal - 1e-9
+        return goal is not None and self.reaches(evaluation["accuracy"], goal)
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.0f} %"

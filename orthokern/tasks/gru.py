@@ -44,7 +44,7 @@ class GruOptions(DataOptions):
     delta: float | None = option(
         None,
         "after every step no singular value of the recurrent matrices is above 2 - X",
-        convert=real(above=0.0, below=2.0),  # not none: without a constraint, a gradient is clipped
+        convert=real(above=0.0, below=2.0),  # not none, which would mean the default
         shown="0.2 without --clip",
         basic=True,
     )

@@ -88,7 +88,7 @@ class LastAnswer(DrawnTask):
         return self.settings.goal if self.settings.short_evaluations else None
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        return 100.0 * evaluation["accuracy"] >= self.settings.goal - 1e-9
+        return self.reaches(evaluation["accuracy"], self.settings.goal)
 
     def goal_text(self) -> str:
         return f"goal {self.settings.goal:g} %"

@@ -194,7 +194,7 @@ class DrawnTask(RecurrentTask):
     def settled(self, right: int, done: int) -> bool:
         """Whether an evaluation may end after `done` sequences with `right` correct answers."""
         count, needed = self.settings.eval_sequences, self.needed()
-        return needed is not None and 100.0 * (right + count - done) < needed * count - 1e-6
+        return needed is not None and not self.reaches((right + count - done) / count, needed)
 
     @abstractmethod
     def goal_text(self) -> str:

@@ -212,8 +212,8 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
     task = state.task
 
     with _evaluating(task):
-        evaluation = {name: _plain(value) for name, value in task.evaluate(state.iteration).items()}
-        score = _plain(task.score(evaluation))
+        evaluation = _numbers(task.evaluate(state.iteration))
+        score = float(task.score(evaluation))
         state.keep_best(score)
     state.evaluation, state.evaluated = evaluation, state.iteration
     if scheduled and task.plateau is not None:
@@ -222,9 +222,9 @@ def _evaluate(state: RunState, scheduled: bool) -> dict[str, float]:
     return {f"{HELD_OUT}{name}": value for name, value in evaluation.items()}
 
 
-def _plain(value: Any) -> Any:
-    """A number of NumPy or of a tensor as one of Python, which a checkpoint may hold."""
-    return value.item() if hasattr(value, "item") else value
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of NumPy and of tensors as those of Python, which checkpoints and JSON can hold."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
 
 def _test(state: RunState, seconds: float) -> str:
@@ -235,7 +235,7 @@ def _test(state: RunState, seconds: float) -> str:
         task.model.load_state_dict(best)
     try:
         with _evaluating(task, averaged=best is None):  # best.pt has averages
-            test = task.test()
+            test = _numbers(task.test())
     finally:
         task.model.load_state_dict(last)
     result = {

@@ -71,8 +71,9 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch (0-dim) and other numbers for the record (0-dim tensors, detached). They are copied from
-        the device together, so that an iteration synchronises once."""
+        """The loss of a batch (0-dim) and other numbers for the record (0-dim tensors, detached), of which a "penalty"
+        is the part of the loss that progress lines leave out. They are copied from the device together, so that an
+        iteration synchronises once."""
 
     def last_step_loss(self, batch: Any) -> Tensor | None:
         """The loss of the last time step only (0-dim, a mean as in `loss`), for the gradient through time in Figure 2
@@ -94,6 +95,11 @@ class Task(ABC):
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Evaluation on held-out data, in eval mode and with gradients disabled. Random numbers must depend on the seed
         and `iteration` only, so that additional evaluations change nothing else."""
+
+    @staticmethod
+    def reaches(fraction: float, percent: float) -> bool:
+        """Whether a fraction, such as an accuracy, is at least `percent`, also where 100 * fraction is rounded down."""
+        return 100.0 * fraction >= percent - 1e-9
 
     def in_time(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches of an evaluation or test, as many as `evaluation_seconds` allow, and at least one. The numbers
