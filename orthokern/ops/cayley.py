@@ -92,7 +92,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         # values on a GPU are not read, since that would synchronise
         if not torch.compiler.is_compiling() and not lr.is_cuda and not bool(values(lr).isfinite().all()):
             raise InputError(f"lr is {lr}: accepted are finite numbers")
-    elif not torch.compiler.is_compiling() and not isinstance(lr, torch.types.py_sym_types):
+    elif not (torch.compiler.is_compiling() or type(lr) in torch.types.py_sym_types):
         lr = number("lr", lr, "a finite number, or a tensor with one per matrix")
     if dispatch.plain_reference(backend):
         check_finite("m", m)  # otherwise the op checks them
