@@ -33,7 +33,12 @@ class ieee_products(contextlib.ContextDecorator):
         try:
             with _lock:
                 _open.add(self)
-                _changed.extend(_set_ieee())  # also inside another context: the setting may have been changed since
+                for kind, value in _lowered():  # also inside another context: it may have been changed since
+                    _changed.append((kind, value))
+                    if kind is None:
+                        torch.set_float32_matmul_precision("highest")
+                    else:
+                        kind.fp32_precision = "ieee"
         except BaseException:  # a KeyboardInterrupt
             self.__exit__()
             raise
@@ -66,17 +71,6 @@ def _lowered() -> list[tuple[Any, str]]:
 def are_ieee() -> bool:
     """Whether torch's float32 products are IEEE float32 now."""
     return not _lowered()
-
-
-def _set_ieee() -> list[tuple[Any, str]]:
-    """Set the precision to IEEE. Returns (setting, previous value) of each changed setting."""
-    others = _lowered()
-    for kind, _ in others:
-        if kind is None:
-            torch.set_float32_matmul_precision("highest")
-        else:
-            kind.fp32_precision = "ieee"
-    return others
 
 
 def _restore() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TextIO
 
 import torch
 
 from orthokern._files import LARGEST_INTEGER
-from orthokern._no_compiler import without_compiler
 from orthokern.errors import BackendUnavailable, InputError, nearest, unknown_name
 
 Settings = dict[str, Any]
@@ -27,6 +28,8 @@ MAX_THREADS = 1024  # torch accepts any number, and crashes if the system does n
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+COMPILER = "torch._dynamo"
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
@@ -63,6 +66,48 @@ def one_line(text: str) -> str:
 
 
 # ---- the main function -----------------------------------------------------------------------------------------------
+
+
+class _StandIn(types.ModuleType):
+    """The two functions of ``torch._dynamo`` that torch's optimizers call in each step. Both mean nothing outside of a
+    compilation. Any other attribute, and any submodule, imports the compiler."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self.marked: list[Callable[..., Any]] = []
+
+    def graph_break(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def disable(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+        self.marked.append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        self.remove()
+        return getattr(importlib.import_module(COMPILER), name)
+
+    def remove(self) -> None:
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER], torch._dynamo
+            for fn in self.marked:  # `torch._disable_dynamo` stores what `disable` returns
+                vars(fn).pop("__dynamo_disable", None)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Within the context torch's optimizers do not import ``torch._dynamo``, which takes a second and 140 MB."""
+    if COMPILER in sys.modules:
+        yield
+        return
+    stand_in = _StandIn()
+    sys.modules[COMPILER] = torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        stand_in.remove()
 
 
 def command(body: Callable[[], int]) -> int:

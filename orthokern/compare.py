@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from orthokern import dispatch
 from orthokern.conversion import Conversion, Report, convert, copied
 from orthokern.errors import InputError, integer, require
+from orthokern.nn import GRU
 
 __all__ = ["Comparison", "Errors", "Times", "compare"]
 
@@ -408,8 +409,8 @@ def _backends(conversion: Conversion) -> tuple[str, ...]:
     lines = []
     for each in conversion.report.replaced:
         module: Any = conversion.module.get_submodule(each.name)
-        op, sizes = module._op()
-        call = dispatch.Call(module.weight_hh_l0.device, module.weight_hh_l0.dtype, sizes)
+        op = "gru_scan" if isinstance(module, GRU) else "dense_scan"
+        call = dispatch.Call(module.weight_hh_l0.device, module.weight_hh_l0.dtype, {"N": module.hidden_size})
         chosen = dispatch.choose(op, module.backend, call)
         lines.append(f"backend of {each.name or 'the module itself'}: {chosen} ({op})")
     return tuple(lines)

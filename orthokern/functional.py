@@ -84,6 +84,7 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
 
 def _activation(x: Tensor, name: str, param: Tensor | None, param_name: str, backend: str | None) -> Tensor:
     check.activation_name(name)
+    dispatch.requested(backend)
     check.is_float("x", check.is_tensor("x", x))
     if x.ndim < 1 or x.shape[-1] < 1:
         raise InputError(f"x has shape {list(x.shape)}: accepted is [..., N] with N at least 1")
@@ -163,6 +164,7 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(torch.randn(100, 8), torch.zeros(5, 8), torch.zeros(100, dtype=torch.int64))
         tensor(1.6094)
     """
+    dispatch.requested(backend)
     check.is_float("input", check.is_tensor("input", input))
     if input.ndim < 1:
         raise InputError("input has shape []: accepted is [..., N]")

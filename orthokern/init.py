@@ -322,21 +322,14 @@ def factorized_(
     glorot, glorot-uniform: the K leading singular triplets of such a matrix, so W is that matrix (K = N) or its best
         approximation of rank K, whose eigenvalues are small: the spaces of U and V are nearly orthogonal.
 
-    For K < N, the orthogonal starts are those of K units, in a random subspace of K dimensions. With a Haar basis P
-    [N, K] of it and the K x K factors U_K and V_K of the named start W_K = U_K V_K^T, U = P U_K and V = P V_K. So
-    V = U Q, Q = U_K^T V_K orthogonal, and W = P W_K P^T: W drops the components outside of the subspace, and acts as
-    W_K within it. W has the K eigenvalues of W_K, on the unit circle, and N - K zeros. If U and V were independent,
-    V^T U and with it the spectral radius of W would be about sqrt(K/N), and the states would be forgotten in a few
-    steps.
+    For K < N, the orthogonal starts are those of K units, U_K and V_K, in the subspace of a Haar basis P [N, K]:
+    U = P U_K and V = P V_K, see the top of this file. If U and V were independent, V^T U and with it the spectral
+    radius of W would be about sqrt(K/N), and the states would be forgotten in a few steps.
 
     Args:
         u, v: [N, K] float, K <= N; written with orthonormal columns.
         s: [K] float; written with the singular values themselves, not with the parameter of a bounded spectrum.
-        name: one of INITS.
-        generator: CPU generator, or None for torch's global one.
-        max_angle: as in `initialize_`.
-
-    Raises InputError for an unknown name, and for a max_angle that the initialisation does not have.
+        name, generator, max_angle: as in `initialize_`, with its errors.
     """
     one_of("init", name, INITS)
     n, k = u.shape

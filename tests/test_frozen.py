@@ -176,6 +176,14 @@ def test_bad_input() -> None:
         broken.frozen()
 
 
+def test_another_backend() -> None:
+    frozen, x = RNN(D, N).frozen(), torch.randn(2, D)
+    frozen.step(x)
+    frozen.backend = "gpu"
+    with pytest.raises(InputError, match="unknown backend 'gpu'"):
+        frozen.step(x)
+
+
 def test_an_empty_batch_of_ids() -> None:
     assert RNN(D, N).frozen()(torch.zeros(5, 0, dtype=torch.int64))[0].shape == (5, 0, N)
 

@@ -32,8 +32,8 @@ LAYERS: list[set[str]] = [
     {"_gru_parameters", "_map_gradients"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves
-    {"_files", "_no_compiler"},
-    {"dispatch", "commandline", "_state"},
+    {"_files"},
+    {"dispatch", "commandline"},
     {"ops"},
     {"functional", "_learned_orthogonal"},
     {"init", "penalties", "optim", "data"},

@@ -70,6 +70,7 @@ def test_wrong_lengths_are_refused(kind: str) -> None:
         (x, LENGTHS[:2], r"\[B\]"),
         (x, LENGTHS + 1, "lengths holds 10"),
         (x, LENGTHS - 1, "lengths holds 0"),
+        (x[:, :0], LENGTHS, r"\[B\]"),
         (x[:, 0], LENGTHS[:1], "one sequence without a batch"),
         (pack_padded_sequence(x, LENGTHS, enforce_sorted=False), LENGTHS, "None for a PackedSequence"),
     ]

@@ -93,7 +93,7 @@ def test_a_learning_rate_out_of_range_changes_nothing(rate: Any) -> None:
 @pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_are_accepted() -> None:
     GeodesicSGD([basis(3, 3)], lr=np.float32(1e-3), max_grad_norm=np.float16(1.0))
-    for value in (np.float32(math.inf), np.float32(math.nan), 10**400):
+    for value in (np.float32(math.inf), np.float32(math.nan), 10**400, torch.tensor(1j)):
         with pytest.raises(InputError, match="lr must be a finite number of at least 0"):
             GeodesicSGD([basis(3, 3)], lr=value)
 

@@ -27,23 +27,9 @@ def peephole_scan_bwd(
     (_, w, peephole, h0, c0), (T, B, N) = inputs, states.hs.shape
     grad_x = new(T, B, 4 * N, dtype=h0.dtype)
     grad_peephole, grad_h0, grad_c0 = (new(*t.shape, dtype=t.dtype) for t in (peephole, h0, c0))
-    call(
-        "peephole_scan_bwd",
-        h0.dtype,
-        {"B": B, "T": T, "N": N},
-        {
-            "w": w,
-            "peephole": peephole,
-            "c0": c0,
-            "grad_hs": grad_hs,
-            "grad_cs": grad_cs,
-            "saved_cs": states.cs,
-            "saved_gates": states.gates,
-            "grad_x": grad_x,
-            "grad_peephole": grad_peephole,
-            "grad_h0": grad_h0,
-            "grad_c0": grad_c0,
-        },
-    )
+    tensors = {"w": w, "peephole": peephole, "c0": c0, "grad_hs": grad_hs, "grad_cs": grad_cs}
+    saved = {"saved_cs": states.cs, "saved_gates": states.gates}
+    results = {"grad_x": grad_x, "grad_peephole": grad_peephole, "grad_h0": grad_h0, "grad_c0": grad_c0}
+    call("peephole_scan_bwd", h0.dtype, {"B": B, "T": T, "N": N}, {**tensors, **saved, **results})
     grad_w = product_with_states(grad_x, h0, states.hs)
     return PeepholeGradients(grad_x, grad_w, grad_peephole, grad_h0, grad_c0)

@@ -305,10 +305,10 @@ class Layers(nn.Module):
         if data.shape[0] < 1:
             raise InputError(f"input has T={data.shape[0]} and B={data.shape[1]}; accepted: at least 1 time step")
         hx, cuts = self._checked_states(data, batched, hx, resets, reset_state)
+        lengths = self._checked_lengths(lengths, data, batched)
         if data.shape[1] == 0:
             output, h_n = self._run_empty(data, hx)
         else:
-            lengths = self._checked_lengths(lengths, data, batched)
             if lengths is not None and not data.is_floating_point():  # the padding may hold any ids
                 data = without_padding(data, running(len(data), lengths))
             output, h_n = self._run(data, hx, Dense(data.shape[1], lengths), cuts)

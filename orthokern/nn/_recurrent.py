@@ -182,10 +182,6 @@ class Recurrent(Layers):
         """The matrix and the bias."""
         return self._matrix(suffix), self._bias(suffix)
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        """The op that `_scan` runs, and the sizes that a backend may limit."""
-        return "dense_scan", {"N": self.hidden_size}
-
     def _scan(self, suffix: str, *args: Any) -> Tensor:
         return scan(self._args(suffix, *args))
 

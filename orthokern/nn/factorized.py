@@ -235,11 +235,6 @@ class FactorizedRNN(ModelMargin, Recurrent):
         if any(warn_unless_orthonormal(f"{name} is no longer", m, advice) for name, m in self._bases()):
             self._forwards = -1
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        if self.apply_mode == "composed":
-            return super()._op()
-        return "factored_scan", {"N": self.hidden_size, "K": self.rank}
-
     def extra_repr(self) -> str:
         usual = {"margin": 0.1, "spectrum_map": "sigmoid", "rank": self.hidden_size, "apply_mode": "factored"}
         return self._text(**usual, init="orthogonal", max_angle=None).replace("apply_mode=", "apply=")

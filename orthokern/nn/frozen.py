@@ -118,7 +118,7 @@ class _Frozen(Layers):
         B, dtype = x.shape[0], weight.dtype
         own = self.__dict__
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()]
-        key = (B, dtype, own.get("leak"), own.get("negative_slope"), *addresses)
+        key = (B, dtype, own.get("leak"), own.get("negative_slope"), own.get("backend"), *addresses)
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None
@@ -138,12 +138,12 @@ class _Frozen(Layers):
     def _prepare(self, x: Tensor, key: tuple[Any, ...]) -> list[Call] | None:
         """The prepared calls of all layers for the batch size of x, if the cpu backend serves them."""
         weight = self._tensor("weight_ih_l0")
-        op, sizes = self._op()  # type: ignore[operator]
         for name, size in self._sizes.items():
             if self._tensor(name).shape != size:
                 raise InputError(f"{name} must have shape {list(size)}, got {list(self._tensor(name).shape)}")
         if not x.is_floating_point() or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
             return None
+        op, sizes = self._op()
         leaf = dispatch.resolve(op, self.backend, device=weight.device, dtype=weight.dtype, **sizes)
         if dispatch.backend_of(leaf) != "cpu":
             return None
@@ -151,6 +151,11 @@ class _Frozen(Layers):
             self._calls.clear()
         self._calls[key] = [self._prepared(suffix, x.shape[0]) for suffix in self._suffixes()]
         return self._calls[key]
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        """The op of a step, and the sizes that a backend may limit."""
+        args = self._example("l0", 1)
+        return args.op, args.sizes
 
     def _prepared(self, suffix: str, B: int) -> Call:
         """A call (x [B, D], h [B, N], result [B, N], resets [B] or None, reset_state [B, N] or None) -> result."""
@@ -230,9 +235,6 @@ class FrozenRNN(_Frozen, Recurrent):
             return (self._tensor(f"weight_hh_{suffix}"),)
         return self._tensor(f"u_{suffix}"), self._tensor(f"s_{suffix}"), self._tensor(f"v_{suffix}")
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        return super()._op() if self.rank is None else ("factored_scan", {"N": self.hidden_size, "K": self.rank})
-
     def _prepared(self, suffix: str, B: int) -> Call:
         run = prepared_step(self._example(suffix, B))
 
@@ -289,6 +291,9 @@ class FrozenRotationRNN(_Frozen, RotationRNN):
     def _lambda(self, suffix: str) -> tuple[Tensor, Tensor]:
         re, im = self._tensor(f"lambda_{suffix}").double()
         return re, im
+
+    def _op(self) -> tuple[str, dict[str, Any]]:
+        return "rotation_scan", {}
 
     def _factors(self, suffix: str) -> Any:
         bias = self._tensor(f"bias_{suffix}") if self.bias else None

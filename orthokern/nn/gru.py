@@ -148,9 +148,6 @@ class GRU(Layers):
         # torch.func.functional_call replaces parameters by other tensors
         return [(parameter, rows) for parameter in result if isinstance(parameter, nn.Parameter)]
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        return "gru_scan", {"N": self.hidden_size}
-
     def _factors(self, suffix: str) -> tuple[Tensor, Tensor | None]:
         return self._tensor(f"weight_hh_{suffix}"), self._tensor(f"bias_hh_{suffix}") if self.bias else None
 

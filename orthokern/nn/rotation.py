@@ -150,9 +150,6 @@ class RotationRNN(ModelMargin, Layers):
         bias = self._tensor(f"bias_{suffix}") * g if self.bias else None
         return weight * g.unsqueeze(1), bias, *self._lambda(suffix)
 
-    def _op(self) -> tuple[str, dict[str, Any]]:
-        return "rotation_scan", {"N": self.hidden_size}
-
     def _scan(
         self, suffix: str, factors: Factors, cuts: Resets | None, x: Tensor, h0: Tensor | None, lengths: Tensor | None
     ) -> Tensor:

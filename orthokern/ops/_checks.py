@@ -134,12 +134,7 @@ def activation_parameter(
         return
     if act_param is None:
         raise InputError(f"{name} is None: activation {activation!r} needs its {what}, a tensor [1] or [N] = [{N}]")
-    is_tensor(name, act_param)
-    if act_param.ndim != 1 or act_param.shape[0] not in (1, N):
-        raise InputError(
-            f"{name} has shape {list(act_param.shape)}: accepted is the {what} of {activation!r}, [1] or [N] = [{N}]"
-        )
-    same_kind(name, act_param, like_name, like)
+    _of_units(name, act_param, N, like_name, like, activation)
 
 
 def factors(u: Tensor, s: Tensor, v: Tensor) -> None:
@@ -167,7 +162,7 @@ def has_lengths(lengths: object, x: Tensor) -> None:
 
 
 def resets_and_state(
-    resets: object, reset_state: object, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
+    resets: object, reset_state: Tensor | None, x: Tensor, h0: Tensor | None, N: int, like_name: str, like: Tensor
 ) -> Tensor | None:
     """resets must be bool [T, B] on the device of x [T, B, ...], or None; reset_state [B, N] needs resets. Returns the
     state that a reset sets: reset_state, else h0, which may be None (zeros)."""
@@ -182,20 +177,17 @@ def resets_and_state(
     same_device("resets", tensor, "x", x)
     if reset_state is None:
         return h0
-    state = is_tensor("reset_state", reset_state)
-    has_shape("reset_state", state, (x.shape[1], N), "[B, N]")
-    same_kind("reset_state", state, like_name, like)
-    return state
+    fits("reset_state", reset_state, (x.shape[1], N), "[B, N]", like_name, like)
+    return reset_state
 
 
-def _leak(leak: object, N: int, like_name: str, like: Tensor) -> None:
-    """leak must be [1] or [N], or None. The op checks its values."""
-    if leak is None:
-        return
-    tensor = is_tensor("leak", leak)
+def _of_units(argument: str, value: object, N: int, like_name: str, like: Tensor, activation: str = "") -> None:
+    """value must be [1] or [N], with the dtype and device of like; activation: whose parameter it is."""
+    tensor = is_tensor(argument, value)
     if tensor.ndim != 1 or tensor.shape[0] not in (1, N):
-        raise InputError(f"leak has shape {list(tensor.shape)}: accepted is [1] or [N] = [{N}]")
-    same_kind("leak", tensor, like_name, like)
+        what = f"the {PARAMETER[activation]} of {activation!r}, " if activation else ""
+        raise InputError(f"{argument} has shape {list(tensor.shape)}: accepted is {what}[1] or [N] = [{N}]")
+    same_kind(argument, tensor, like_name, like)
 
 
 def scan_choices(precision: object, algorithm: object) -> None:
@@ -292,17 +284,16 @@ def scan_args(
     bias = args.bias
     N, x = like.shape[0], _input(args, like_name, small_ids)
     if bias is not None:
-        is_tensor("bias", bias)
         if args.weight is None:
             raise InputError("bias is given without weight: accepted with weight only (add it to x)")
-        has_shape("bias", bias, (N,), "[N]")
-        same_kind("bias", bias, like_name, like)
+        fits("bias", bias, (N,), "[N]", like_name, like)
     if h0 is not None:
         fits("h0", h0, (x.shape[1], N), "[B, N]", like_name, like)
     activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
     has_lengths(args.lengths, x)
     reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, like_name, like)
-    _leak(args.leak, N, like_name, like)
+    if args.leak is not None:  # the op checks its values
+        _of_units("leak", args.leak, N, like_name, like)
     _options(args)
     h0 = like.new_zeros(x.shape[1], N) if h0 is None else h0
     # not args._replace, here and in gru_args: the Dynamo of torch 2.6 does not trace it

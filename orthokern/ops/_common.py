@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from orthokern import _autocast
+from orthokern import _autocast, dispatch
 from orthokern._scan_contract import running, without_padding
 from orthokern.errors import InputError
-from orthokern.ops._engine import one_cotangent_at_a_time
+from orthokern.ops._dispatcher import one_cotangent_at_a_time
 
 
 def values(tensor: Tensor) -> Tensor:
@@ -43,6 +44,32 @@ def needs_grad(*tensors: Tensor | None) -> bool:
         if any(level.key().name == "Grad" for level in levels):
             return True
     return any(tensor is not None and values(tensor).requires_grad for tensor in tensors)
+
+
+def by_reference(backend: str | None, *arguments: Any, served: int = 1) -> bool:
+    """Whether a call runs the reference, which torch can differentiate in every way: for an explicit "reference", in
+    forward mode, and under torch.func unless it takes at most ``served`` derivatives, in reverse mode.
+
+    arguments: those of the op. A tensor that an autograd outside of torch.func tracks needs a second derivative.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if dispatch.plain_reference(backend):
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return forward_ad._current_level >= 0
+    levels = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if "Jvp" in levels or levels.count("Grad") > served:
+        return True
+    return "Grad" in levels and any(isinstance(a, Tensor) and values(a).requires_grad for a in arguments)
+
+
+def recording() -> bool:
+    """Whether a backward has to be differentiable (create_graph=True). Never under torch.compile, which has no second
+    derivative, and not under torch.func, where `by_reference` has decided."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 def check_range(argument: str, ids: Tensor, size: int, what: str) -> None:

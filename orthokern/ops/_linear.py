@@ -10,9 +10,8 @@ from torch import Tensor
 from orthokern import _products
 from orthokern._autocast import keeps_dtype
 from orthokern.cpu import _call
-from orthokern.ops import _route
-from orthokern.ops._dispatcher import can_bypass_dispatcher
-from orthokern.ops._engine import one_cotangent_at_a_time
+from orthokern.ops._common import by_reference, recording
+from orthokern.ops._dispatcher import can_bypass_dispatcher, one_cotangent_at_a_time
 
 
 @keeps_dtype
@@ -24,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     gradient of the weight, MKL takes up to ten times as long. Under torch.compile, torch.func and forward mode, and in
     the reference, it is always torch's product.
     """
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _route.by_reference(None)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or by_reference(None)
     if traced or not (_products.is_large_on_cpu(x, weight.shape[0]) or _may_round(x)):
         return torch.nn.functional.linear(x, weight, bias)
     result: Tensor = _Linear.apply(torch.atleast_2d(x), weight, bias)
@@ -58,7 +57,7 @@ class _Linear(torch.autograd.Function):
     @_products.ieee_products()
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if not _route.recording():
+        if not recording():
             return _products.linear_gradients(grad, x, weight, ctx.needs_input_grad)
         # torch's products, since the gradients are to be differentiated
         rows, (to_x, to_weight, to_bias) = grad.flatten(0, -2), ctx.needs_input_grad

@@ -10,8 +10,8 @@ from torch import Tensor
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import join_tensors, only_needed, schema_of, schema_of_needs, split_needs
-from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_lengths, no_second_derivative
+from orthokern.ops import _taps
+from orthokern.ops._common import by_reference, check_lengths, no_second_derivative, recording
 from orthokern.ops._dispatcher import can_bypass_dispatcher
 from orthokern.ops._register import custom_op
 
@@ -50,7 +50,7 @@ class Recurrence:
 
     def __call__(self, args: Any) -> Tensor:
         """hs [T, B, N] of checked arguments."""
-        if not _route.by_reference(args.backend, *args):
+        if not by_reference(args.backend, *args):
             hs: Tensor = self.fwd(*args)[0]
             return hs
         return self._by_reference(args)
@@ -165,7 +165,7 @@ class Recurrence:
         of = self.arguments._make(ctx.needs_input_grad[: len(names)])
         needs = self.gradients._make([getattr(of, name, False) for name in self.gradients._fields])
         needs = needs._replace(reset_state=of.reset_state and args.resets is not None, norm=_taps.needed())
-        if of_states or _route.recording():
+        if of_states or recording():
             results = self._differentiable(args, grad_hs, states, needs, **of_states)
         else:
             results = self._by_op(args, grad_hs, states, needs)

@@ -22,8 +22,7 @@ from torch.autograd.function import _SingleLevelFunction
 from orthokern._autocast import keeps_dtype
 from orthokern.errors import InputError
 from orthokern.ops._common import filled
-from orthokern.ops._dispatcher import can_bypass_dispatcher, vmapped
-from orthokern.ops._engine import one_cotangent_at_a_time
+from orthokern.ops._dispatcher import can_bypass_dispatcher, one_cotangent_at_a_time, vmapped
 
 NAMESPACE = "orthokern"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -11,8 +11,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops import _route
-from orthokern.ops._common import contiguous, needed, no_second_derivative
+from orthokern.ops._common import by_reference, contiguous, needed, no_second_derivative, recording
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -63,7 +62,7 @@ def activation(x: Tensor, act_param: Tensor | None, *, activation: str, backend:
     """
     if activation == "identity":
         return x
-    if _route.by_reference(backend, x, act_param):
+    if by_reference(backend, x, act_param):
         y: Tensor = dispatch.leaf("activations", "reference").activation_fwd(x, act_param, activation=activation)
         return y
     y = torch.ops.orthokern.activation_fwd(x, act_param, activation, backend)
@@ -114,7 +113,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ...]:
     x, act_param = saved
-    if _route.recording():
+    if recording():
         reference = dispatch.leaf("activations", "reference")
         grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
     else:

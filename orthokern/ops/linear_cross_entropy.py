@@ -13,8 +13,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import Readout
 from orthokern.dispatch import Support
-from orthokern.ops import _route
-from orthokern.ops._common import check_range, contiguous, filled, needs_grad
+from orthokern.ops._common import by_reference, check_range, contiguous, filled, needs_grad, recording
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -67,7 +66,7 @@ def linear_cross_entropy(
     """
     # float16 gradients of a mean underflow, unless the factor of a loss scaling reaches them before they are rounded
     scaled = hidden.dtype is torch.float16 and backend in (None, "auto")
-    if scaled or _route.by_reference(backend, hidden, weight, bias, served=0):
+    if scaled or by_reference(backend, hidden, weight, bias, served=0):
         hidden, target = _checked(hidden, target, weight.shape[0], for_reference=True)
         reference = dispatch.leaf("linear_cross_entropy", "reference")
         readout = Readout(weight, bias, target, reduction)
@@ -160,7 +159,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_loss: Tensor | None, *_: Te
     if not ctx.need_grad:
         raise RuntimeError("linear_cross_entropy_fwd was called with need_grad=False: it kept no gradients")
     needs = ctx.needs_input_grad[:3]
-    if _route.recording():
+    if recording():
         return _differentiable(grad_loss, needs, *saved[3:], ctx.reduction)
     return tuple(_scaled(grad, grad_loss) if need else None for grad, need in zip(saved, needs, strict=False))
 

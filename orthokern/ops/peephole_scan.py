@@ -11,8 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import PeepholeInputs, PeepholeStates
 from orthokern.dispatch import Support
-from orthokern.ops import _route
-from orthokern.ops._common import needed, needs_grad, no_second_derivative
+from orthokern.ops._common import by_reference, needed, needs_grad, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -60,7 +59,7 @@ def peephole_scan(
 
     A second derivative is not available, except with the reference.
     """
-    if _route.by_reference(backend, x, w, peephole, h0, c0):
+    if by_reference(backend, x, w, peephole, h0, c0):
         reference = dispatch.leaf("peephole_scan", "reference")
         states: PeepholeStates = reference.peephole_scan_fwd(PeepholeInputs(x, w, peephole, h0, c0), need_gates=False)
         return states[:2]

@@ -13,8 +13,7 @@ from orthokern._scan_contract import RotationArgs, RotationGradients, join_tenso
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
-from orthokern.ops import _route
-from orthokern.ops._common import needed, no_second_derivative
+from orthokern.ops._common import by_reference, needed, no_second_derivative, recording
 from orthokern.ops._linear import linear
 from orthokern.ops._register import custom_op
 from orthokern.reference import rotation_scan as reference
@@ -123,7 +122,7 @@ def scan(
 ) -> Tensor:
     """`rotation_scan` of checked arguments; re and im are float64 [N / 2], and reset_state None is a state of zeros."""
     h0 = x.new_zeros(x.shape[1], 2 * len(re)) if h0 is None else h0
-    reference_serves = _route.by_reference(backend, x, re, im, h0, weight, bias, reset_state)
+    reference_serves = by_reference(backend, x, re, im, h0, weight, bias, reset_state)
     if resets is not None and reset_state is not None:
         if weight is not None:
             x, weight, bias = linear(x, weight, bias), None, None
@@ -180,7 +179,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor) -> Any:
     hs, *tensors = saved
     args, need_x = join_tensors(ctx.args, tensors), ctx.needs_input_grad[0]
     # a second derivative goes through the reference, and through hs by the derivative of the forward op
-    if _route.recording():
+    if recording():
         grads = reference.rotation_scan_bwd(args, grad_hs, hs, need_x=need_x)
     else:
         grads = _bwd(grad_hs, hs, need_x, *args)

@@ -13,8 +13,7 @@ from orthokern._products import ieee_products
 from orthokern.dispatch import Support, dtype_name
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
-from orthokern.ops import _route
-from orthokern.ops._common import contiguous, no_second_derivative
+from orthokern.ops._common import by_reference, contiguous, no_second_derivative, recording
 from orthokern.ops._register import custom_op
 
 _SAME = "the reference is as fast: it consists of torch's matrix products, on every device"
@@ -78,7 +77,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
         raise InputError(
             f"x has dtype {dtype_name(x.dtype)}: accepted are float32 and float64 (orthogonality is lost in others)"
         )
-    if _route.by_reference(backend, x):
+    if by_reference(backend, x):
         result: Tensor = dispatch.leaf("skew_exp", "reference").skew_exp_fwd(x)[0]
         return result
     result = _fwd(x, backend)[0]
@@ -135,7 +134,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_p: Tensor | None, *_: Tenso
     if grad_p is None:
         return ()
     x, *rest = saved
-    if _route.recording():  # the same formulas, with the saved tensors recomputed from x
+    if recording():  # the same formulas, with the saved tensors recomputed from x
         reference = dispatch.leaf("skew_exp", "reference")
         with ieee_products():
             _, *rest = reference.skew_exp_fwd(x)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthokern._state import shown
-from orthokern.errors import is_number, require
+from orthokern.errors import InputError, is_number, require
 from orthokern.ops._checks import whole
+
+
+def shown(value: Any) -> str:
+    """A short text for any value."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return " ".join(reprlib.repr(value).split())
+
+
+def misfit(name: str, value: Any, expected: str) -> InputError:
+    """Build (not raise) the error for a value that does not fit."""
+    return InputError(f"{name} is {shown(value)}; expected: {expected}")
 
 
 def check_range(name: str, value: Any, low: float = 0.0, *, above: bool = False) -> None:
     """InputError unless a number, or a tensor with one, is finite and at least low (or above it)."""
-    is_scalar = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
+    is_scalar = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
     # as a Python number: numpy would cast the largest float64 to the float32 of a value
     plain = value.item() if is_scalar and hasattr(value, "item") else value
     fits = is_scalar and (plain > low if above else plain >= low) and plain <= sys.float_info.max

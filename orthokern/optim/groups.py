@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orthokern._state import shown
 from orthokern.errors import InputError, is_number, number, require, unknown_name
-from orthokern.optim._checks import check_range, check_rate
+from orthokern.optim._checks import check_range, check_rate, shown
 from orthokern.optim.geodesic import GeodesicSGD, counters_on_host
 
 # geodesic: orthonormal bases; spectrum: singular values; skew: generators of an exponential; rotation: moduli and

@@ -15,10 +15,9 @@ from orthokern import _autocast
 from orthokern._decompositions import robust_eigh, robust_svd
 from orthokern._gru_parameters import constrained_weights
 from orthokern._products import ieee_products
-from orthokern._state import misfit
 from orthokern.errors import InputError, number, one_of
 from orthokern.ops._checks import own_parameter
-from orthokern.optim._checks import check_constrained
+from orthokern.optim._checks import check_constrained, misfit
 
 THRESHOLDS = ("2-delta", "2")
 # If sigma_1 is more than this many times the limit, W itself is decomposed: squares would lose digits.

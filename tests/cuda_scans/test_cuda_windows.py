@@ -16,7 +16,7 @@ from helpers import GruProblem, assert_same_bits, scan_needs, scan_problem, with
 from torch import Tensor
 
 from orthokern import _gpu_scans, dispatch
-from orthokern.cuda import _call, _scan, _streams, gru_scan
+from orthokern.cuda import _call, _scan, gru_scan
 from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
@@ -53,8 +53,8 @@ def test_products_beside_the_scan_change_no_bit(
     """The scan stops after each window, whose products then have a stream of their own while it goes on."""
     override(path)
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)  # windows of 6 steps
-    joined, true_join = [], _streams.SideStream.join
-    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (joined.append(self), true_join(self))[1])
+    joined, true_join = [], _scan.SideStream.join
+    monkeypatch.setattr(_scan.SideStream, "join", lambda self: (joined.append(self), true_join(self))[1])
     problem = scan_problem(op, B=3, T=20, N=20, activation="prelu", inputs="features").to(torch.float32)
     for options in ({}, {"lengths": torch.tensor([20, 7, 13]), "message_clip": 0.3}):
         monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 7)
@@ -71,7 +71,7 @@ def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 3 * 20 * 6)
     monkeypatch.setattr(_scan, "_OVERLAPPED_STEPS", 6)
     log: list[str] = []
-    true_add, true_join = _gpu_scans._Sums.add, _streams.SideStream.join
+    true_add, true_join = _gpu_scans._Sums.add, _scan.SideStream.join
 
     def add(self: Any, *args: Any) -> None:
         log.append("products")
@@ -80,7 +80,7 @@ def test_an_exception_joins_the_second_stream(monkeypatch: pytest.MonkeyPatch) -
         true_add(self, *args)
 
     monkeypatch.setattr(_gpu_scans._Sums, "add", add)
-    monkeypatch.setattr(_streams.SideStream, "join", lambda self: (log.append("join"), true_join(self))[1])
+    monkeypatch.setattr(_scan.SideStream, "join", lambda self: (log.append("join"), true_join(self))[1])
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(scan_problem("dense_scan", B=3, T=20, N=20).to(torch.float32))
     assert log == ["products", "products", "join"]
@@ -112,14 +112,14 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
             self.awaited.append(other)
 
     captured, eager = Stream(), Stream()
-    monkeypatch.setattr(_streams, "_side_stream", functools.lru_cache(_streams._side_stream.__wrapped__))
+    monkeypatch.setattr(_scan, "_side_stream", functools.lru_cache(_scan._side_stream.__wrapped__))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: None)
     beside = {}
     for main in (captured, eager, captured, eager):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, main=main: main)
-        beside[main] = _streams.SideStream(torch.device("cuda", 0), 0)
+        beside[main] = _scan.SideStream(torch.device("cuda", 0), 0)
         with beside[main]:
             pass
     assert Stream.made == 4  # two each, for all calls

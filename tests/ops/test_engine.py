@@ -1,4 +1,4 @@
-"""What torch's autograd engine may hand to a backward: orthokern/ops/_engine.py."""
+"""What torch's autograd engine may hand to a backward: orthokern/ops/_dispatcher.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from orthokern import functional
 from orthokern._scan_contract import Readout
 from orthokern.errors import InputError
-from orthokern.ops import _route
 from orthokern.reference import linear_cross_entropy as reference
 
 NAMESPACE = torch.ops.orthokern
@@ -180,6 +179,12 @@ def test_no_rows() -> None:
     assert none.grad is not None and torch.equal(weight.grad, torch.zeros(5, 4))
     with pytest.raises(InputError, match="input must be of 1 row or more for reduction='mean', got shape"):
         functional.linear_cross_entropy(none, weight, target)
+    for call in (
+        lambda: functional.linear_cross_entropy(none, weight, target, reduction="sum", backend="gpu"),
+        lambda: functional.activation(none, "tanh", backend="gpu"),
+    ):
+        with pytest.raises(InputError, match="unknown backend 'gpu'"):
+            call()
 
 
 def test_loss_alone_keeps_nothing() -> None:
@@ -201,7 +206,7 @@ def test_wrong_classes_where_nobody_reads_them(plain: bool, monkeypatch: pytest.
     """As on a GPU, with the reference: no error and no wait, but NaN in the loss and in all that a wrong row enters."""
     hidden, weight, bias, target = readout()
     if not plain:  # the route of a call without an explicit backend
-        monkeypatch.setattr(_route, "by_reference", lambda *_, **__: False)
+        monkeypatch.setattr(op_module, "by_reference", lambda *_, **__: False)
     monkeypatch.setattr(op_module, "_is_read", lambda _: False)
     monkeypatch.setattr(op_module, "check_range", lambda *_: pytest.fail("the classes were read"))
     target[1], target[4] = len(weight), -(2**40)

@@ -99,7 +99,7 @@ def test_commands_of_the_package_wait_passively(
 WITHOUT_COMPILER = """
 import sys
 import torch
-from orthokern._no_compiler import without_compiler
+from orthokern.commandline import without_compiler
 from orthokern.tasks import copy
 
 tiny = ["--T", "20", "--hidden", "16", "--batch", "2", "--iterations", "2", "--device", "cpu", "--no-plots"]

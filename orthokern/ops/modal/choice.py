@@ -26,8 +26,8 @@ from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, between_steps
 from orthokern.dispatch import Support
 from orthokern.errors import BackendUnavailable, InputError
-from orthokern.ops import _route, _taps, rotation_scan
-from orthokern.ops._common import needs_grad
+from orthokern.ops import _taps, rotation_scan
+from orthokern.ops._common import by_reference, needs_grad
 from orthokern.ops.modal import cpu, cuda, reference
 from orthokern.ops.modal.basis import Basis, NoBasis, diagonalise, size_of
 from orthokern.ops.modal.gradient import close_pairs
@@ -131,7 +131,7 @@ def why_never(call: Call) -> str | None:
         return NEEDS_CUDA
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the call, and the host has to read the modes of one W"
-    if _route.by_reference("auto"):
+    if by_reference("auto"):
         return "forward mode computes a derivative of the call"
     if detect_fake_mode(call.matrix) is not None:
         return "its tensors are fake, and the host has to read the modes of W"

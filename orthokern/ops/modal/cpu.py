@@ -33,27 +33,14 @@ def loss(inputs: Inputs, readout: Readout, need_grad: bool, profile: Sequence[in
             bias=None if bias is None else new(*bias.shape, dtype=dtype),
         )
         result, named = result._replace(grads=grads, adjoints=z0.new_zeros(len(profile), *z0.shape)), grads._asdict()
-    sizes = {
-        "T": T,
-        "B": B,
-        "M": len(re),
-        "D": 0 if table is None else len(table),
-        "C": len(weight),
-        "P": 0 if pairs is None else len(pairs),
-        "scale": 1.0 / count if reduction == "mean" else 1.0,
-        "need_grad": int(need_grad),
-        "K": len(profile),
-    }
+    D, P = (0 if tensor is None else len(tensor) for tensor in (table, pairs))
+    sizes = {"scale": 1.0 / count if reduction == "mean" else 1.0, "need_grad": int(need_grad), "K": len(profile)}
+    sizes |= {"T": T, "B": B, "M": len(re), "D": D, "C": len(weight), "P": P}
     named["readout"] = named.pop("weight")
     tensors = {
+        **inputs._asdict(),
         "x": x if ids is None else None,
         "tokens": None if ids is None else ids.to(torch.int64),
-        "re": re,
-        "im": im,
-        "z0": z0,
-        "table": table,
-        "lengths": lengths,
-        "pairs": pairs,
         "readout": weight,
         "bias": bias,
         "target": target.to(torch.int64),

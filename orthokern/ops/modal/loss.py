@@ -18,8 +18,8 @@ from torch import Tensor
 from orthokern._autocast import keeps_dtype
 from orthokern._memory import kept_states
 from orthokern._scan_contract import Readout, ScanArgs, join_tensors, running, split_tensors
-from orthokern.ops import _route, _taps
-from orthokern.ops._common import check_lengths, differentiable_once
+from orthokern.ops import _taps
+from orthokern.ops._common import by_reference, check_lengths, differentiable_once
 from orthokern.ops._linear import linear
 from orthokern.ops._scan import scan
 from orthokern.ops.linear_cross_entropy import linear_cross_entropy
@@ -31,15 +31,7 @@ LOGITS = 2**22  # elements of the logits that ``_hits`` computes at a time
 
 
 class ScanLoss(NamedTuple):
-    """The result of ``orthokern.functional.scan_cross_entropy``.
-
-    Attributes:
-        loss: 0-dim, in nats; differentiable.
-        hits: int64 [T], the number of sequences whose largest logit at the step is that of the target.
-        basis: float64 [N, 2M], the eigenvectors, the start for the next call; None if the call
-            did not use the modal form.
-        refused: why the call did not use the modal form, in one line; "" if it did.
-    """
+    """The result of ``orthokern.functional.scan_cross_entropy``, which describes the fields."""
 
     loss: Tensor
     hits: Tensor
@@ -183,7 +175,7 @@ def _is_kept_whole(args: ScanArgs, step: int) -> bool:
     """Whether a call keeps the states of all steps, of ``step`` bytes each: Note [Chunks of states]. Calls of the plain
     reference code, forward mode and torch.func always do, since the chunks have no second derivative and no rules for
     transforms."""
-    transformed = torch._C._are_functorch_transforms_active() or _route.by_reference(args.backend)
+    transformed = torch._C._are_functorch_transforms_active() or by_reference(args.backend)
     return args.time_steps * step <= kept_states(args.h0.device) or transformed
 
 

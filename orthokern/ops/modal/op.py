@@ -12,7 +12,7 @@ from orthokern._autocast import keeps_dtype
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import Readout, ScanArgs, running, without_padding
 from orthokern.ops import _taps
-from orthokern.ops._common import check_lengths, check_range, contiguous, differentiable_once
+from orthokern.ops._common import check_lengths, check_range, check_tokens, contiguous, differentiable_once
 from orthokern.ops._linear import linear
 from orthokern.ops.modal.basis import Basis
 from orthokern.ops.modal.choice import Modes, call_of, choose
@@ -27,22 +27,6 @@ SPAN_ROWS, SPAN_STEPS = 16384, 64
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right in float64."""
     return left.double().mT @ right.double()
-
-
-def _check_ids(argument: str, ids: Tensor, size: int, what: str, alive: Tensor | None) -> None:
-    """Raise InputError for ids [T, B] outside of [0, size), except on padding. Kernels of the CPU index with them; on a
-    GPU the check would wait for the device, and a wrong id gives NaN."""
-    if not ids.is_cuda:
-        check_range(argument, without_padding(ids, alive), size, what)
-
-
-def _norms_through_time(
-    T: int, steps: Sequence[int], states: Tensor, adjoints: Tensor, basis: Basis
-) -> tuple[Tensor, Tensor]:
-    """(norms of h_t, norms of dL/dh_t): Frobenius norms over [B, N], [T], in the dtype of the call, NaN except at
-    ``steps``. states, adjoints: z_t and dL/dz_t [K, B, 2M] at these steps; then h = R z and dL/dh = R^-T dL/dz."""
-    right, left = basis.right.to(states.dtype), basis.left.to(states.dtype)
-    return _spread(T, steps, states @ right.mT), _spread(T, steps, adjoints @ left)
 
 
 def _spread(T: int, steps: Sequence[int], values: Tensor) -> Tensor:
@@ -79,9 +63,10 @@ class _ModalLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(hits)
         ctx.set_materialize_grads(False)
         ctx.modes, ctx.has_table, ctx.norms = modes, table is not None, None
-        if tapped:
-            state_norms, ctx.norms = _norms_through_time(len(x), steps, states, adjoints, basis)
-            _taps.record_state_norms("modal_cross_entropy", state_norms)
+        if tapped:  # h = R z and dL/dh = R^-T dL/dz
+            norms = _spread(len(x), steps, states @ basis.right.to(states.dtype).mT)
+            _taps.record_state_norms("modal_cross_entropy", norms)
+            ctx.norms = _spread(len(x), steps, adjoints @ basis.left.to(states.dtype))
         if grads is not None and modes.backward:
             ctx.save_for_backward(x if table is None else table, z0, weight, *grads)
         return loss, hits
@@ -167,9 +152,9 @@ def modal_scan(args: ScanArgs) -> Tensor:
     assert modes is not None
     assert x is not None
     check_lengths(lengths, len(x))
+    check_tokens(x, weight, lengths)
     alive = running(x.shape[0], lengths)
     if weight is not None and not x.is_floating_point():
-        _check_ids("the input", x, weight.shape[1], "token ids", alive)
         e = entering(x, weight.mT, alive)
     else:
         e = without_padding(x, alive)  # the gradient of a product reads all of x, and 0 * NaN is NaN
@@ -203,11 +188,11 @@ def modal_loss(args: ScanArgs, readout: Readout, modes: Modes) -> tuple[Tensor, 
     """(loss, hits) of a linear recurrence with W = ``modes.w``; the readout's weight is [C, N]."""
     lengths = args.lengths
     check_lengths(lengths, len(readout.target))
-    alive = running(len(readout.target), lengths)
-    _check_ids("target", readout.target, len(readout.weight), "class ids", alive)
+    if not readout.target.is_cuda:  # there the check would wait, and a wrong id gives NaN
+        target = without_padding(readout.target, running(len(readout.target), lengths))
+        check_range("target", target, len(readout.weight), "class ids")
+    check_tokens(args.x, args.weight, lengths)
     modal, readout = _into_modes(args, readout, modes.basis)
-    if modal.table is not None:
-        _check_ids("the input", modal.x, len(modal.table), "token ids", alive)
     loss, hits = _ModalLoss.apply(
         modes, readout, lengths, modes.w, modal.x, modal.z0, modal.table, readout.weight, readout.bias
     )
