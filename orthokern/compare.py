@@ -162,28 +162,18 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         raise InputError(f"{kind} has no torch.nn.RNN or torch.nn.GRU to replace{reasons}")
     run = _Run(inputs, seed)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        return _compared(module, (theirs, ours), report, run, rounds, notes)
-
-
-def _compared(
-    module: nn.Module, models: tuple[nn.Module, nn.Module], report: Report, run: _Run, rounds: int, notes: list[str]
-) -> Comparison:
-    """`compare` of two models, torch's and ours."""
-    (theirs, ours), kind = models, type(module).__name__
-    if why := run.varies(theirs):
-        raise InputError(
-            f"forward of {kind} {why}: nothing to compare; accepted: a model in eval mode, equal calls of which agree"
-        )
-    run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
-    if not run.with_backward:
-        notes.append("no output depends on a parameter that requires gradients: forward only")
-    outputs, gradients, trials = _agreement(theirs, ours, run)
-    if trials > 1 and outputs.agree and (gradients is None or gradients.agree):
-        notes.append(f"agreed at draw {trials} of the weights: near a kink of relu rounding decides the branch")
-    kept = (_kept_mib(theirs, run), _kept_mib(ours, run))
-    forward, backward, peaks = _time((theirs, ours), run, rounds)
-    backends = _backends(Conversion(ours, report))
-    head = _head(module, run)
+        if why := run.varies(theirs):
+            accepted = "a model in eval mode, equal calls of which agree"
+            raise InputError(f"forward of {kind} {why}: nothing to compare; accepted: {accepted}")
+        run.with_backward = any(t.requires_grad for t in run.forward(theirs, run.fresh_inputs()))
+        if not run.with_backward:
+            notes.append("no output depends on a parameter that requires gradients: forward only")
+        outputs, gradients, trials = _agreement(theirs, ours, run)
+        if trials > 1 and outputs.agree and (gradients is None or gradients.agree):
+            notes.append(f"agreed at draw {trials} of the weights: near a kink of relu rounding decides the branch")
+        kept = (_kept_mib(theirs, run), _kept_mib(ours, run))
+        forward, backward, peaks = _time((theirs, ours), run, rounds)
+    backends, head = _backends(Conversion(ours, report)), _head(module, run)
     return Comparison(head, report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes))
 
 

@@ -54,7 +54,9 @@ def test_starts(small: list[str]) -> None:
 def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:
     task = build("deep_mnist", [*small, "--init", "normal", "--layers", "2", "--penalty", "0.5"])
     batch = task.next_batch()
-    added = task.loss(batch)[0] - task.model(*batch)[0]
+    loss, numbers = task.loss(batch)
+    added = loss - task.model(*batch)[0]
+    assert numbers["penalty"].item() == pytest.approx(added.item())
     assert added.item() == pytest.approx(0.5 * float(sum(map(gram_error, task.model.weights()))), rel=1e-4)
 
 

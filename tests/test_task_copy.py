@@ -94,6 +94,12 @@ def test_seeds_and_streams(tmp_path: Path) -> None:
     assert [r["iteration"] for r in d if "held_out_loss" in r] == [3, 6, 9, 12]
 
 
+def test_a_batch_at_the_goal_is_evaluated() -> None:
+    """In rounding: 99.9 / 100 is above 0.999. Other batches are not evaluated between two scheduled evaluations."""
+    task = copy.CopyExperiment(copy.COMMAND.complete({"T": 5, "hidden": 16, "goal": 99.9, "eval_every": 1000}))
+    assert [task.wants_evaluation(1, {"accuracy": right / 1000}) for right in (998, 999)] == [False, True]
+
+
 def test_the_blank_may_be_learned() -> None:
     """Held at zero by default; with --learn-blank it starts as the other columns do, which stay as they were, and
     moves."""

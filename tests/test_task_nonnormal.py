@@ -66,13 +66,14 @@ def test_rates_and_penalties() -> None:
             triangle.normal_()
         batch = task.next_batch()
         plain, _ = task.model(*batch)
-        total, _ = task.loss(batch)
+        total, numbers = task.loss(batch)
         off = gamma.detach() - 1
         moduli = off.square().sum() if norm == "l2" else off.abs().sum()
         below = triangle.detach().tril(-1)
         below[1::2, 0::2].diagonal().zero_()  # the elements of the rotations
         added = 0.3 * moduli + 0.25 * below.square().sum()
         assert (total - plain).item() == pytest.approx(added.item(), rel=1e-4)
+        assert numbers["penalty"].item() == pytest.approx(added.item())
 
 
 def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:

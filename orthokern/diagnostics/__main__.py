@@ -1,7 +1,6 @@
 """Redraw a run's plots and compare runs: `python -m orthokern.diagnostics RUN [RUN ...]`; --help explains it."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -141,4 +140,4 @@ def _all_of(runs: Sequence[RunRecord]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

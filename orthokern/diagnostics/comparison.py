@@ -38,11 +38,6 @@ def caption(text: str) -> str:
     return " " * text.startswith("_") + printable(text).replace("$", "\\$")
 
 
-def are_named(runs: Sequence[RunRecord]) -> bool:
-    """Whether the runs have labels of their own, which then replace the settings."""
-    return bool(runs) and all(run.label for run in runs)
-
-
 def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> list[str]:
     """A short name for each run, for example "T 200, margin 0.1": the settings `names`, by default the task, if the
     runs have several, and `telling_settings`. Runs with equal settings have the same label, followed by the name of the
@@ -50,7 +45,7 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     `RunRecord.label`, these are returned, whatever `names` is."""
     if names is not None:
         check_settings("legend", runs, names)
-    if are_named(runs):
+    if all(run.label for run in runs):
         return [caption(run.label) for run in runs]
     several_tasks = names is None and len({run.task for run in runs}) > 1
     shown = telling_settings(runs) if names is None else names

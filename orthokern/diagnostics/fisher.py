@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from orthokern.diagnostics._checks import exact, square
+from orthokern.diagnostics.spectrum import exact, square
 from orthokern.errors import InputError, integer, is_number, require
 
 DOUBLINGS = 50  # 2^50 steps: powers of V that have not decayed by then do not decay

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from orthokern._decompositions import LinAlgError, robust_svdvals
-from orthokern.diagnostics._checks import square, vector
 from orthokern.errors import InputError, integer
+from orthokern.ops._checks import strided
 
 ANGLE_BINS = 36  # of ten degrees each
 
@@ -112,7 +112,7 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
             w = None
             if singular_values is None or eigenvalues:
                 w = getattr(module, "latent_matrix", module.recurrent_matrix)(layer, reverse)
-            s = _singular_values(w) if singular_values is None else singular_values(layer, reverse)
+            s = svdvals(w) if singular_values is None else singular_values(layer, reverse)
             record[f"spectrum{suffix}"] = summarize_spectrum(s)
             if eigenvalues:
                 values = _eigenvalues(w)
@@ -124,14 +124,31 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
     return record
 
 
+def exact(name: str, value: Any, accepted: str, fits: bool) -> Tensor:
+    """The value in float64 on the CPU, if it is a tensor of real numbers and `fits`; InputError otherwise."""
+    if not isinstance(value, Tensor) or value.is_complex() or not fits:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{name} must be {accepted} of real numbers, got {got}")
+    strided(name, value)
+    return value.detach().double().cpu()
+
+
+def vector(name: str, value: Any) -> Tensor:
+    """`exact` of a tensor [N], N at least 1."""
+    return exact(name, value, "a tensor [N], N at least 1,", getattr(value, "ndim", 0) == 1 and len(value) > 0)
+
+
+def square(name: str, value: Any) -> Tensor:
+    """`exact` of a square matrix [N, N], N at least 1."""
+    shape = tuple(getattr(value, "shape", ()))
+    return exact(name, value, "a square matrix [N, N]", len(shape) == 2 and 0 < shape[0] == shape[1])
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Runs LAPACK with one thread. It splits these small matrices into thousands of small pieces: several threads are
     no faster, and many times slower if another process uses a core."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield
@@ -139,7 +156,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _singular_values(w: Any) -> Tensor:
+def svdvals(w: Any) -> Tensor:
     """[N] float64 on the CPU, or NaN if w is not finite, which LAPACK rejects."""
     w = square("w", w)
     if not bool(w.isfinite().all()):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from orthokern._decompositions import robust_svdvals
-from orthokern.diagnostics.spectrum import spectral_radius
+from orthokern.diagnostics.spectrum import spectral_radius, svdvals
 from orthokern.errors import require
 
 
@@ -47,10 +46,5 @@ def diagnose_stability(module: nn.Module) -> dict[str, float]:
         suffix = f"_{name.removeprefix('weight_hh_')}" if index else ""
         w = parameter[2 * parameter.shape[1] :].detach().double().cpu()
         record[f"jacobian_radius{suffix}"] = spectral_radius(w / 4 + torch.eye(len(w), dtype=w.dtype, device="cpu") / 2)
-        record[f"recurrent_norm{suffix}"] = _norm(w)
+        record[f"recurrent_norm{suffix}"] = svdvals(w)[0].item()
     return record
-
-
-def _norm(w: Tensor) -> float:
-    """The largest singular value of w [N, N]."""
-    return float(robust_svdvals(w)[0]) if bool(w.isfinite().all()) else float("nan")

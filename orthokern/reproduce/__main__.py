@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         args = _parser().parse(arguments)
         try:
-            return _finish(_run(args))
+            return _finish(*_run(args))
         except KeyboardInterrupt as interrupt:  # with the signal: `train_all`
             say("interrupted; the runs are saved: repeat the command to continue", sys.stderr)
             return 128 + interrupt.args[0] if interrupt.args else EXIT_INTERRUPTED
@@ -135,7 +135,7 @@ def _run(args: Mapping[str, Any]) -> Outcome:
             failed = train_all(plan, [[run] for run in sorted(runs, key=lambda run: run.seed)])
     finally:
         files = report(experiment, plan)
-    return Outcome(files, failed)
+    return files, failed
 
 
 def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
@@ -154,13 +154,13 @@ def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
     return Plan.of(args, output_folder(args), data, longer)
 
 
-def _finish(outcome: Outcome) -> int:
+def _finish(files: Sequence[Path], failed: Mapping[str, str]) -> int:
     """Prints the table, the names of all files, and the last lines of the runs that failed; returns the exit code."""
-    say(outcome.files[0].read_text(encoding="utf-8"))
-    say("written: " + ", ".join(str(file) for file in outcome.files))
-    for run, line in outcome.failed.items():
+    say(files[0].read_text(encoding="utf-8"))
+    say("written: " + ", ".join(str(file) for file in files))
+    for run, line in failed.items():
         say(f"{run}: {line}", sys.stderr)
-    return EXIT_FAILED if outcome.failed else 0
+    return EXIT_FAILED if failed else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ figure. This module reads their JSON files and trains nothing."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from orthokern._files import read_object
@@ -58,16 +57,11 @@ def _cell(experiment: Experiment, rows: Sequence[Row], seeds: int) -> str:
 
 
 def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
-    """Writes the joint page of the experiments constraint-NAME."""
+    """Writes the joint page of the experiments constraint-NAME, its numbers and its figure."""
     folder, names = output_folder(args), [f"constraint-{subject['name']}" for subject in spec["subjects"]]
     reports = [read_object(folder / f"{name}.json") for name in names]
     if not any(reports):
         raise InputError(f"no reports in {folder}: first train {', '.join(names)}")
-    return Outcome(_written(folder, spec, names, reports))
-
-
-def _written(folder: Path, spec: Mapping[str, Any], names: Sequence[str], reports: Sequence[Row]) -> list[Path]:
-    """The page, its numbers and its figure."""
     experiments = read_experiments(read_specs())
     columns: dict[str, tuple[Experiment, dict[Variant, list[Row]]]] = {}
     headings, seeds = ["part", "value"], []
@@ -99,4 +93,4 @@ def _written(folder: Path, spec: Mapping[str, Any], names: Sequence[str], report
     text = [*picture(spec["title"], figure), *table(headings, cells), "", paragraph(experiments[names[0]].note), ""]
     text += [paragraph(f"Commands and progress of every run: {pages}."), ""]
     text += [f"{machines(shown)}; {max(report['date'] for report in reports if report)}."]
-    return publish(folder, spec, folder.name == "quick", text, numbers, figure)
+    return publish(folder, spec, args.get("quick", False), text, numbers, figure), {}

@@ -151,4 +151,4 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     )
     text = ["Lower is better.", "", *_table(rows), "", paragraph(note), "", conditions()]
     numbers = {"iteration_ms": each["iteration"], "iterations": iterations, "counts": projection.counts}
-    return Outcome(publish(folder, spec, quick, text, rows, **numbers, largest_difference=worst))
+    return publish(folder, spec, quick, text, rows, **numbers, largest_difference=worst), {}

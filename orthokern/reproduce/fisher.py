@@ -39,7 +39,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     headings = ("alpha", "beta", "d", "published J_tot", "ours", "difference", "J(0)", "longest memory (steps)")
     text = [*table(headings, lines), "", *picture(spec["title"], figure)]
     text += ["Longest memory: the largest k for which J(k) is above 0.001. A higher J_tot is more memory.", ""]
-    return Outcome(publish(folder, spec, args.get("quick", False), [*text, paragraph(spec["note"])], rows, figure))
+    return publish(folder, spec, args.get("quick", False), [*text, paragraph(spec["note"])], rows, figure), {}
 
 
 def _draw(memories: Mapping[tuple[float, ...], FisherMemory], plots: Any) -> Any:

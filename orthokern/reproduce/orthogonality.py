@@ -88,4 +88,4 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     headings = ["distribution", "n", "matrices", "rule", "scaled (%)", "success (%)", "published steps", "ours"]
     headings += ["difference", "least", "most", "seconds"]
     text = ["Fewer steps are better.", "", *table(headings, map(_cells, rows)), "", paragraph(spec["note"]), ""]
-    return Outcome(publish(output_folder(args), spec, quick, [*text, conditions()], rows))
+    return publish(output_folder(args), spec, quick, [*text, conditions()], rows), {}

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +125,8 @@ def publish(
 # ---- studies: reports that are not tables of training runs ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a command line.
-
-    Attributes:
-        files: the files written, a Markdown file first.
-        failed: name -> last line of output, for the runs that failed.
-    """
-
-    files: list[Path]
-    failed: Mapping[str, str] = field(default_factory=dict)
+# the files that a command line wrote, a Markdown file first; name -> last line of output, for the runs that failed
+Outcome = tuple[list[Path], Mapping[str, str]]
 
 
 def output_folder(args: Mapping[str, Any]) -> Path:

@@ -65,9 +65,6 @@ class Plan:
         lengths = [(f"--{name}", str(settings[name])) for name in ("epochs", "iterations") if settings.get(name)]
         return self.longer or (lengths[0] if lengths else ())
 
-    def is_done(self, run: Run) -> bool:
-        return is_done(self.run_folder(run), self.length(run))
-
     def options(self, run: Run, length: Sequence[str]) -> tuple[str, ...]:
         """The options of a run, with another length."""
         return each_once((*run.options, *(run.quick if self.quick else ()), *length))
@@ -180,7 +177,7 @@ def train_all(plan: Plan, chains: Sequence[Sequence[Run]], what: str = "runs") -
 def _next(chain: Sequence[Run], plan: Plan) -> Run | None:
     """The first run of a chain that is not done; None at the end of the chain and after a run that missed its goal."""
     for run in chain:
-        if not plan.is_done(run):
+        if not is_done(plan.run_folder(run), plan.length(run)):
             return run
         if not read_object(plan.run_folder(run) / "result.json").get("reached"):
             return None

@@ -67,7 +67,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
         files = report_searches(spec, searches, plan)
     # a search ends with a run that does not reach its goal
     failed = {name: line for name, line in failed.items() if not is_done(plan.folder / name)}
-    return Outcome(files, failed)
+    return files, failed
 
 
 def look(search: Run, plan: Plan) -> Row:

@@ -183,14 +183,8 @@ def _expanded(
 
 def each_once(options: Sequence[str]) -> tuple[str, ...]:
     """A command line without the options that later ones override."""
-    values: dict[str, list[str]] = {}
-    name = ""
-    for text in options:
-        if text.startswith("--"):
-            name, values[text] = text, []
-        else:
-            values[name].append(text)
-    return tuple(text for name, words in values.items() for text in (name, *words))
+    parts = re.split(" (?=--)", " ".join(options))
+    return tuple(" ".join({part.partition(" ")[0]: part for part in parts}.values()).split())
 
 
 def named_settings(run: Run, quick: bool) -> dict[str, Any]:

@@ -33,7 +33,6 @@ Note [Settings that solve it at any length]
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +173,6 @@ def sinks(hidden: int) -> Tensor:
 def group_turn(size: int, T: int) -> Tensor:
     """exp(A) P of the Note for one group of units: float64 [size, size], orthogonal, on the CPU."""
     turn = torch.eye(size, dtype=torch.float64, device="cpu")
-    if size == 1:
-        return turn
     turn[-2:, -2:] = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], device="cpu")  # rows and columns: sink, gate
     angles = torch.zeros_like(turn)
     angles[:-2, -2] = ANGLE_TIMES_ROOT_T / math.sqrt(T * (UNITS_PER_GATE - 2))
@@ -207,8 +204,8 @@ def start_silent(rnn: nn.Module, T: int) -> None:
     turn = group_turn(min(UNITS_PER_GATE, hidden), T)
     groups = hidden // len(turn)
     if isinstance(rnn, ExpRNN):  # W is the exponential of this skew matrix; its lower triangle is used
-        turn = logarithm_of_turn(turn).tril(-1)
-        rnn.get_parameter("skew_l0")[: groups * len(turn), : groups * len(turn)] += torch.block_diag(*[turn] * groups)
+        skew, turn = rnn.get_parameter("skew_l0"), logarithm_of_turn(turn).tril(-1)
+        skew[: groups * len(turn), : groups * len(turn)] += torch.block_diag(*[turn] * groups).to(skew.device)
         return
     turned = rnn.get_parameter("u_l0" if isinstance(rnn, FactorizedRNN) else "weight_hh_l0")
     rest = torch.eye(hidden - groups * len(turn), dtype=turn.dtype, device="cpu")
@@ -251,6 +248,7 @@ class Adding(DrawnTask):
     settings: AddingOptions
     loss_label = "mean squared error"
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
+    STATE = ("running_error",)
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)
@@ -272,13 +270,6 @@ class Adding(DrawnTask):
         every "eval_every" iterations. A single batch is often below it by chance."""
         self.running_error += (metrics["loss"] - self.running_error) / BATCHES_OF_MEAN
         return self.running_error < self.settings.goal or super().wants_evaluation(iteration, metrics)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "running_error": self.running_error}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.running_error = state["running_error"]
 
     def needed(self) -> float | None:
         return self.settings.right if self.settings.short_evaluations and self.settings.goal == 0.0 else None
@@ -302,4 +293,4 @@ COMMAND = task_command("adding", AddingOptions, Adding)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -11,7 +11,6 @@ is carried from batch to batch (Kerg, Goyette et al. 2019, section 4.3; data of 
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from orthokern.nn import LinearCrossEntropy
 from orthokern.tasks.command import task_command
 from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, stream_seed
 from orthokern.tasks.network import build_recurrence
-from orthokern.tasks.optimization import penalty
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions, start_recurrence
 from orthokern.training.options import changed, option
 
@@ -72,8 +70,6 @@ class CharOptions(StartOptions, DataOptions):
     )
     hidden: int = 512
     nonlinearity: str = "modrelu"
-    # A larger margin lets states outgrow the threshold of modReLU, and a run diverge.
-    margin: float | None = 0.1
     optimizer: str = "adam"
     lr: float = 1e-2
     input_lr: float | None = changed(
@@ -134,61 +130,51 @@ class CharModel(nn.Module):
             self.readout.weight.copy_(nn.init.xavier_uniform_(torch.empty(self.readout.weight.shape)))
             self.readout.get_parameter("bias").zero_()
 
-    def forward(self, inputs: PackedSequence, targets: Tensor, weight: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """inputs: P packed ids int64, targets [P] int64 -> cross-entropy in nats per character (0-dim) and "accuracy",
-        both multiplied by `weight`."""
-        states, _ = self.rnn(inputs)
-        loss, right = self.read(states.data, targets)
-        return (loss if weight == 1.0 else weight * loss), {"accuracy": weight * right}
-
-    def read(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """states [..., N], targets [...] int64 -> cross-entropy in nats per character (0-dim), accuracy (0-dim)."""
+    def forward(
+        self, inputs: Tensor | PackedSequence, targets: Tensor, state: State | None = None
+    ) -> tuple[Tensor, Tensor, State]:
+        """inputs int64 [T, B] or P packed ids, targets [T, B] or [P] int64, state of the recurrence (None: its initial
+        state) -> cross-entropy in nats per character (0-dim), accuracy (0-dim), the last state, detached."""
+        states, last = self.rnn(inputs, state)
+        states = states.data if isinstance(states, PackedSequence) else states
         with torch.no_grad():
             right = self.readout(states.detach()).argmax(-1) == targets
-        return self.readout.loss(states, targets), right.double().mean()
-
-
-class StreamModel(CharModel):
-    """The same model for a segment of a stream. It starts from the last state of the previous segment."""
-
-    def __init__(self, settings: CharOptions) -> None:
-        super().__init__(settings, len(STREAM_ALPHABET))
-
-    def forward(  # type: ignore[override]
-        self, inputs: Tensor, targets: Tensor, state: State | None
-    ) -> tuple[Tensor, dict[str, Tensor], State]:
-        """inputs, targets [T, B] int64, state of the recurrence (None: its initial state) -> cross-entropy in nats per
-        character (0-dim), "accuracy", the last state, detached."""
-        states, last = self.rnn(inputs, state)
-        loss, right = self.read(states, targets)
         carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
-        return loss, {"accuracy": right}, carried
+        return self.readout.loss(states, targets), right.double().mean(), carried
 
 
 class CharTask(DataTask, RecurrentTask):
-    """The common part of both ways of reading the text; a subclass has `model`, `next_batches` and `measurements`."""
+    """The common part of both ways of reading the text; a subclass has `next_batches` and `held_out`."""
 
     name = "char_lm"
     TITLE = ("bptt", *RecurrentTask.TITLE)
     loss_label = "cross-entropy (nats per character)"
-    baseline = None
     settings: CharOptions
-    iterations_per_epoch: int
-    parts: dict[str, Any]  # "validation" and "test", for `measurements`
+    parts: dict[str, Any]  # "validation" and "test", for `held_out`
     steps: int  # of the first batch of an iteration, which the diagnostics use
+    carried: State | None = None  # the state from which the next batch starts; of sentences always None
 
     @abstractmethod
-    def measurements(self, part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """The loss, the accuracy and the number of characters of each batch of a part of the text."""
+    def held_out(self, part: Any) -> Iterator[tuple[Tensor | PackedSequence, Tensor]]:
+        """Inputs and targets of each batch of a part of the text."""
 
     def next_batch(self) -> Any:
         """Inputs, targets, and the weight of their mean loss; see `next_batches`."""
         return next(self.next_batches(1))
 
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, targets, weight = batch
+        loss, right, last = self.model(inputs, targets, self.carried)
+        self.carried = None if self.settings.bptt is None else last
+        return self.penalized(weight * loss, {"accuracy": weight * right})
+
     def measure(self, part: str) -> dict[str, float]:
         """The means over all characters of a part of the text: "loss" (nats), "bpc" (bits), "accuracy" (fraction)."""
         loss = right = count = 0.0
-        for batch_loss, accuracy, size in self.in_time(self.measurements(self.parts[part])):
+        state: State | None = None
+        for inputs, targets in self.in_time(self.held_out(self.parts[part])):
+            batch_loss, accuracy, last = self.model(inputs, targets, state)
+            state, size = None if self.settings.bptt is None else last, targets.numel()
             loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
         return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
 
@@ -235,11 +221,9 @@ class CharLm(CharTask):
             batch = batch.to(self.device)
             yield batch.packed(), batch.targets, weight
 
-    def measurements(self, part: Sentences) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for sentences in part.ordered(200):
-            batch = sentences.to(self.device)
-            loss, numbers = self.model(batch.packed(), batch.targets)
-            yield loss, numbers["accuracy"], len(batch.targets)
+    def held_out(self, part: Sentences) -> Iterator[tuple[PackedSequence, Tensor]]:
+        batches = (sentences.to(self.device) for sentences in part.ordered(200))
+        return ((batch.packed(), batch.targets) for batch in batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches.state_dict()}
@@ -276,8 +260,7 @@ class CharStream(CharTask):
         self.pieces = -(-(len(self.parts["train"]) - 1) // self.length)
         self.iterations_per_epoch = count_epochs(settings, self.pieces)
         self.position = 0  # index of the next segment in the epoch
-        self.carried: State | None = None
-        self.build(StreamModel(settings))
+        self.build(CharModel(settings, len(STREAM_ALPHABET)))
 
     def _piece(self, tokens: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """tokens [L, B] uint8 -> inputs, targets [T, B] int64 of segment `index`; the last one of a text is shorter."""
@@ -297,19 +280,8 @@ class CharStream(CharTask):
             self.position = (index + 1) % self.pieces
             yield inputs, targets, len(targets) * count / steps
 
-    def loss(self, batch: tuple[Tensor, Tensor, float]) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs, targets, weight = batch
-        loss, numbers, self.carried = self.model(inputs, targets, self.carried)
-        loss, numbers = weight * loss, {"accuracy": weight * numbers["accuracy"]}
-        added = penalty(self.rnn, self.readout, self.settings)
-        return loss if added is None else loss + added, numbers
-
-    def measurements(self, part: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-        state = None
-        for index in range(-(-(len(part) - 1) // self.length)):
-            inputs, targets = self._piece(part, index)
-            loss, numbers, state = self.model(inputs, targets, state)
-            yield loss, numbers["accuracy"], targets.numel()
+    def held_out(self, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self._piece(part, index) for index in range(-(-(len(part) - 1) // self.length)))
 
     def state_dict(self) -> dict[str, Any]:
         carried = [] if self.carried is None else [self.carried] if isinstance(self.carried, Tensor) else self.carried
@@ -329,4 +301,4 @@ COMMAND = task_command("char_lm", CharOptions, _task)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

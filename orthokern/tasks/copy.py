@@ -31,7 +31,6 @@ Note [Settings that solve it in a hundred iterations]
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +46,7 @@ from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training.options import changed, option
 
-INPUTS = ("onehot", "scalar")
-ALGORITHMS = ("auto", "modal", "sequential")
 RECURRENCES = (RNN, ExpRNN, FactorizedRNN, NonNormalRNN)  # modules with a `loss` method
-STARTS = ("zero", "random", "glorot-normal")
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
 
@@ -64,7 +60,7 @@ class CopyOptions(DrawnOptions):
     input: str = option(
         "onehot",
         "onehot: ten input units; scalar: one number, the value of the symbol, 0 for the blank",
-        choices=INPUTS,
+        choices=("onehot", "scalar"),
     )
     marker: float = option(-1.0, "value of the marker: -1 or 9 in released codes", only={"input": ("scalar",)})
     goal: float = option(
@@ -79,13 +75,13 @@ class CopyOptions(DrawnOptions):
         "zero",
         "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: both "
         "Glorot-normal",
-        choices=STARTS,
+        choices=("zero", "random", "glorot-normal"),
     )
     algorithm: str = option(
         "auto",
         "modal: in the eigenbasis of W, for nonlinearity identity; sequential: step by step; auto: modal if it is "
         "faster and as accurate",
-        choices=ALGORITHMS,
+        choices=("auto", "modal", "sequential"),
     )
     learn_blank: bool = option(
         False,
@@ -163,17 +159,18 @@ class CopyModel(nn.Module):
         return states
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens, targets [T, B] -> the loss over all steps (0-dim, nats per step), and "wrong", the number of wrong
-        symbols in the recall (0-dim int64)."""
+        """tokens, targets [T, B] -> the loss over all steps (0-dim, nats per step), and the "accuracy" of the recall
+        (0-dim float64)."""
         recall = self.data.recall
         if isinstance(self.rnn, RECURRENCES):
             loss, hits = self.rnn.loss(self.inputs(tokens), self.readout, targets, algorithm=self.algorithm)
-            return loss, {"wrong": recall * tokens.shape[1] - hits[-recall:].sum()}
-        states = self.states(tokens)
-        targets = targets.long()
-        with torch.no_grad():
-            wrong = (self.readout(states[-recall:].detach()).argmax(-1) != targets[-recall:]).sum()
-        return self.readout.loss(states, targets), {"wrong": wrong}
+            right = hits[-recall:].sum()
+        else:
+            states, targets = self.states(tokens), targets.long()
+            loss = self.readout.loss(states, targets)
+            with torch.no_grad():
+                right = (self.readout(states[-recall:].detach()).argmax(-1) == targets[-recall:]).sum()
+        return loss, {"accuracy": right.double() / (recall * tokens.shape[1])}
 
 
 def silent_blank(settings: CopyOptions) -> bool:
@@ -188,7 +185,6 @@ class CopyExperiment(DrawnTask):
     name = "copy"
     settings: CopyOptions
     loss_label = "cross-entropy (nats per time step)"
-    goal: float
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
 
     def __init__(self, settings: CopyOptions) -> None:
@@ -210,10 +206,6 @@ class CopyExperiment(DrawnTask):
         name, why = self.way
         return f"; algorithm {name} ({why})" if why else f"; algorithm {name}"
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = super().loss(batch)
-        return loss, {"accuracy": 1.0 - numbers["wrong"].double() / (self.data.recall * batch[0].shape[1])}
-
     def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
         assert isinstance(self.model, CopyModel)
@@ -229,39 +221,19 @@ class CopyExperiment(DrawnTask):
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         """Evaluate if a training batch (which is new data too) reaches the goal, and every "eval_every" iterations."""
-        return metrics["accuracy"] >= self.goal or super().wants_evaluation(iteration, metrics)
+        return self.reaches(metrics["accuracy"], self.settings.goal) or super().wants_evaluation(iteration, metrics)
 
-    def evaluate(self, iteration: int) -> dict[str, float]:
-        """Recall accuracy on new sequences. The evaluation ends early if the goal can no longer be reached."""
-        count, batch = self.settings.eval_sequences, self.settings.batch
-        allowed = (1.0 - self.goal) * self.data.recall  # errors per sequence
-        errors, loss, done = 0, 0.0, 0
-        for tokens, targets in self.in_time(self.held_out(iteration, batch)):
-            rows = min(batch, count - done)
-            batch_loss, numbers = self.model(tokens[:, :rows], targets[:, :rows])
-            loss += batch_loss.item() * rows
-            errors += int(numbers["wrong"].item())
-            done += rows
-            if done == count or errors > math.floor(allowed * count + 1e-6):
-                break
-        return {
-            "accuracy": 1.0 - errors / (done * self.data.recall),
-            "loss": loss / done,
-            "sequences": done,
-            "reached": float(errors <= math.floor(allowed * done + 1e-6)),
-        }
+    def evaluation_batch(self) -> int:
+        return self.settings.batch
+
+    def needed(self) -> float:
+        return self.settings.goal
 
     def score(self, evaluation: dict[str, float]) -> float:
         return evaluation["accuracy"]
 
-    def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        return evaluation["reached"] == 1.0
-
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{super().progress_text(metrics)}, accuracy {100 * metrics['accuracy']:.1f} %"
-
-    def goal_text(self) -> str:
-        return f"goal {self.settings.goal:g} %"
 
     def result_text(self, evaluation: dict[str, float]) -> str:
         return f"recall accuracy {100 * evaluation['accuracy']:.2f} % on {evaluation['sequences']:.0f} fresh sequences"
@@ -273,4 +245,4 @@ COMMAND.presets["paper"]["margin"] = "by T"
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ which the test images are evaluated once.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.data import pixel_statistics
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
@@ -27,7 +25,6 @@ from orthokern.tasks.optimization import DescentOptions, euclidean
 from orthokern.training.options import changed, option
 
 PIXELS, CLASSES = 784, 10
-STARTS = ("normal", "learned", "orthogonal", "glorot-uniform")
 
 
 @dataclass(kw_only=True)
@@ -42,7 +39,7 @@ class DeepOptions(DigitsOptions, DescentOptions):
         "learned",
         "initial matrices: normal: with standard deviation --sigma; learned: the same, then made orthogonal by "
         "gradient descent; orthogonal: random orthogonal, by a QR factorisation; glorot-uniform",
-        choices=STARTS,
+        choices=("normal", "learned", "orthogonal", "glorot-uniform"),
         basic=True,
     )
     sigma: float = option(0.001, "standard deviation of the weights", above=0.0, only={"init": ("normal", "learned")})
@@ -107,29 +104,25 @@ class DeepMnist(DigitsTask):
     baseline = math.log(CLASSES)
     time_steps = 1
     EVALUATION_BATCH = 1000
+    PIXEL_BY_PIXEL = False
     model: DeepNetwork
     settings: DeepOptions
 
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__(settings)
         self.load()
-        mean, deviation = torch.zeros(PIXELS), torch.full((PIXELS,), 255.0)
-        if settings.standardize:
-            mean, deviation = pixel_statistics(self.train_set[0].cpu())
-        self._mean, self._scale = mean.to(self.device), 1.0 / deviation.to(self.device)
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty)
         kind, options = euclidean(settings)
         model = DeepNetwork(settings)
         self.train_with(model, optimizer_for(model, lr=settings.lr, euclidean=kind, **options))
 
-    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
-        images, labels = data
-        return (images[chosen].float() - self._mean) * self._scale, labels[chosen]
-
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)
-        return (loss + self.penalty(self.model) if self.penalty.strength else loss), numbers
+        if not self.penalty.strength:
+            return loss, numbers
+        added = self.penalty(self.model)
+        return loss + added, {**numbers, "penalty": added.detach()}
 
     def diagnose(self) -> dict[str, Any]:
         """The learning rate; and for each layer, from the input to the readout: ||W W^T - I||_F^2 of the smaller Gram
@@ -151,4 +144,4 @@ COMMAND = task_command("deep_mnist", DeepOptions, DeepMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from orthokern.data import load_mnist
+from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, epoch_order
 from orthokern.training.options import option
@@ -31,17 +29,16 @@ class DigitsOptions(DataOptions):
 class DigitsTask(DataTask):
     """Uses every training image once per epoch, in a new random order; evaluates after every epoch.
 
-    A subclass calls `load`, and defines `_batch`.
+    A subclass calls `load`. Its settings extend `DigitsOptions`.
     """
 
     EVALUATION_BATCH = 500  # images
-    settings: DigitsOptions
-    device: torch.device
-    rows: slice  # this process's part of a joint batch
+    PIXEL_BY_PIXEL = True  # whether the model reads one pixel per step
+    scaling: tuple[Any, Any] = (0.0, 255.0)  # mean and deviation of the pixels [P]
+    STATE = ("position",)
     train_set: tuple[Tensor, Tensor]  # images uint8, labels [n] int64
     validation_set: tuple[Tensor, Tensor]
     test_set: tuple[Tensor, Tensor]
-    iterations_per_epoch: int
 
     def load(self) -> None:
         """Reads the data, and converts the number of epochs to iterations."""
@@ -58,16 +55,24 @@ class DigitsTask(DataTask):
         self.batches_per_epoch = count // settings.batch
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
         self.data_digest = digest(*self.train_set)
+        if getattr(settings, "standardize", False):
+            mean, deviation = pixel_statistics(self.train_set[0].cpu())
+            self.scaling = mean.to(self.device), deviation.to(self.device)
         self.position = 0  # in batches
         self._order: tuple[int, Tensor] | None = None
 
     def _arranged(self, images: Tensor) -> Tensor:
-        """images [n, 784] uint8 in the order in which they are read. Default: row by row."""
-        return images
+        """images [n, P] uint8 in the order in which they are read. An image is contiguous: a batch of columns would
+        read a cache line per pixel."""
+        if getattr(self.settings, "permuted", False):
+            images = images[:, pixel_permutation(self.settings.permutation_seed, images.shape[1])]
+        return images.contiguous()
 
-    @abstractmethod
     def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """The model's input for the chosen images, and their labels [B]."""
+        """The scaled pixels of the chosen images, [P, B, 1] or [B, P], and their labels [B]."""
+        (images, labels), (mean, deviation) = data, self.scaling
+        pixels = (images[chosen].float() - mean) / deviation
+        return (pixels.T.contiguous().unsqueeze(-1) if self.PIXEL_BY_PIXEL else pixels), labels[chosen]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         epoch, batch = divmod(self.position, self.batches_per_epoch)
@@ -77,12 +82,6 @@ class DigitsTask(DataTask):
         size = self.settings.batch
         self.position += 1
         return self._batch(self.train_set, self._order[1][batch * size : (batch + 1) * size])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
 
     def measure(self, part: str) -> dict[str, float]:
         """Over all images of a part: "accuracy" (fraction) and "loss" (nats, without any penalty)."""

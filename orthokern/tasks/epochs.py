@@ -26,6 +26,7 @@ class Experiment(Task):
     settings: Any
     iterations_per_epoch: Any
     TITLE: tuple[str, ...] = ()  # settings in the title of plots
+    STATE: tuple[str, ...] = ()  # attributes that a checkpoint holds: numbers or None
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -64,6 +65,13 @@ class Experiment(Task):
 
     def score(self, evaluation: dict[str, float]) -> float:
         return -evaluation["loss"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.STATE:
+            setattr(self, name, state[name])
 
     @abstractmethod
     def result_text(self, evaluation: dict[str, float]) -> str:

@@ -91,7 +91,7 @@ class GruTask(DataTask):
     settings: GruOptions
     unit = "step"  # the loss is given per unit
     TITLE: tuple[str, ...] = ("layers", "hidden", "delta", "clip")
-    iterations_per_epoch: int
+    STATE: tuple[str, ...] = ("initial_loss", "worst_loss")
 
     def __init__(self, settings: GruOptions) -> None:
         """Args: settings: complete."""
@@ -100,7 +100,6 @@ class GruTask(DataTask):
         self.state: Tensor | None = None  # [layers, B, N]
         self.initial_loss: float | None = None  # on the validation data, before training
         self.worst_loss = -math.inf  # on the validation data, after any epoch so far
-        self.epoch_ended = False
 
     def build(self, model: nn.Module) -> None:
         """Registers the model and creates its optimizer, with the projection attached."""
@@ -119,9 +118,9 @@ class GruTask(DataTask):
         return torch.zeros(self.settings.layers, batch, self.settings.hidden, device=self.device)
 
     @abstractmethod
-    def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | bool]:
+    def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """The next window: inputs, targets, valid (None: all steps are valid) and fresh, the rows that start from a
-        zero state: [B] bool, or one bool for all rows."""
+        zero state: [B] bool, or [] for all rows."""
 
     @abstractmethod
     def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
@@ -152,11 +151,7 @@ class GruTask(DataTask):
         inputs, targets, valid, fresh = self.read()
         if self.state is None:
             self.state = self.zero_state(inputs.shape[1])
-        if isinstance(fresh, Tensor):
-            state = self.state.masked_fill(fresh.view(1, -1, 1), 0.0)
-        else:
-            state = torch.zeros_like(self.state) if fresh else self.state
-        return inputs, targets, valid, state
+        return inputs, targets, valid, self.state.masked_fill(fresh.view(1, -1, 1), 0.0)
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, _, valid, _ = batch
@@ -165,29 +160,15 @@ class GruTask(DataTask):
         steps = inputs.shape[0] * inputs.shape[1] if valid is None else valid.sum()
         return total / inputs.shape[1], {"nll": total.detach() / steps}
 
-    def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
-        """After every epoch."""
-        self.epoch_ended = super().wants_evaluation(iteration, metrics)
-        return self.epoch_ended
-
     def evaluate(self, iteration: int) -> dict[str, float]:
         """On the validation data: the values of `measure`, "initial_loss" (of the untrained model), and "success" (1 if
         no loss so far was above the initial loss, else 0)."""
         result, initial = super().evaluate(iteration), self.initial_loss
         assert initial is not None  # since begin
         worst = math.inf if math.isnan(result["loss"]) else max(self.worst_loss, result["loss"])
+        if self.wants_evaluation(iteration, {}):  # not in the last iteration of a run, within an epoch
+            self.worst_loss = worst
         return {**result, "initial_loss": initial, "success": float(worst <= initial)}
-
-    def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        if not self.epoch_ended:  # the last iteration of the run, within an epoch
-            return False
-        loss = evaluation["loss"]
-        self.worst_loss = math.inf if math.isnan(loss) else max(self.worst_loss, loss)
-        return self.schedule_ended(loss)
-
-    def schedule_ended(self, loss: float) -> bool:
-        """Whether training is over after this epoch, with this validation loss."""
-        return False
 
     def diagnose(self) -> dict[str, Any]:
         """Spectral radius of the Jacobian at h = 0 and norm of the recurrent matrix, per layer; the learning rate;
@@ -199,15 +180,14 @@ class GruTask(DataTask):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            **super().state_dict(),
             "state": self.state,
-            "initial_loss": self.initial_loss,
-            "worst_loss": self.worst_loss,
             "projection": None if self.projection is None else self.projection.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.state = None if state["state"] is None else state["state"].to(self.device)
-        self.initial_loss, self.worst_loss = state["initial_loss"], state["worst_loss"]
         if self.projection is not None and state["projection"] is not None:
             self.projection.load_state_dict(state["projection"])
 

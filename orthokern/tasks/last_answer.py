@@ -77,7 +77,6 @@ class LastAnswer(DrawnTask):
     """A task with one answer per sequence, for the training loop. Expects complete settings."""
 
     settings: LastAnswerOptions
-    iterations_per_epoch = None
 
     def __init__(self, data: TemporalOrderTask | RandomPermutationTask, settings: LastAnswerOptions) -> None:
         super().__init__(data, settings)
@@ -86,12 +85,6 @@ class LastAnswer(DrawnTask):
 
     def needed(self) -> float | None:
         return self.settings.goal if self.settings.short_evaluations else None
-
-    def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        return self.reaches(evaluation["accuracy"], self.settings.goal)
-
-    def goal_text(self) -> str:
-        return f"goal {self.settings.goal:g} %"
 
     def result_text(self, evaluation: dict[str, float]) -> str:
         return f"{100 * evaluation['accuracy']:.2f} % of new sequences answered correctly"

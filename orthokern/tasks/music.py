@@ -20,7 +20,6 @@ Note [First weights]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +111,7 @@ class MusicTask(GruTask):
             window = window.to(self.device)
             yield window.inputs, window.targets, window.valid, bool(window.fresh[0])
 
-    def schedule_ended(self, loss: float) -> bool:
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
         """Whether the learning rate has fallen below "lr_floor"."""
         return bool(self.optimizer.param_groups[0]["lr"] < self.settings.lr_floor)
 
@@ -128,4 +127,4 @@ COMMAND = task_command("music", MusicOptions, MusicTask)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -27,7 +27,6 @@ from orthokern.training.options import option
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop}
 OPTIMIZERS |= {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}  # without weight decay, AdamW is Adam
-GEODESICS = ("sgd", "rmsprop")
 NORMS = ("squared", "plain")
 MODULUS_NORMS = ("l2", "l1")
 SMALLEST_EPS = 1e-30  # below 1e-38 it is zero in float32, and a gradient of zero is divided by it
@@ -123,7 +122,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         "sgd",
         "update of U and V: sgd: along their gradients, as in the paper; rmsprop: every entry of them divided by its "
         "running RMS",
-        choices=GEODESICS,
+        choices=("sgd", "rmsprop"),
         only=FACTORIZED,
     )
     geodesic_lr: float = option(1e-6, "rate of the geodesic steps on U and V", low=0.0, only=FACTORIZED)

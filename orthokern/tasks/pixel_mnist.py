@@ -9,14 +9,12 @@ which the test images are evaluated once.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from orthokern import init
-from orthokern.data import pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks.command import task_command
 from orthokern.tasks.digits import DigitsOptions, DigitsTask
@@ -50,7 +48,6 @@ class PixelOptions(StartOptions, DigitsOptions):
     clip: float | None = 1.0
     schedule: str = "cosine"
     lr_decay: float = 0.05
-    batch: int = 50
     checkpoint_every: int = 200
     diagnose_every: int = 50
 
@@ -83,30 +80,17 @@ class PixelMnist(DigitsTask, RecurrentTask):
         super().__init__(settings)
         self.time_steps = (28 // settings.pool) ** 2
         self.load()
-        self._scaling: tuple[Tensor, Tensor] | None = None  # mean and deviation [T, 1] of the training pixels
-        if settings.standardize:
-            mean, deviation = pixel_statistics(self.train_set[0].cpu())
-            self._scaling = mean.to(self.device).unsqueeze(1), deviation.to(self.device).unsqueeze(1)
         self.build(PixelModel(1, 10, settings))
 
     def _arranged(self, images: Tensor) -> Tensor:
-        """[n, T] uint8. An image is contiguous: a batch of columns would read a cache line per pixel."""
-        pool = self.settings.pool
-        if pool > 1:
-            means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), pool)
+        if self.settings.pool > 1:
+            means = nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), self.settings.pool)
             images = means.round().to(torch.uint8).flatten(1)
-        if self.settings.permuted:
-            images = images[:, pixel_permutation(self.settings.permutation_seed, self.time_steps)]
-        return images.contiguous()
-
-    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
-        pixels, labels = data
-        mean, deviation = self._scaling or (0.0, 255.0)
-        return ((pixels[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
+        return super()._arranged(images)
 
 
 COMMAND = task_command("pixel_mnist", PixelOptions, PixelMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

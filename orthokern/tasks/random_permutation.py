@@ -8,8 +8,6 @@ correctly. The data come from `orthokern.data.RandomPermutationTask`.
 
 from __future__ import annotations
 
-import sys
-
 from orthokern.data import RandomPermutationTask
 from orthokern.tasks.command import task_command
 from orthokern.tasks.last_answer import LastAnswer, LastAnswerOptions
@@ -28,4 +26,4 @@ COMMAND = task_command("random_permutation", LastAnswerOptions, RandomPermutatio
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +52,7 @@ class DrawnOptions(OptimizerOptions):
     eval_sequences: int = option(
         200, "new sequences per evaluation; in `copy` fewer, where they show that the goal is missed"
     )
+    goal: float = 100.0  # declared by each task, a percentage in most
     iterations: int = changed(
         OptimizerOptions, "iterations", help="stop after N iterations, even if the task is not solved"
     )
@@ -127,7 +127,10 @@ class RecurrentTask(Experiment):
         self.train_with(model, build_optimizer(self.rnn, self.readout, self.settings))
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, numbers = super().loss(batch)
+        return self.penalized(*super().loss(batch))
+
+    def penalized(self, loss: Tensor, numbers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the penalties of the settings to a loss, and to its numbers."""
         added = penalty(self.rnn, self.readout, self.settings)
         return (loss, numbers) if added is None else (loss + added, {**numbers, "penalty": added.detach()})
 
@@ -145,13 +148,13 @@ class DrawnTask(RecurrentTask):
 
     settings: DrawnOptions
     TITLE = ("T", *RecurrentTask.TITLE)
-    EVALUATION_BATCH = 250  # sequences; limited by the memory of their states
 
     def __init__(self, data: Generator, settings: DrawnOptions) -> None:
         super().__init__(settings)
         self.drawn = data
         self.baseline = data.baseline
         self.time_steps = data.length
+        self.answers: int = getattr(data, "recall", 1)  # in a sequence
         self.generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         data.batch(settings.batch, torch.Generator())  # raises before the run starts if there is no memory for it
 
@@ -168,19 +171,22 @@ class DrawnTask(RecurrentTask):
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """The mean "loss" and the "accuracy" (a fraction) on "eval_sequences" new sequences, or on fewer if `settled`
-        ends the evaluation."""
-        count = self.settings.eval_sequences
-        size = min(self.EVALUATION_BATCH, count)
-        loss, right, done = 0.0, 0.0, 0
+        ends the evaluation; and the number of these "sequences"."""
+        count, size = self.settings.eval_sequences, self.evaluation_batch()
+        loss, right, done = 0.0, 0, 0
         for inputs, targets in self.in_time(self.held_out(iteration, size)):
             rows = min(size, count - done)
             batch_loss, numbers = self.model(inputs[:, :rows], targets[..., :rows])
             loss += batch_loss.item() * rows
-            right += numbers["accuracy"].item() * rows
+            right += round(numbers["accuracy"].item() * rows * self.answers)
             done += rows
-            if done == count or self.settled(round(right), done):
+            if done == count or self.settled(right, done):
                 break
-        return {"loss": loss / done, "accuracy": round(right) / done}
+        return {"loss": loss / done, "accuracy": right / (done * self.answers), "sequences": done}
+
+    def evaluation_batch(self) -> int:
+        """Sequences of an evaluation that are read together; limited by the memory of their states."""
+        return min(250, self.settings.eval_sequences)
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:
         every = self.settings.eval_every
@@ -193,12 +199,15 @@ class DrawnTask(RecurrentTask):
 
     def settled(self, right: int, done: int) -> bool:
         """Whether an evaluation may end after `done` sequences with `right` correct answers."""
-        count, needed = self.settings.eval_sequences, self.needed()
-        return needed is not None and not self.reaches((right + count - done) / count, needed)
+        count, needed = self.settings.eval_sequences * self.answers, self.needed()
+        return needed is not None and not self.reaches((right + count - done * self.answers) / count, needed)
 
-    @abstractmethod
+    def goal_reached(self, evaluation: dict[str, float]) -> bool:
+        return self.reaches(evaluation["accuracy"], self.settings.goal)
+
     def goal_text(self) -> str:
         """The goal in the summary."""
+        return f"goal {self.settings.goal:g} %"
 
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
         done, goal = f"iteration {iteration}, {seconds:.1f} s", f"({self.goal_text()})"
@@ -207,7 +216,8 @@ class DrawnTask(RecurrentTask):
         return f"{'solved' if reached else 'not solved'}: {self.result_text(evaluation)} {goal}, {done}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {**super().state_dict(), "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.generator.set_state(state["generator"])

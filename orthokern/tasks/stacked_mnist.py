@@ -10,14 +10,12 @@ with which the test images are evaluated once.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthokern.data import pixel_permutation
 from orthokern.nn import RotationRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.command import task_command
@@ -110,6 +108,7 @@ class StackedMnist(DigitsTask):
     baseline = math.log(CLASSES)
     time_steps = PIXELS
     loss_label = "cross-entropy (nats)"
+    scaling = (33.3, 78.6)  # of all pixels of the training images
     model: StackNetwork
     settings: StackOptions
 
@@ -120,15 +119,6 @@ class StackedMnist(DigitsTask):
         kind, options = euclidean(settings)
         options |= {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
         self.train_with(model, optimizer_for(model, euclidean=kind, **options))
-
-    def _arranged(self, images: Tensor) -> Tensor:
-        """[n, T] uint8. An image is contiguous: a batch of columns would read a cache line per pixel."""
-        return images[:, pixel_permutation(self.settings.permutation_seed)] if self.settings.permuted else images
-
-    def _batch(self, data: tuple[Tensor, Tensor], chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
-        images, labels = data
-        mean, deviation = 33.3, 78.6  # of all pixels of the training images
-        return ((images[chosen].T.contiguous().float() - mean) / deviation).unsqueeze(-1), labels[chosen]
 
     @torch.no_grad()
     def diagnose(self) -> dict[str, Any]:
@@ -145,4 +135,4 @@ COMMAND = task_command("stacked_mnist", StackOptions, StackedMnist)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

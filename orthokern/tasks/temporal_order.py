@@ -8,7 +8,6 @@ data come from `orthokern.data.TemporalOrderTask`.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from orthokern.data import TemporalOrderTask
@@ -41,4 +40,4 @@ COMMAND = task_command("temporal_order", TemporalOrderOptions, TemporalOrder)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

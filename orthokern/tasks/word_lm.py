@@ -14,7 +14,6 @@ from window to window, and is zero at the beginning of an epoch.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +79,7 @@ class WordLm(GruTask):
 
     name = "word_lm"
     unit = "word"
+    STATE = (*GruTask.STATE, "position")
     settings: WordOptions
 
     def __init__(self, settings: WordOptions) -> None:
@@ -100,12 +100,12 @@ class WordLm(GruTask):
         epoch = iteration // self.iterations_per_epoch
         return float(self.settings.decay ** -max(0, epoch + 1 - self.settings.decay_after))
 
-    def read(self) -> tuple[Tensor, Tensor, None, bool]:
+    def read(self) -> tuple[Tensor, Tensor, None, Tensor]:
         window = self.position % self.windows_per_epoch
         self.position += 1
         begin = window * self.settings.window
-        end = min(begin + self.settings.window, len(self.streams) - 1)
-        return self.streams[begin:end], self.streams[begin + 1 : end + 1], None, window == 0
+        piece = self.streams[begin : begin + self.settings.window + 1]
+        return piece[:-1], piece[1:], None, torch.full((), window == 0, device=self.device)
 
     def held_out(self, part: str) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
         """Every word of the text except the first is a target once."""
@@ -126,16 +126,8 @@ class WordLm(GruTask):
         return {**result, "perplexity": _perplexity(result["loss"])}
 
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
-        ended = super().goal_reached(evaluation)
         goal = self.settings.goal
-        return ended or (goal is not None and evaluation["perplexity"] <= goal)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.position = state["position"]
+        return goal is not None and evaluation["perplexity"] <= goal
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"perplexity {_perplexity(metrics['nll']):.1f}, gradient {metrics['grad_norm']:.3g}"
@@ -152,4 +144,4 @@ COMMAND = task_command("word_lm", WordOptions, WordLm)
 main = COMMAND.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -38,11 +38,11 @@ class Average:
         """The model with the averages in place of its parameters. The averages of the bases of a FactorizedRNN are not
         orthonormal; the nearest orthonormal matrices are used."""
         own = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self._put(self.values)
-        for module in self.model.modules():
-            if isinstance(module, FactorizedRNN):
-                module.orthonormalize()
         try:
+            self._put(self.values)
+            for module in self.model.modules():
+                if isinstance(module, FactorizedRNN):
+                    module.orthonormalize()
             yield
         finally:
             self._put(own)

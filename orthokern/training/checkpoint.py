@@ -73,19 +73,13 @@ def seed_all(seed: int) -> None:
 def rng_state() -> dict[str, Any]:
     """The states of all global random generators: torch (CPU and each GPU), Python and NumPy, in types that a
     checkpoint may contain."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (see seed_all)
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 (see seed_all)
     version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "python": [version, list(internal), gauss_next],
-        "numpy": [
-            name,
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
     }
 
 

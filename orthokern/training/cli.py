@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from orthokern.commandline import (
-    EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
     MAX_THREADS,
     Parser,
@@ -40,7 +39,7 @@ from orthokern.training.rundir import RunFolder
 from orthokern.training.state import FREE_SETTINGS
 from orthokern.training.task import Task
 
-__all__ = ["EXIT_BAD_INPUT", "RunOptions", "TaskCommand", "resolve"]
+__all__ = ["RunOptions", "TaskCommand", "resolve"]
 
 LARGEST_SEED = 2**63 - 1
 

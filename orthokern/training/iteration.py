@@ -40,17 +40,10 @@ class LoopSettings:
     minutes: float | None = None
 
 
-@dataclass(frozen=True)
-class Step:
-    """The results of an iteration."""
-
-    metrics: dict[str, float]  # loss, grad_norm and the numbers of the task, averaged over batches
-    finite: bool  # whether the loss and the gradient were finite, and the optimizer took a step
-    profiles: dict[str, Any]  # norms through time of the first batch; empty without diagnostics
-
-
-def step(task: Task, settings: LoopSettings, diagnose: bool) -> Step:
-    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite."""
+def step(task: Task, settings: LoopSettings, diagnose: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """Computes the gradients of all batches and takes one optimizer step, unless loss or gradient is not finite.
+    Returns loss, grad_norm and the numbers of the task, averaged over batches; and the norms through time of the first
+    batch, {} without diagnostics."""
     task.optimizer.zero_grad(set_to_none=True)
     names: list[str] = []
     rows: list[Tensor] = []  # for each batch, the loss and the numbers of the task
@@ -70,14 +63,12 @@ def step(task: Task, settings: LoopSettings, diagnose: bool) -> Step:
     norm = torch.linalg.vector_norm(torch.stack([size.float() for size in torch._foreach_norm(gradients)]))
     # One transfer for all numbers: on a GPU each .item() would synchronize.
     grad_norm, loss_value, *values = torch.cat([norm.double()[None], torch.stack(rows).mean(0)]).tolist()
-    finite = math.isfinite(loss_value) and math.isfinite(grad_norm)
-    if finite:
+    if math.isfinite(loss_value) and math.isfinite(grad_norm):
         task.clip_gradients()
         task.optimizer.step()
         if task.scheduler is not None:
             task.scheduler.step()
-    metrics = {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}
-    return Step(metrics, finite, diagnosis)
+    return {"loss": loss_value, "grad_norm": grad_norm, **dict(zip(names, values, strict=True))}, diagnosis
 
 
 def _diagnose(task: Task, norms: tap, batch: Any, settings: LoopSettings) -> dict[str, Any]:

@@ -137,17 +137,18 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         begun = time.perf_counter()
         state.iteration += 1
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
-        result = step(task, settings, diagnose)
+        metrics, profiles = step(task, settings, diagnose)
+        loss, norm = metrics["loss"], metrics["grad_norm"]
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
-        record |= result.metrics
-        if result.finite:
+        record |= metrics
+        if math.isfinite(loss) and math.isfinite(norm):
             if task.average is not None:
                 task.average.update()
             if diagnose:
-                record |= task.diagnose() | result.profiles
-            scheduled = task.wants_evaluation(state.iteration, result.metrics)
+                record |= task.diagnose() | profiles
+            scheduled = task.wants_evaluation(state.iteration, metrics)
             over = state.is_over(settings)
             if scheduled or over:
                 record |= _evaluate(state, scheduled)
@@ -159,17 +160,19 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
         run.log.append(record)
-        _check_finite(result.metrics)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            what = f"the gradient's norm is {norm} (loss {loss:.4g})" if math.isfinite(loss) else f"the loss is {loss}"
+            raise Divergence(what)
         epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
         times = f"{smoothed_ms:.0f} ms per iteration"
         if task.time_steps > 1:
             times += f", {1e3 * smoothed_ms / time_steps:.1f} µs per time step"
-        text = f"{epoch}{task.progress_text(result.metrics)}, {times}"
+        text = f"{epoch}{task.progress_text(metrics)}, {times}"
         progress.update(state.iteration, text, force=over or state.reached)
         stopped = stop.signal
         due = state.iteration % settings.checkpoint_every == 0 or state.new_best is not None
         if due or over or state.reached or stopped is not None:
-            _check_parameters(task, result.metrics["loss"])
+            _check_parameters(task, loss)
             state.save()
     return None if over or state.reached else stopped
 
@@ -255,14 +258,6 @@ def _test(state: RunState, seconds: float) -> str:
     # An accuracy is shown in percent, as in evaluations.
     numbers = [f"{name} {100 * x:.2f} %" if name == "accuracy" else f"{name} {x:.4g}" for name, x in test.items()]
     return f"; on the test data with the parameters of iteration {result['tested']}: {', '.join(numbers)}"
-
-
-def _check_finite(metrics: dict[str, float]) -> None:
-    """Raises Divergence if the loss or the gradient of an iteration is not finite."""
-    if not math.isfinite(metrics["loss"]):
-        raise Divergence(f"the loss is {metrics['loss']}")
-    if not math.isfinite(metrics["grad_norm"]):
-        raise Divergence(f"the gradient's norm is {metrics['grad_norm']} (loss {metrics['loss']:.4g})")
 
 
 def _check_parameters(task: Task, loss: float) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orthokern.diagnostics.comparison import are_named, caption, check_settings, labels, setting_text, telling_settings
+from orthokern.diagnostics.comparison import caption, check_settings, labels, setting_text, telling_settings
 from orthokern.diagnostics.plots._figures import (
     BLUE,
     ORANGE,
@@ -191,7 +191,7 @@ def _by_setting(runs: Sequence[RunRecord], panel: str | None) -> dict[str, list[
 def draw_legends(figure: Figure, runs: Sequence[RunRecord], title: str) -> None:
     """A legend in each panel; for runs with labels of their own, one legend below all panels, where it covers no curve.
     The figure grows by its height."""
-    if not are_named(runs):
+    if not all(run.label for run in runs):
         for axis in figure.axes:
             axis.legend(loc="best", fontsize=7)
         return
