@@ -25,7 +25,9 @@ from orthokern import cpu
 from orthokern.cpu import _call
 
 MAX_WORKERS = 8  # each takes some 700 MB, and the longest file sets the time from here on
-FIRST = ("test_triton_kernels.py", "test_bench_smoke.py")  # few tests, but long ones: no worker should end with them
+# Files of long tests: no worker should end with one. The first compiles the host harness, which two would do at once.
+FIRST = ("test_cuda_gru.py", "test_bench_smoke.py", "test_optim.py", "test_sass.py")
+FIRST += ("test_triton_kernels.py", "test_tutorials.py")
 
 
 @pytest.hookimpl(tryfirst=True)

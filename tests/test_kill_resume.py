@@ -57,7 +57,7 @@ def ended(process: Any, timeout: float = 60.0) -> int:
     return int(process.exitcode)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(kills: int, start: Callable[..., Any], tmp_path: Path) -> None:
     draw = random.Random(kills)
     moments = []  # the checkpoint that each kill left

@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "rebased": lambda *args, **options: ExpRNN(*args, rebase_every=2, **options),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"num_layers": 2, "bidirectional": True}]
+OPS = ("factorized", "exponential", "gru", "peephole", "rotation")  # one kind for each op of the modules
 
 
 def made(kind: str, **options: Any) -> nn.Module:
@@ -80,7 +81,7 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
         return result.square().sum()
 
     found = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
-    if tracked:
+    if tracked and kind in OPS:
         torch._dynamo.reset()  # the limit of compilations of one function
         compiled = torch.compile(torch.vmap(loss), backend="aot_eager", fullgraph=True)
         grads = torch.autograd.grad(compiled(parameters, buffers).sum(), list(parameters.values()))
@@ -94,8 +95,10 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
             torch.testing.assert_close(found[0][name][index], grad)
 
 
-@pytest.mark.parametrize("spectrum_map", ["sigmoid", "tanh"])
-@pytest.mark.parametrize("margins", [(0.0, 0.1, 0.5), (None, 0.3, 2.0), (0.3, None, 0.3)])
+@pytest.mark.parametrize(
+    ("margins", "spectrum_map"),
+    [((0.0, 0.1, 0.5), "tanh"), ((None, 0.3, 2.0), "sigmoid"), ((0.3, None, 0.3), "tanh")],
+)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_margins(margins: Any, spectrum_map: str) -> None:
     """Each model has its own margin, also after a load into memory without values, and in a compiled program."""

@@ -221,10 +221,12 @@ def test_refused_in_one_line(call: Any, message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "steps"), [(128, 50_000), (16, 100_000)])
-def test_orthogonality_over_many_steps(rank: int, steps: int) -> None:
+@pytest.mark.parametrize("rank", [128, 16])
+def test_orthogonality_over_many_steps(rank: int) -> None:
     """A basis [128, rank] in float32, at the copy task's rate with gradients that are not clipped: norms from 1 to 100,
-    in any order and of either sign. docs/scripts/orthogonality_drift.py has other rates and two bases at once."""
+    in any order and of either sign. The drift grows with the root of the steps: a fifth of the default tolerance is
+    passed every 250 steps in place of 6000. docs/scripts/orthogonality_drift.py has long runs and other rates."""
+    steps, tolerance = 10_000, 4e-7
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(64, 128, rank, generator=generator)
     gradients /= gradients.flatten(1).norm(dim=1)[:, None, None]
@@ -233,17 +235,16 @@ def test_orthogonality_over_many_steps(rank: int, steps: int) -> None:
     factors = (sizes * (2 * torch.randint(2, (steps,), generator=generator) - 1)).tolist()
     corrected = basis(128, rank, dtype=torch.float32)
     bare = nn.Parameter(corrected.detach().clone())
-    optimizers = [GeodesicSGD([corrected], 1e-4), GeodesicSGD([bare], 1e-4, correct_every=0)]
+    optimizers = [GeodesicSGD([corrected], 1e-4, drift_tolerance=tolerance), GeodesicSGD([bare], 1e-4, correct_every=0)]
+    assert optimizers[1].defaults["drift_tolerance"] == 2e-6
     worst = 0.0
     for step in range(steps):
         corrected.grad = bare.grad = gradients[picks[step]] * factors[step]
         for optimizer in optimizers:
             optimizer.step()
-        if step % 100 == 99:
+        if step % 100 == 98:  # one step before it is measured
             worst = max(worst, error(corrected))
-    assert worst < 1e-5, worst
-    # what is above the tolerance of 2e-6 was measured no more than a hundred steps ago
-    assert worst < 3e-6, worst
+    assert worst < 2 * tolerance, worst  # what is above the tolerance was measured no more than a hundred steps ago
     assert error(bare) > 1.5 * worst  # and the correction is what holds it there
 
 

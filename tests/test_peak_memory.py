@@ -30,14 +30,14 @@ def train(lengths):
 
 train(range(1000, 900, -1))
 before = peak()
-train(range(900, 0, -1))
+train(range(900, 0, -3))  # a tensor [T, 2, 6] that one module kept for each length would take 6 MB
 print((peak() - before) // 1024)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit on other systems")
-def test_a_thousand_lengths_need_the_memory_of_the_longest() -> None:
+def test_many_lengths_need_the_memory_of_the_longest() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -96,18 +97,24 @@ def settings() -> list[Any]:
 
 def test_threads_share_one_setting() -> None:
     """The contexts of two threads overlap: products are IEEE until the last one ends, and the setting is restored."""
-    before = torch.get_float32_matmul_precision()
+    before, entered, leave = torch.get_float32_matmul_precision(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with ieee_products():
+            entered.set()
+            leave.wait(10)
+
     torch.set_float32_matmul_precision("medium")
     try:
-        outside = settings()
-        first, second = ieee_products(), ieee_products()
-        first.__enter__()
-        inside = settings()
-        assert inside != outside
-        second.__enter__()
-        first.__exit__(None, None, None)
+        outside, thread = settings(), threading.Thread(target=other)
+        with ieee_products():
+            inside = settings()
+            assert inside != outside
+            thread.start()
+            assert entered.wait(10)
         assert settings() == inside
-        second.__exit__(None, None, None)
+        leave.set()
+        thread.join()
         assert settings() == outside
         with ieee_products():  # and the setting may change while another thread is inside
             torch.set_float32_matmul_precision("medium")

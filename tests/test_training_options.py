@@ -53,7 +53,7 @@ def test_a_time_limit(tmp_path: Path) -> None:
     def done() -> list[int]:
         return [record["iteration"] for record in read_metrics(folder / "metrics.jsonl")]
 
-    assert run("--out", folder, "--iterations", 7, "--minutes", 1e-6) == 0
+    assert run("--out", folder, "--no-plots", "--iterations", 7, "--minutes", 1e-6) == 0
     assert done() == [1] and "held_out_loss" in read_metrics(folder / "metrics.jsonl")[0] and is_done(folder)
     assert run("--resume", folder) == 0 and done() == [1]
     assert run("--resume", folder, "--minutes", 1000) == 0 and done() == list(range(1, 8))

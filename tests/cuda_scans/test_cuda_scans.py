@@ -28,8 +28,8 @@ from orthokern.ops.gru_scan import VARIANTS
 @pytest.mark.parametrize("activation", NAMES)
 @pytest.mark.parametrize(("op", "path"), OP_PATHS)
 def test_parity_of_every_path(op: str, activation: str, path: str, override: Any) -> None:
-    """Without a leak and with one: alone, with a clip, with both it and lengths, and with resets, which have the same
-    bits with checkpoints. Every width of the resident kernels."""
+    """Alone, and without a leak and with one: with a clip and lengths, and with resets, which have the same bits with
+    checkpoints. Every width of the resident kernels."""
     override(path)
     index = NAMES.index(activation) + list(PATHS).index(path)
     n, inputs = (33, 9, 100, 140)[index % 4] if path.startswith("resident") else 33, KINDS[index % 3]
@@ -42,9 +42,9 @@ def test_parity_of_every_path(op: str, activation: str, path: str, override: Any
     options: dict[str, Any] = {"activation": activation, "inputs": inputs, "param_size": "N1"[index % 2], **rank}
     for leak in (0, (1, n)[index % 2]):
         problem = scan_problem(op, B=B, T=T, N=n, leak=leak, gap=1e-6, **options)
-        check(problem)
-        check(problem, lengths=lengths, message_clip=(0.0, 0.3)[index % 2])
-        check(problem, message_clip=0.3)
+        if not leak:
+            check(problem)
+        check(problem, lengths=lengths if index % 3 or not leak else None, message_clip=(0.0, 0.3)[index % 2])
         problem = with_resets(problem, state=index % 4 > 0)
         some = lengths if leak or index % 3 else None
         first = check(problem, lengths=some)
@@ -74,12 +74,11 @@ def test_forward_of_one_backward_of_the_other(op: str, activation: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("inputs", KINDS)
-@pytest.mark.parametrize("N", [1, 2, 16, 65, 128, 130])
+@pytest.mark.parametrize(("index", "N"), list(enumerate((1, 2, 16, 65, 128, 130))))
 @pytest.mark.parametrize("op", OPS)
-def test_parity_of_the_path_that_is_chosen(op: str, N: int, inputs: str) -> None:
-    for steps in (1, 20):  # more steps than inputs are fetched ahead, and than squares are summed at a time
-        check(scan_problem(op, B=3, T=steps, N=N, inputs=inputs))
+def test_parity_of_the_path_that_is_chosen(op: str, index: int, N: int) -> None:
+    for turn, steps in enumerate((1, 20)):  # more than inputs are fetched ahead, and than squares are summed at a time
+        check(scan_problem(op, B=3, T=steps, N=N, inputs=KINDS[(index + turn) % 3]))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,10 @@ def test_a_clip_leaves_a_nan() -> None:
     assert grad[:3, 1].isnan().any(-1).all() and not grad[:, [0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize(("op", "path"), OP_PATHS)
+ONE_OF_A_KERNEL = ("resident", "resident-4", "cluster-4", "library", "low-rank")
+
+
+@pytest.mark.parametrize(("op", "path"), [each for each in OP_PATHS if each[1] in ONE_OF_A_KERNEL])
 def test_only_what_is_needed(op: str, path: str, override: Any) -> None:
     override(path)
     kind = KINDS[(list(PATHS).index(path) + OPS.index(op)) % 3]

@@ -129,10 +129,10 @@ def test_every_stream_has_its_own_beside_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("inputs", KINDS)
-def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_give_the_same_bits(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gpu_scans, "WINDOW_ELEMENTS", 5 * 17 * 6)  # windows of 5 or 6 steps
-    for op in OPS:
+    for turn, op in enumerate(OPS, NAMES.index(activation)):
+        inputs = KINDS[turn % 3]
         problem = scan_problem(
             op, B=5, T=23, N=18 if activation == "oplu" else 17, activation=activation, inputs=inputs
         )
@@ -144,8 +144,9 @@ def test_checkpoints_give_the_same_bits(activation: str, inputs: str, monkeypatc
             assert torch.equal(recomputed["ckpt"], before)
 
 
-@pytest.mark.parametrize("T", [2, 5, 16, 17, 50])
-@pytest.mark.parametrize("inputs", KINDS)
+@pytest.mark.parametrize(
+    ("T", "inputs"), [(2, "dense"), (5, "features"), (16, "tokens"), (17, "dense"), (50, "features")]
+)
 @pytest.mark.parametrize("path", ["resident", "resident-4", "cluster-2", "library"])
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_of_time(op: str, path: str, inputs: str, T: int, override: Any) -> None:

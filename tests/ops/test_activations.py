@@ -122,7 +122,7 @@ def test_prelu_has_the_weights_of_torch(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("backend", served("activations"))
-@pytest.mark.parametrize("activation", ["identity", "tanh", "prelu", "modrelu", "oplu"])
+@pytest.mark.parametrize("activation", ["tanh", "prelu"])
 def test_opcheck_activations(backend: str, activation: str) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     param = torch.tensor([0.25], dtype=torch.float64) if activation in PARAMETER else None

@@ -60,8 +60,7 @@ def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, chec
 @pytest.mark.parametrize(("activation", "inputs"), [("tanh", "dense"), ("prelu", "tokens"), ("modrelu", "features")])
 def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
     problem = scan_problem(op, B=3, T=5, N=4, activation=activation, inputs=inputs)
-    some = {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
-    for options in ({"checkpoint_every": 0}, {"checkpoint_every": 2}, some, {"checkpoint_every": 2, **some}):
+    for options in ({}, {"checkpoint_every": 2, "lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}):
         expected = gradients(problem, call_functional, **options)
         actual = gradients(problem, compiled(call_functional), **options)
         for a, e in zip(actual, expected, strict=True):

@@ -107,17 +107,15 @@ def test_backends_can_be_mixed(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant: str) -> None:
-    for bias in (True, False):
+    """All of the backward's registration: test_gru_scan_resets.py."""
+    for bias, lengths in ((True, None), (False, torch.tensor([4, 2]))):
         p = GruProblem.random(variant, 4, 2, 3, bias=bias)
-        leaf = p.map(lambda t: t.clone().requires_grad_())
-        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant))
-        saved = NAMESPACE.gru_scan_fwd(p.x, p.w, p.h0, p.bias, variant)
+        leaf, args = p.map(lambda t: t.clone().requires_grad_()), p.args(lengths=lengths)
+        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, tuple(leaf.args(lengths=lengths)))
+        saved = NAMESPACE.gru_scan_fwd(*args)
         for need_params in (True, False):
-            torch.library.opcheck(
-                NAMESPACE.gru_scan_bwd.default, (p.grad_hs, *saved, *gru_needs(need_params), *p.args()._replace(x=None))
-            )
-        ragged = (None, torch.tensor([4, 2]))
-        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, (leaf.x, leaf.w, leaf.h0, leaf.bias, variant, *ragged))
+            given = (p.grad_hs, *saved, *gru_needs(need_params), *args._replace(x=None))
+            torch.library.opcheck(NAMESPACE.gru_scan_bwd.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(

@@ -192,19 +192,18 @@ def test_vmap_and_compile(features: int | None) -> None:
     torch.testing.assert_close(compiled(**args, resets=cuts), expected[0])
 
 
-@pytest.mark.parametrize("features", [None, 2])
-def test_registration(features: int | None) -> None:
-    args, cuts = tensors(4, 2, 3, "zero", features)
+@pytest.mark.parametrize(("features", "kind"), [(None, "zero"), (2, None)])
+def test_registration(features: int | None, kind: str | None) -> None:
+    args, resets = tensors(4, 2, 3, kind, features)
     re, im = args["eigenvalues"].real.clone(), args["eigenvalues"].imag.clone()
     inputs = [args["x"], re, im, torch.ones(2, 6, dtype=torch.float64), args.get("weight"), args.get("bias")]
     inputs = [None if tensor is None else tensor.requires_grad_() for tensor in inputs]
-    for resets in (None, cuts):
-        torch.library.opcheck(NAMESPACE.rotation_scan_fwd.default, (*inputs, resets))
-        with torch.no_grad():
-            hs = NAMESPACE.rotation_scan_fwd(*inputs, resets)
-            x, *rest = (None if tensor is None else tensor.detach() for tensor in inputs)
-            arguments = (torch.ones_like(hs), hs, True, None if features is None else x, *rest, resets)
-            torch.library.opcheck(NAMESPACE.rotation_scan_bwd.default, arguments)
+    torch.library.opcheck(NAMESPACE.rotation_scan_fwd.default, (*inputs, resets))
+    with torch.no_grad():
+        hs = NAMESPACE.rotation_scan_fwd(*inputs, resets)
+        x, *rest = (None if tensor is None else tensor.detach() for tensor in inputs)
+        arguments = (torch.ones_like(hs), hs, True, None if features is None else x, *rest, resets)
+        torch.library.opcheck(NAMESPACE.rotation_scan_bwd.default, arguments)
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,12 @@ def gru_cases() -> dict[str, Case]:
 
 
 SCAN_CASES, GRU_CASES = scan_cases(), gru_cases()
+EVERY_ELEMENT = ("gru-kanai-lengths-resets", "gru-torch-whole-resets")  # the others along random directions
 
 
 @pytest.mark.parametrize("name", [*SCAN_CASES, *GRU_CASES])
 def test_double_backward_and_forward_mode(name: str) -> None:
-    case, fast = {**SCAN_CASES, **GRU_CASES}[name], name in SCAN_CASES
+    case, fast = {**SCAN_CASES, **GRU_CASES}[name], name not in EVERY_ELEMENT
     assert gradcheck(case, case.leaves, fast_mode=fast, check_forward_ad=True)
     assert gradgradcheck(case, case.leaves, fast_mode=fast, check_fwd_over_rev=True)
 

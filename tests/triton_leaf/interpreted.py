@@ -128,7 +128,7 @@ def test_parity(op: str, activation: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_parity_with_resets_and_a_leak(op: str, activation: str) -> None:
-    """One of them, and both, which have the same bits with checkpoints."""
+    """One of them, in turn, and both, which have the same bits with checkpoints."""
     turn = NAMES.index(activation) + OPS.index(op)
     for index, (B, T, N) in enumerate(((3, 7, 3), (2, 4, 17))):
         N += N % 2 if activation == "oplu" else 0
@@ -138,8 +138,10 @@ def test_parity_with_resets_and_a_leak(op: str, activation: str) -> None:
             for leak in (0, units)
         )
         ragged = {"lengths": some_lengths(B, T, "any"), "message_clip": 0.3}
-        check(leaky, dtype)
-        check(with_resets(plain, state=index == 0), dtype, **(ragged if index else {}))
+        if (turn // 2 + index) % 2:
+            check(leaky, dtype)
+        else:
+            check(with_resets(plain, state=index == 0), dtype, **(ragged if index else {}))
         problem = with_resets(leaky, state=turn % 3 > 0)
         first = check(problem, dtype, **ragged)
         again = run(contiguous(problem.to(dtype)), checkpoint_every=2, **ragged)
