@@ -21,7 +21,7 @@ if os.environ.get("CI"):
     import triton  # there, a suite that skips these tests would say nothing
 else:
     triton = pytest.importorskip("triton")
-# Interpreter and compiler change from release to release; the CUDA builds of torch 2.6 to 2.14 bring 3.2 to 3.8.
+# Interpreter and compiler change from release to release; the CUDA builds of torch 2.6 to 2.15 bring 3.2 to 3.9.
 OLDEST, NEWEST = (3, 2), (3, 9)
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if not OLDEST <= VERSION <= NEWEST:
