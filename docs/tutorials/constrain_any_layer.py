@@ -18,8 +18,8 @@
 # multilayer perceptron and of a `torch.nn.RNNCell`.
 #
 # The classes are parametrizations of torch, as those of `torch.nn.utils.parametrizations.orthogonal` and of geotorch
-# are. They add a margin (`FactorizedSpectrum`), a non-normal part (`SchurForm`), and moving bases in `orthokern.nn`
-# ([side by side](../coming-from.md#geotorch-and-torchnnutilsparametrizations)).
+# are. They add a margin (`FactorizedSpectrum`) and a non-normal part (`SchurForm`); `orthokern.nn.ExpRNN` can also move
+# its base ([side by side](../coming-from.md#geotorch-and-torchnnutilsparametrizations)).
 
 # %%
 import matplotlib.pyplot as plt

@@ -43,7 +43,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 # ## The block
 #
 # Normalise, remember, transform, and add the result to the input. `RotationRNN` scales its input such that the variance
-# of a state does not depend on its radius. It therefore needs no normalisation of its own behind it. Radii are drawn
+# of a state does not depend on its radius. It therefore needs no normalisation layer after it. Radii are drawn
 # between 0.9 and 0.999, which remember about 10 to 1000 steps, and stay below 1.
 
 

@@ -1,4 +1,4 @@
-"""A gated recurrent unit with the interface of torch.nn.GRU and the cell of Kanai et al. 2017 as its default."""
+"""A gated recurrent unit with the interface of torch.nn.GRU and, as a variant, the cell of Kanai et al. 2017."""
 
 from __future__ import annotations
 
