@@ -65,7 +65,7 @@ def learned_orthogonal_(
             the published rule, which may diverge.
 
     Returns:
-        A `LearnedOrthogonality` with the steps, error and convergence of every matrix. All entries stay finite.
+        A `LearnedOrthogonality` with the steps, error and convergence of every matrix. All entries of W stay finite.
 
     Raises:
         InputError: W is not a float32 or float64 [..., n, m] or has an entry that is not finite; a matrix is zero (and

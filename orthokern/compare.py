@@ -143,6 +143,10 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
     Returns:
         A `Comparison`; print it, or read its attributes.
 
+    Raises:
+        InputError: nothing to replace; a forward that is random or keeps a state; outputs that are empty or not finite;
+            a model that cannot be copied or is on the meta device; rounds or seed out of range.
+
     Example::
 
         >>> from orthokern.compare import compare

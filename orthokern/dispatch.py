@@ -2,8 +2,9 @@
 
 A backend is a package with one module, called a leaf, for every op that it implements (``orthokern/cpu/<op>.py``). The
 functions of a leaf have the names and signatures of the reference. The ops register their SUPPORT tables here (devices,
-dtypes, limits, or the reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend never
-falls back to another one; only "auto" chooses.
+dtypes, limits, or the reason why there is no kernel); ``resolve`` compares a call with them. An explicit backend is
+never replaced by another one, except by the reference for derivatives that backends do not compute (see
+``orthokern.functional``); only "auto" chooses.
 """
 
 from __future__ import annotations

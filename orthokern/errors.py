@@ -1,7 +1,7 @@
 """The exceptions for errors of the user, and their common format.
 
-Command lines catch exactly these, print ``error: <line>`` to stderr and exit with status 2. Everything else is a bug
-and keeps its traceback.
+Command lines catch these and OSError, print ``error: <line>`` to stderr and exit with status 2. Everything else but an
+interrupt is a bug and keeps its traceback.
 """
 
 from __future__ import annotations

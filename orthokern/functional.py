@@ -4,10 +4,17 @@ Letters: B batch, T time, N hidden, K rank of U and V, D input features or numbe
 A wrong argument raises ``InputError`` (one line: argument, value, accepted values). ``backend`` is "reference", "cpu",
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that does not support the call raises ``BackendUnavailable``.
-All functions have derivatives of any order, in reverse and forward mode and under torch.func, with two exceptions:
-``cayley`` is differentiable with backend="reference" only, in m and g; and the modal form, and ``scan_cross_entropy``
-if it recomputes states in chunks, have no second derivative (create_graph=True). The backward then raises a
-RuntimeError that names the argument to change.
+
+Dtypes are float32 and float64; on the reference backend, the scans, the GRU, the activations and
+``linear_cross_entropy`` also take float16 and bfloat16. All sizes are at least 1 (a batch of 0 is accepted by
+orthokern.nn only). Token ids, lengths and leaks are checked on a CPU; on a GPU a wrong id gives NaN.
+
+All functions have derivatives of any order, in reverse and forward mode and under torch.func. A backend computes the
+values and the first derivatives in reverse mode, the reference all others. Exceptions: ``cayley`` is differentiable
+with backend="reference" only, in m and g; the modal form, and ``scan_cross_entropy`` if it recomputes states in chunks,
+have no second derivative (create_graph=True): the backward then raises a RuntimeError that names the argument to
+change; algorithm="modal" raises InputError in forward mode and under torch.func; and with message_clip a second
+derivative is that of the clipped gradient, clipped once more.
 """
 
 from __future__ import annotations
@@ -219,10 +226,10 @@ def scan_cross_entropy(
     Note [Chunks of states] in ``loss.py``.
 
     Args:
-        x, h0, options: as in ``factored_scan``; token ids may also be uint8 or int16. With resets or leak the
-            sequential scan is used. On a GPU a sequential call with lengths waits for the device, since the loss is
-            that of the rows before padding. The algorithm "auto" is modal if that costs less and is as accurate as the
-            sequential scan.
+        x, h0, options: as in ``factored_scan``; token ids may also be uint8 or int16. With resets, leak or
+            message_clip the sequential scan is used. On a GPU a sequential call with lengths waits for the device,
+            since the loss is that of the rows before padding. The algorithm "auto" is modal if that costs less and is
+            as accurate as the sequential scan.
         matrix: w [N, N], or the tuple (u [N, K], s [K], v [N, K]).
         readout: [C, N]; readout_bias: [C] or None.
         target: uint8, int16, int32 or int64 [T, B], class ids in [0, C).
@@ -313,7 +320,8 @@ def explain_scan_cross_entropy(
     """Which algorithm ``scan_cross_entropy`` uses for a training step with this matrix, and why.
 
     Args:
-        matrix, activation, backend, algorithm, basis: as in ``scan_cross_entropy``.
+        matrix, backend, algorithm, basis: as in ``scan_cross_entropy``.
+        activation: as there, but the identity by default.
         T, B, classes: sizes of the call, each at least 1.
         ids: whether the inputs are token ids.
         others: whether the call has further arguments that the choice depends on, as ``lengths=True``; the names are
@@ -343,13 +351,14 @@ def explain_scan_cross_entropy(
     check.scan_choices("ieee", algorithm)
     if algorithm == "chunked":
         check.in_chunks(activation, features)
-        call = dispatch.Call(like.device, like.dtype, dict(zip("NK", like.shape, strict=True)), algorithm, features)
-        dispatch.choose("factored_scan" if len(factors) == 3 else "dense_scan", backend, call)
     options = (activation, backend, algorithm, features)
     modes, why = choice.choose(choice.Call(factors, T, B, classes, ids, True, basis, *options))
     if modes is not None:
         return "modal", f"{len(modes.basis.re)} modes of W, condition of their basis {modes.basis.condition:.3g}"
-    return "chunked" if algorithm == "chunked" else "sequential", why
+    scan = "chunked" if algorithm == "chunked" else "sequential"
+    call = dispatch.Call(like.device, like.dtype, dict(zip("NK", like.shape, strict=True)), scan, features)
+    dispatch.choose("factored_scan" if len(factors) == 3 else "dense_scan", backend, call)
+    return scan, why
 
 
 def spectrum(p: Tensor, margin: float | None, kind: str = "sigmoid") -> Tensor:

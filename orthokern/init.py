@@ -4,14 +4,14 @@ Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is 
 A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in radians.
 
 For the factors U diag(s) V^T of rank K < N (`rank=` of orthokern.nn.FactorizedRNN), an orthogonal initialisation is
-applied in K dimensions: U and V are bases of one random subspace, V = U Q with a K x K orthogonal Q, in which W is the
-orthogonal matrix of K units. W has N - K eigenvalues 0, and K on the unit circle.
+applied in K dimensions: U and V span the same random subspace, V = U Q with a K x K orthogonal Q, and within it W acts
+as the orthogonal matrix of K units. W has N - K eigenvalues 0, and K on the unit circle.
 
 Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
-not changed. Every function returns its tensor t, [..., N, K] or for square matrices [..., N, N], and raises InputError
-for a tensor that is not of this shape or not floating point.
+not changed. Every function but `learned_orthogonal_` returns its tensor t, [..., N, K] or for square matrices [..., N,
+N], and raises InputError for a tensor that is not of this shape or not floating point.
 """
 
 from __future__ import annotations

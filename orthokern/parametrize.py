@@ -1,11 +1,12 @@
 """Constraints on the weight of any torch layer, through torch.nn.utils.parametrize.
 
-    parametrize.register_parametrization(layer, "weight", Exponential(layer.weight))
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Exponential(layer.weight))
 
 Each class takes the tensor to constrain, of which it reads the shape, dtype and device. `right_inverse` computes the
 parameters of the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its
 weight as far as possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
-An object holds the base or the signs of one weight: create one for every layer.
+An object holds the base or the signs of one weight: create one for every layer. The parameters are
+``layer.parametrizations.weight.original``, or ``original0``, ``original1``, ... in the order of `forward`.
 
 Raises InputError, one line: for a weight of another kind, or on the meta device; when a state is loaded whose base is
 not orthogonal or whose signs are not 1 or -1; and, on a CPU, in `forward` of Exponential and SchurForm if A is not
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from orthokern import _autocast, functional
 from orthokern._decompositions import polar, robust_svd
-from orthokern.errors import InputError, integer, require
+from orthokern.errors import InputError, integer, one_of, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
 from orthokern.nn.exprnn import exponential
 from orthokern.nn.nonnormal import schur_product, triangular_mask
@@ -37,7 +38,7 @@ DEFECTIVE = 1e-6  # accepted size of entries above Theta's blocks, relative to |
 # Eigenvectors whose smallest singular value is below this are dependent: rounding to float32 or float64 splits those of
 # a Jordan block of two by about the root of eps, those of larger blocks by less.
 DEPENDENT = 1e-7
-NOT_DIAGONALISABLE = "SchurForm: weight has no full set of eigenvectors, or nearly none; accepted: a diagonalisable one"
+NOT_DIAGONALISABLE = "SchurForm: weight has (almost) dependent eigenvectors; accepted: a diagonalisable one"
 
 
 def _check_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None, *, square: bool = False) -> Tensor:
@@ -219,7 +220,7 @@ class FactorizedSpectrum(nn.Module):
     U and V are products of K reflections (see Householder); s is orthokern.functional.spectrum of its parameter.
 
     Args:
-        weight: the tensor [N,M] to constrain.
+        weight: the tensor [N,M] to constrain, float32 or float64.
         margin: m >= 0: s in (1 - m, 1 + m). None: s is free.
         spectrum_map: "sigmoid" or "tanh", as in orthokern.functional.spectrum.
         rank: K, at most min(N, M); None: min(N, M).
@@ -238,6 +239,7 @@ class FactorizedSpectrum(nn.Module):
         super().__init__()
         n, m = _check_weight("FactorizedSpectrum", weight).shape
         self.shape, self.rank = (n, m), min(n, m) if rank is None else integer("rank", rank, 1, min(n, m))
+        one_of("spectrum_map", spectrum_map, ("sigmoid", "tanh"))
         functional.spectrum(weight.new_zeros(1), margin, spectrum_map)  # its checks
         self.margin, self.spectrum_map = margin, spectrum_map
         self.left = Householder(weight.new_empty(n, self.rank))
@@ -275,7 +277,8 @@ class SchurForm(_Based):
     theta [floor(N/2)] in radians, T [N,N].
 
     `right_inverse` computes this form of any matrix that has a full set of eigenvectors; real eigenvalues are paired by
-    size. A 2 x 2 block that is not a rotation times a scalar is replaced by the nearest one of this kind. Rotations are
+    size. A 2 x 2 block that is not a rotation times a scalar is replaced by the nearest one of this kind, with a
+    warning if its eigenvalues have opposite signs (as one pair of an orthogonal W with determinant -1). Rotations are
     represented up to rounding, and so are matrices that this class has computed, unless an angle theta is exactly 0 or
     pi, and the angle of a later block is not.
 

@@ -29,7 +29,7 @@ _svdvals = _autocast.keeps_dtype(robust_svdvals)
 
 
 def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
-    """The sum of (gamma_i - 1)^2, or of |gamma_i - 1|, over all Schur forms in a module: eigenvalues near the circle.
+    """The sum of (gamma_i - 1)^2, or of |gamma_i - 1|, over all NonNormalRNNs in a module.
 
     Kerg et al. 2019 (nnRNN) add delta times the former; the reproducibility report of 2019, section 5, also the latter.
 
@@ -56,7 +56,7 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
 
 
 def triangular_decay(module: nn.Module) -> Tensor:
-    """The sum of ||T||_F^2 over all Schur forms in a module: the non-normal part is kept small.
+    """The sum of ||T||_F^2 over all NonNormalRNNs in a module: the non-normal part is kept small.
 
     nnRNN trains with an optimizer's weight_decay = c on T alone, which adds c T to the gradient: c / 2 times this.
 
@@ -86,7 +86,8 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
     sum_i (s_i^2 - 1)^2 + N - K, and W is never formed.
 
     Args:
-        recurrence: an RNN, a FactorizedRNN, or any module that contains some; or a matrix W [n, m].
+        recurrence: an RNN, FactorizedRNN, ExpRNN, NonNormalRNN or GRU (of which W_hn counts) of orthokern.nn, or any
+            module that contains some; or a matrix W [n, m].
 
     Returns:
         The sum, a 0-dim tensor; for factorized recurrences with a gradient for the spectrum parameters only.
@@ -136,8 +137,9 @@ class OrthogonalPenalty:
             networks, whereas the paper's text squares it: the strengths of its Tables I and II are for this form. Its
             gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
             orthogonal W it is taken as zero.
-        on: which matrices of a module are penalised, one or both of LAYERS. "recurrent": W_hh [N, N] of every
-            recurrence; "feedforward": the weight [n, m] of every other layer that has one, except embeddings and norms.
+        on: which matrices of a module are penalised, one or both of LAYERS. "recurrent": W [N, N] of every
+            recurrence that `orthogonal_penalty` knows. "feedforward": the attribute `weight` [n, m] of every other
+            module, except embeddings and norms. Others, as those of torch.nn.GRU, are not penalised.
 
     Raises:
         InputError: a strength that is negative or not finite, unknown or no layers.

@@ -116,7 +116,8 @@ def test_eigenvalues_of_a_known_matrix() -> None:
     assert diagnostics.angle_histogram(torch.tensor([-math.pi, math.pi]), bins=4) == [2, 0, 0, 0]  # float32
     assert diagnostics.eigenvalue_angles(-torch.ones(3, 3).triu(1)).tolist() == [0.0, 0.0, 0.0]
     assert diagnostics.eigenvalue_angles(-torch.zeros(2, 2)).tolist() == [0.0, 0.0]
-    assert all(math.isnan(count) for count in diagnostics.angle_histogram(torch.tensor([0.0, math.nan])))
+    for value in (math.nan, math.inf):
+        assert all(math.isnan(count) for count in diagnostics.angle_histogram(torch.tensor([0.0, value])))
     assert sum(counts) == 6 and where == {math.floor((a + math.pi) / (2 * math.pi / 36)) for a in expected.tolist()}
 
 

@@ -77,7 +77,7 @@ def test_latent_states_and_eigenvalues(rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
-        (RNN(3, 4), (5, 2, 4), "module is a RNN"),
+        (RNN(3, 4), (5, 2, 4), "module is of type RNN"),
         (FactorizedRNN(3, 4), (5, 4), r"states must be \[T, B, 4\]"),
         (FactorizedRNN(3, 4, dtype=torch.float64), (5, 3, 4), "states must be .* torch.float64, got .* torch.float32"),
         (FactorizedRNN(3, 4), (5, 2, 4), r"groups must be a Tensor \[B\] = \[2\], got \[3\]"),

@@ -138,7 +138,7 @@ NAN, INF = float("nan"), float("inf")
         (torch.eye(3), torch.tensor([[NAN, 0, 0]] * 3), 0.1, "g holds 3 NaN or infinite values of 9: the Cayley step"),
         (torch.eye(3), torch.eye(3), NAN, "lr must be a finite number, or a tensor with one per matrix, got nan"),
         (torch.eye(3), torch.eye(3), "fast", "lr must be a finite number, or a tensor with one per matrix, got 'fast'"),
-        (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number or one per matrix, = []"),
+        (torch.eye(3), torch.eye(3), torch.ones(2), "lr has shape [2]: accepted is a number, or one per matrix"),
     ],
 )
 def test_cayley(m: Any, g: Any, lr: Any, message: str, backend: str | None) -> None:

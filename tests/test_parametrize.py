@@ -211,6 +211,7 @@ def test_an_exponential_out_of_range(kind: Callable[[Tensor], nn.Module]) -> Non
         (lambda: Householder(torch.ones(3, 2)).right_inverse(torch.ones(2, 2)), ["[2, 2]", "[3, 2]"]),
         (lambda: Exponential(torch.ones(2, 2)).right_inverse(torch.full((2, 2), float("nan"))), ["NaN"]),
         (lambda: FactorizedSpectrum(torch.ones(3, 2), rank=3), ["rank", "at most 2", "3"]),
+        (lambda: FactorizedSpectrum(torch.ones(3, 2), spectrum_map="sig"), ["unknown spectrum_map 'sig'"]),
     ],
 )
 def test_refusals(call: Callable[[], object], words: list[str]) -> None:

@@ -149,13 +149,13 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
             core(value, start, is_init.squeeze(-1))
         with pytest.raises(InputError, match="recurrent_state has shape"):
             core(value, start[:, 0], is_init)
-    with pytest.raises(InputError, match="that is bidirectional"):
+    with pytest.raises(InputError, match="and bidirectional"):
         EpisodeRNN(RNN(3, 5, bidirectional=True))
 
 
 def test_episodes_need_a_module_that_takes_resets() -> None:
     for wrong in (nn.Linear(3, 5), 3):
-        with pytest.raises(InputError, match="^rnn is a .* without num_layers; accepted: as orthokern.nn.RNN"):
+        with pytest.raises(InputError, match="^rnn is of type .* without num_layers; accepted: as orthokern.nn.RNN"):
             EpisodeRNN(wrong)  # type: ignore[arg-type]
     for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5)):
         with pytest.raises(

@@ -175,7 +175,8 @@ class Music:
 
 
 def load_music(folder: str | Path, collection: str = "nottingham") -> Music:
-    """Reads and checks a collection, one of COLLECTIONS, in either file format; on the CPU, 23 MB for Nottingham.
+    """Reads and checks a collection (nottingham, jsb, musedata or piano-midi) in either file format; on the CPU, 23 MB
+    for Nottingham.
 
     Example::
 

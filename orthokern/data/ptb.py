@@ -71,7 +71,7 @@ class Sentences:
     """Sentences of characters.
 
     Attributes:
-        tokens: [total] uint8, all sentences concatenated, ids of ALPHABET.
+        tokens: [total] uint8, all sentences concatenated, ids of orthokern.data.ptb.ALPHABET.
         offsets: [n + 1] int64; sentence i is tokens[offsets[i] : offsets[i + 1]].
 
     Example::

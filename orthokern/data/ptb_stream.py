@@ -29,7 +29,7 @@ for _id, _character in enumerate(STREAM_ALPHABET):
 
 @dataclass(frozen=True)
 class PtbStream:
-    """The three parts of the corpus, [n] uint8 each on the CPU: ids of STREAM_ALPHABET."""
+    """The three parts of the corpus, [n] uint8 each on the CPU: ids of orthokern.data.ptb_stream.STREAM_ALPHABET."""
 
     train: Tensor
     validation: Tensor

@@ -57,7 +57,7 @@ def eigenvalue_angles(w: Tensor) -> Tensor:
 
 def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[float]:
     """A histogram of angles [N] in [-pi, pi] over `bins` equal half-open intervals of [-pi, pi), with pi counted as
-    -pi; NaN if an angle is not finite. Records hold angles in this form.
+    -pi; NaN if an angle is not finite. Angles outside of [-pi, pi] count as -pi. Records hold angles in this form.
 
     Example::
 
@@ -65,10 +65,10 @@ def angle_histogram(angles: Tensor, bins: int = ANGLE_BINS) -> list[int] | list[
         [1, 0, 2, 1]
     """
     integer("bins", bins)
-    angles = vector("angles", angles).clamp(-math.pi, math.pi)  # of float32, pi is outside
+    angles = vector("angles", angles)
     if not bool(angles.isfinite().all()):
         return [math.nan] * bins
-    part = ((angles + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
+    part = ((angles.clamp(-math.pi, math.pi) + math.pi) * (bins / (2 * math.pi))).floor().long() % bins
     return torch.bincount(part, minlength=bins).tolist()
 
 
@@ -91,7 +91,8 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
         `angle_histogram`); for a factorized recurrence of rank K < N, without the N - K zeros. The first recurrence has
         these names. The names of the others end in "_l0_reverse", "_l1", ..., like the names of parameters.
         "orthogonality_error": the largest |M^T M - I| of all bases, if the module has bases.
-        All numbers of a matrix that is not finite are NaN.
+        All numbers of a matrix that is not finite are NaN, except the "spectrum" of a factorized recurrence, which is
+        that of its parameter.
 
     Example::
 

@@ -174,7 +174,8 @@ class Layers(nn.Module):
             tensors are buffers, without gradients, on the same device; dropout is off.
 
         Raises:
-            orthokern.errors.OutOfRange, an InputError: the parameters are not finite, or too large for an exponential.
+            orthokern.errors.OutOfRange, an InputError: A or gamma of an ExpRNN or NonNormalRNN is not finite, or A is
+                too large for an exponential. Other parameters are not checked.
             InputError: the module is an LSTM or a PeepholeLSTM.
 
         Example::
@@ -280,6 +281,7 @@ class Layers(nn.Module):
 
         Raises:
             InputError: wrong dimensions, sizes, dtype or device; ids out of range; T of zero.
+            BackendUnavailable: the requested backend does not support the call.
 
         Example::
 

@@ -274,7 +274,7 @@ class Recurrent(Layers):
                 ignored.
             reduction: "mean" over the steps that are not ignored, or "sum"; None: that of the readout, "mean"
                 for a torch.nn.Linear.
-            algorithm: of the last layer: "auto", "modal", "sequential" or "chunked".
+            algorithm: of the last layer: "auto", "modal", "sequential" or "chunked" (on a GPU).
             resets, reset_state: as in forward; with resets the last layer uses the sequential scan.
 
         Returns:
@@ -283,6 +283,7 @@ class Recurrent(Layers):
 
         Raises:
             InputError: as forward; no sequences; a bidirectional module; "modal" if it is not possible.
+            BackendUnavailable: no backend supports the call.
         """
         weight = self._tensor("weight_ih_l0")
         device = weight.device.type
@@ -361,6 +362,7 @@ class Recurrent(Layers):
 
         Raises:
             InputError: a size below 1, an unknown algorithm, or one that is not possible for the call.
+            BackendUnavailable: no backend supports the call.
         """
         with torch.no_grad():
             matrix, arguments = self._loss_arguments()

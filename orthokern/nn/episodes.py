@@ -44,8 +44,10 @@ class EpisodeRNN(nn.Module):
         super().__init__()
         missing = [name for name in ("num_layers", "hidden_size", "batch_first") if not hasattr(rnn, name)]
         if missing or getattr(rnn, "bidirectional", False):
-            why = f"without {missing[0]}" if missing else "that is bidirectional, and resets cut time"
-            raise InputError(f"rnn is a {type(rnn).__name__} {why}; accepted: as orthokern.nn.RNN, of one direction")
+            why = f"without {missing[0]}" if missing else "and bidirectional, which resets exclude"
+            raise InputError(
+                f"rnn is of type {type(rnn).__name__} {why}; accepted: as orthokern.nn.RNN, of one direction"
+            )
         accepted = inspect.signature(rnn.forward).parameters
         if "resets" not in accepted and all(p.kind is not p.VAR_KEYWORD for p in accepted.values()):
             name = f"{type(rnn).__module__.partition('.')[0]}'s {type(rnn).__name__}"

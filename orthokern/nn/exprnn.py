@@ -291,8 +291,8 @@ class ExpRNN(_Exponential):
             moments; "reset" deletes the state; "keep" keeps it, as the released code does.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N], of which the
-    strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers:
-    base_l0 [N,N]. The state_dict also has the counters of steps and moves.
+    strictly lower triangle is used; and slope_l0 [1], modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] as in
+    orthokern.nn.RNN. Buffers: base_l0 [N,N]. The state_dict also has the counters of steps and moves.
 
     Raises InputError for a bad argument, and in forward on a CPU for an A that is not finite or too large.
 

@@ -54,7 +54,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N] (torch has two, of which only
     the sum has an effect), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
-    modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN.
+    modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] as in orthokern.nn.RNN.
 
     Raises InputError, one line, for a bad argument.
 

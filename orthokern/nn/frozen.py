@@ -189,8 +189,8 @@ class FrozenRNN(_Frozen, Recurrent):
     parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
-    u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2, for which the factors take
-    fewer operations than W; and the activation's parameter, leak_logit_l0 [N] and h0_l0 [N]
+    u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2 and apply="factored", for
+    which the factors take fewer operations than W; and the activation's parameter, leak_logit_l0 [N] and h0_l0 [N]
     if the module has them. They form the state_dict.
 
     Example::

@@ -1,4 +1,4 @@
-"""A gated recurrent unit with the interface of torch.nn.GRU and, as a variant, the cell of Kanai et al. 2017."""
+"""The GRU of torch, and the variant of Kanai et al. 2017."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INITS = ("kanai", "torch")
 
 
 class GRU(Layers):
-    """torch.nn.GRU on orthokern's scan, and the GRU of Kanai et al. 2017, with a bound on the norm of one matrix.
+    """torch.nn.GRU on orthokern's scan, and the GRU of Kanai et al. 2017.
 
         r_t = s(W_ir x_t + W_hr h_{t-1} + b),    z_t = s(W_iz x_t + W_hz h_{t-1} + b)
         n_t = tanh(W_in x_t + b_in + W_hn (r_t * h_{t-1}) + b_hn)      variant "kanai" (Kanai et al. 2017, eq. 1 to 4)
@@ -34,8 +34,9 @@ class GRU(Layers):
     with s the logistic function and * elementwise. z = 1 keeps the state, here as in the paper (eq. 3) and in torch.
 
     Without input and biases h = 0 is a fixed point of both variants, where the map's Jacobian is J = W_hn / 4 + I / 2
-    (the paper's lemma 2; ``jacobian_at_zero``). With a largest singular value of W_hn below 2 its spectral radius is
-    below 1: the state decays to 0. ``orthokern.optim.SpectralNormProjection`` maintains this bound.
+    (the paper's lemma 2; ``jacobian_at_zero``). If the largest singular value of W_hn is below 2, the spectral radius
+    of J is below 1 (lemma 3), and small states decay to 0 (theorem 1). ``orthokern.optim.SpectralNormProjection``
+    maintains this bound.
 
     Constructor, parameter names, layouts, outputs, gradients and, for the same seed, initial parameters are those of
     torch.nn.GRU, whose state_dict can be loaded. ``variant="kanai"`` is another cell. It has no biases unless they are
@@ -55,7 +56,7 @@ class GRU(Layers):
     The cpu backend skips the padding of a PackedSequence.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [3N, D], weight_hh_l0 [3N, N], bias_ih_l0 [3N],
-    bias_hh_l0 [3N], blocks in the order r, z, n.
+    bias_hh_l0 [3N], blocks in the order r, z, n; and h0_l0 [N] with learned_h0.
 
     Raises InputError, one line, for a bad argument.
 

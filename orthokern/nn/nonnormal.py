@@ -72,8 +72,8 @@ class NonNormalRNN(_Exponential):
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
     lower triangle is used), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (only its mask is
-    used); and slope_l0 [1], modrelu_bias_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers: base_l0 [N,N]. Penalties of
-    the literature: orthokern.penalties.modulus_penalty and triangular_decay.
+    used); and slope_l0 [1], modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers: base_l0
+    [N,N]. Penalties of the literature: orthokern.penalties.modulus_penalty and triangular_decay.
 
     Raises InputError for a bad argument, and in forward on a CPU for a gamma or A that is not finite, or an A that is
     too large.

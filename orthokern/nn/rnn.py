@@ -25,43 +25,44 @@ class RNN(Recurrent):
     Args:
         input_size: D, features of the input, or the number of token ids for integer input.
         hidden_size: N.
-        num_layers: stacked recurrences; the input of each is the states of the one below. The arguments from here to
-            bidirectional may be positional, in this order.
-        nonlinearity: one of orthokern.functional.ACTIVATIONS; orthokern.ops.activations.activation has the equations.
-            "prelu" learns one slope per recurrence, initially 0.25; "modrelu" learns a bias [N], initially
-            U(-0.01, 0.01); "oplu" works on pairs of units, so N must be even.
-        bias: learn bias_ih and bias_hh (two, as in torch; only their sum has an effect).
+        num_layers: stacked recurrences, 1 by default; the input of each is the states of the one below. The arguments
+            from here to bidirectional may be positional, in this order.
+        nonlinearity: one of orthokern.functional.ACTIVATIONS, "tanh" by default; orthokern.ops.activations.activation
+            has the equations. "prelu" learns one slope per recurrence, initially 0.25; "modrelu" learns a bias [N],
+            initially U(-0.01, 0.01); "oplu" works on pairs of units, so N must be even.
+        bias: learn bias_ih and bias_hh (two, as in torch; only their sum has an effect); True by default.
         batch_first: input and output are [B,T,..]; hx and h_n are not affected.
         dropout: in [0, 1], on the output of every layer but the last, when training.
         bidirectional: a second recurrence per layer that runs from T-1 to 0; outputs are concatenated.
-        device, dtype: of the parameters, by keyword.
+        device, dtype: of the parameters, by keyword. float32 or float64; this class also has bfloat16 and float16, by
+            the reference backend.
         init: initialisation of every W_hh: None (torch's U(-1/sqrt(N), 1/sqrt(N))), "orthogonal", "henaff",
             "cayley", "identity", "glorot", "glorot-uniform", "learned"; see orthokern.init. Everything
             else is initialised as in torch.
         max_angle: for init "henaff" and "cayley", as in orthokern.nn.FactorizedRNN.
-        negative_slope: the fixed slope of "leaky_relu".
+        negative_slope: the fixed slope of "leaky_relu", 0.01 by default.
         learned_h0: learn the initial state of each recurrence (parameters h0_l0 [N], ..., initially zero), used if
             forward gets no hx.
-        checkpoint_every: 0 stores all states for backward; k stores every k-th and recomputes the others. The results
-            are bitwise the same.
+        checkpoint_every: 0 (the default) stores all states for backward; k stores every k-th and recomputes the others.
+            The results are bitwise the same.
         backend: None or "auto", "reference", "cpu", "triton", "cuda"; see orthokern.dispatch.
-        precision: the lowest precision of float32 products that a kernel may use: "ieee" (exact), "3xtf32", "tf32" or
-            "bf16"; states and sums stay float32. Of these the CPU has "ieee" and, with AVX512_BF16, "bf16". See
-            orthokern.functional.factored_scan.
+        precision: the lowest precision of float32 products that a kernel may use: "ieee" (exact, the default),
+            "3xtf32", "tf32" or "bf16"; states and sums stay float32. Of these the CPU has "ieee" and, with AVX512_BF16,
+            "bf16". See orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
-            of the backward; 0 does not clip. See orthokern.functional.factored_scan.
+            of the backward; 0 (the default) does not clip. See orthokern.functional.factored_scan.
         gain: factor > 0 of the recurrent matrix alone: the spectral radius of an orthogonal W. The parameters,
             recurrent_matrix() and state_dict() do not include it. (The factor 1.05 in section 3.1.3 of Vorontsov et al.
             2017 also multiplies the input and the bias, whose parameters can contain it.)
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
-            it is dt / tau, the time step divided by the time constant. 1 is no leak.
+            it is dt / tau, the time step divided by the time constant. 1 (the default) is no leak.
         learned_leak: learn one leak for each unit, initially ``leak``, below 1: the logistic function of the parameter
             leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter, and set its requires_grad to False.
-        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step.
-            The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for torch's
-            global one, which is the only one that torch.utils.checkpoint restores: with another one, use
-            ``checkpoint_every``. For a leaky network with noise of intensity sigma in continuous time, the standard
-            deviation is sigma sqrt(2 / leak).
+        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step. 0 by
+            default. The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for
+            torch's global one. torch.utils.checkpoint restores the global one only: with a generator of your own, use
+            ``checkpoint_every`` instead. For a leaky network with noise of intensity sigma in continuous time, the
+            standard deviation is sigma sqrt(2 / leak).
         noise_in_eval: add the noise after ``eval()`` too.
 
     The cpu backend skips the padding of a PackedSequence.

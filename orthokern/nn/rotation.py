@@ -29,7 +29,8 @@ class RotationRNN(ModelMargin, Layers):
 
     A state of N/2 complex numbers is stored as N real ones, the real parts first. This is the recurrence of a linear
     recurrent unit (Orvieto et al., "Resurrecting recurrent neural networks for long sequences", 2023) and of a diagonal
-    S5 layer. Every linear recurrence with a diagonalisable matrix has this form. The module returns the states:
+    S5 layer. Every linear recurrence with a diagonalisable matrix has this form, in which a real
+    eigenvalue takes a pair of units. The module returns the states:
     nonlinearities and mixing of units belong to layers above it, such as a torch.nn.Linear with an activation and a
     residual connection. Layouts, layers, directions, resets and lengths are those of orthokern.nn.RNN.
 

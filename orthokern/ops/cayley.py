@@ -46,7 +46,8 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     Args:
         m: [..., N, K], K <= N, orthonormal columns (not checked), float32 or float64.
         g: [..., N, K], the gradient of the loss with respect to m.
-        lr: the rate, a number or a tensor [...] with one number per matrix; negative ascends.
+        lr: the rate, a number, a float tensor [] (on any device), or a float tensor [...] with one number per matrix,
+            on the device of m; negative ascends. A constant for autograd.
         backend: see ``orthokern.functional``.
 
     Returns:
@@ -85,7 +86,7 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
     check.fits("g", g, tuple(m.shape), "[..., N, K], the shape of m,", "m", m)
     if isinstance(lr, Tensor):
         if lr.ndim:  # a 0-dim rate may be on any device
-            check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number or one per matrix,")
+            check.has_shape("lr", lr, tuple(m.shape[:-2]), "a number, or one per matrix: [...]")
             check.same_device("lr", lr, "m", m)
         check.is_float("lr", lr)
         lr = lr.detach()

@@ -33,27 +33,28 @@ def factored_scan(
         u, v: [N, K], K <= N; s: [K]. All floating tensors have the dtype of u.
         h0: [B, N], zeros if None.
         weight: [N, D], input matrix or table of token vectors; bias: [N], only with weight.
-        activation: one of ACTIVATIONS.
+        activation: "tanh" (the default) or another name of orthokern.functional.ACTIVATIONS.
         act_param: [1] or [N]: slope (prelu, leaky_relu) or bias (modrelu); None for the others.
-        checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 keeps all.
-        backend: see the module's docstring.
+        checkpoint_every: k > 0 keeps every k-th state and recomputes the others in the backward; 0 (the default) keeps
+            all.
+        backend: see ``orthokern.functional``.
         precision: the lowest precision of float32 products that a kernel may use, one of PRECISIONS; "ieee" (exact
-            products) is the default. States and sums stay float32. The cpu backend has exact products and, on a CPU
-            with AVX512_BF16 and in calls of more than 16 rows (steps times sequences), "bf16": both factors of the
-            products with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of
-            W and, for features, of weight and bias. The cuda backend has "tf32" and "bf16" in products with W and W^T,
+            products) is the default. States and sums stay float32. The cpu backend has "ieee". On a CPU with
+            AVX512_BF16, calls of more than 16 rows (steps times sequences) may use "bf16": both factors of the products
+            with W, W^T and, for features, weight are rounded to bfloat16, and so are those of the gradients of W and,
+            for features, of weight and bias. The cuda backend has "tf32" and "bf16" in products with W and W^T,
             for some sizes; the gradient of W has TF32 factors there. The reference backend computes exact products.
-        algorithm: "sequential"; "chunked" (parallel over chunks of time; for activation identity without
+        algorithm: "sequential"; "chunked" (parallel over chunks of time, on a GPU; for activation identity without
             message_clip, resets and leak); "modal" (in the eigenbasis of W, at O(N) a step and two products over all
             steps; for the same calls, if W has a well-conditioned eigenbasis; ignores checkpoint_every and precision);
-            or "auto".
+            or "auto" (the default).
         lengths: int64 [B] in [1, T], on the device of x, the number of steps of each sequence; None: T. The cpu backend
             skips padding if the batch is sorted by decreasing length (in another order, some of it); the GPU kernels
             stop after the longest of the few sequences that they process together. Padding in x and in the cotangent
             has no effect, even if it is NaN or not a token id; gradients there are zeros.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward, before it is propagated to the previous step and to the parameters: the gradient clipping
-            of the code released with Vorontsov et al. 2017. 0 does not clip.
+            of the code released with Vorontsov et al. 2017. 0 (the default) does not clip.
         resets: bool [T, B], on the device of x. Where it is true, the step starts from reset_state instead of the
             previous state. A sequence of the batch may thus consist of several episodes or documents, and no state or
             gradient passes from one to the next. True at t = 0 replaces h0. No effect on padding.

@@ -55,9 +55,9 @@ def gru_scan(
         w: [3N, N], their recurrent weights, as torch's weight_hh. All floating tensors have its dtype.
         h0: [B, N], zeros if None.
         bias: [3N], recurrent biases, or None.
-        variant: "kanai": the reset gate multiplies the state before W_n (Kanai et al. 2017, eq. 4); "torch": it
-            multiplies W_n h + b_n, as in torch.nn.GRU and cuDNN.
-        backend: see the module's docstring.
+        variant: "kanai" (the default here, not in orthokern.nn.GRU): the reset gate multiplies the state before W_n
+            (Kanai et al. 2017, eq. 4); "torch": it multiplies W_n h + b_n, as in torch.nn.GRU and cuDNN.
+        backend: see ``orthokern.functional``.
         lengths: int64 [B] or None, the number of steps of each sequence, as in ``factored_scan``.
         resets, reset_state: bool [T, B] and [B, N], or None, as in ``factored_scan``.
 

@@ -43,7 +43,7 @@ def rotation_scan(
     (Orvieto et al., "Resurrecting recurrent neural networks for long sequences", 2023) and S5.
 
     Equation:
-        h_t = lambda * h_{t-1} + x_t,  h_{-1} = h0,  * elementwise; with a weight, weight x_t + bias instead of x_t.
+        h_t = lambda * h_{t-1} + x_t,  t = 1 ... T,  * elementwise; with a weight, weight x_t + bias instead of x_t.
         A vector of N / 2 complex numbers is stored as N real ones: first the real parts, then the imaginary parts. In
         real numbers, the recurrent matrix consists of N / 2 rotations, each scaled by |lambda|. With resets, h_{t-1} is
         reset_state where resets_t is true.

@@ -54,13 +54,13 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
 
     Cost:
         Forward: 7 + s products of 2 N^3 flops per matrix. Backward: 8 + 2 s, and s - 1 that are recomputed.
-        s = ceil(log2(r / 3)) (float64: r / 1.09) for an r between |A|_2 and 1.7 |A|_2 (N = 512); 0 for small A. On a
-        GPU always as many as for s = 8, which avoids a synchronisation with the host.
+        s = ceil(log2(r / 3)) (float64: r / 1.09) for an r between 1.06 |A|_2 and 1.7 |A|_2 (N = 512); 0 for small A. On
+        a GPU always as many as for s = 8, which avoids a synchronisation with the host.
 
     Numerics:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; the error of P itself is at
-        most about eps |A|_2. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN. r is between |A|_2
-        and N^(1/12) |A|_2, and is |A|_2 if one pair of angles dominates.
+        most about eps |A|_2. A matrix with r = |A^6|_F^(1/6) above 768 (float64: 279) becomes NaN. r is between
+        2^(1/12) |A|_2 = 1.06 |A|_2, if one pair of angles dominates, and N^(1/12) |A|_2.
 
     Example::
 

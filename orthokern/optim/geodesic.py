@@ -210,8 +210,9 @@ class GeodesicRMSprop(GeodesicSGD):
 
     as in the training of the full-capacity unitary RNN by Wisdom, Powers, Hershey, Le Roux and Atlas 2016. A is skew
     for any G~, so M stays orthonormal. As in RMSprop, the step is not that of steepest descent, and its size does not
-    depend on the size of the gradient: every entry of G~ is about 1, and a step rotates M by about lr sqrt(N) (spectral
-    norm of A). docs/choosing.md has suitable rates.
+    depend on the size of the gradient: every entry of G~ is about 1, and for gradients without structure a step rotates
+    M by about 2.8 lr sqrt(N) (lr times the spectral norm of A); in the first steps, in which v is small, by up to 1 /
+    sqrt(1 - alpha) times as much. docs/choosing.md has suitable rates.
 
     Args:
         params, lr: as in GeodesicSGD.

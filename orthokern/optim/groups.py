@@ -299,7 +299,8 @@ def optimizer_for(
             - a model without parameters;
             - a dict `lr` that lacks a child or has an unknown one;
             - a dict `lr` without `spectrum_lr` or `skew_lr`, for a model that has spectra or generators;
-            - bases or options that GeodesicSGD does not accept.
+            - `steps` or `basis_clip` out of range, or bases or options that GeodesicSGD does not accept.
+        TypeError: an argument that `euclidean` or `geodesic` does not have.
 
     Example::
 

@@ -74,7 +74,8 @@ def run(task: str, out: str | Path, **settings: Any) -> Result:
         `Result`.
 
     Raises:
-        InputError: an unknown task or setting, a value that the option does not accept, or missing data.
+        InputError: an unknown task or setting, a value that the option does not accept, missing data, a backend that is
+            not available, a folder that is in use, or a file that cannot be written.
 
     Example::
 

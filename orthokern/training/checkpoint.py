@@ -24,8 +24,9 @@ VERSION = 1
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Writes a checkpoint atomically: nested dicts, lists, tuples, numbers, strings, None and tensors only (else a
-    TypeError). OSError if the disk is full, or the folder is missing or not writable. The old file is then unchanged.
+    """Writes a checkpoint atomically: nested dicts, lists, tuples, numbers, strings, None and tensors. TypeError for
+    what ``torch.load(weights_only=True)`` does not read. OSError if the disk is full, or the folder is missing or not
+    writable. The old file is then unchanged.
 
     Example::
 

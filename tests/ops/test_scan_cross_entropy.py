@@ -11,7 +11,7 @@ from test_modal_basis import factored, randn
 from torch import Tensor, nn
 
 from orthokern import functional
-from orthokern.errors import InputError
+from orthokern.errors import BackendUnavailable, InputError
 from orthokern.nn import RNN, FactorizedRNN, LinearCrossEntropy
 from orthokern.ops.modal import loss as scan_loss
 from orthokern.ops.modal import op
@@ -224,6 +224,9 @@ def test_why_not_of_what_is_no_call(change: dict[str, Any], message: str) -> Non
         with pytest.raises(InputError, match=message) as error:
             told(**{**matrix, **sizes, **change})
         assert "\n" not in str(error.value)
+    for activation in ("tanh", "identity"):
+        with pytest.raises(BackendUnavailable, match="triton"):
+            functional.explain_scan_cross_entropy(torch.eye(6), **sizes, activation=activation, backend="triton")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def plot_latent(
         InputError: the module has no latent states, or states or groups have another shape or type, or are not finite.
     """
     if not hasattr(module, "latent_matrix"):
-        raise InputError(f"module is a {type(module).__name__}; accepted: a FactorizedRNN")
+        raise InputError(f"module is of type {type(module).__name__}; accepted: a FactorizedRNN")
     kappa = module.latent(states, layer, reverse).double().cpu()  # [T, B, K]
     require(kappa.dim() == 3, "states", f"[T, B, {module.hidden_size}]", list(states.shape))
     require(bool(kappa.isfinite().all()), "states", "finite", "NaN or infinity")
