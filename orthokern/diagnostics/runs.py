@@ -123,17 +123,17 @@ def load_run(folder: Path | str) -> RunRecord:
     return RunRecord(path, config, config["settings"], config["task"], records, read_object(path / "result.json"))
 
 
-def read_metrics(path: Path) -> list[Record]:
+def read_metrics(path: str | Path) -> list[Record]:
     """All complete records of a metrics file, in order; [] if there is no file. A record is a JSON object with
     an "iteration". Anything else raises InputError, which names the line.
 
     Example::
 
-        >>> read_metrics(Path("no such file"))
+        >>> read_metrics("no such file")
         []
     """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # without a line that is being written
+        lines = Path(path).read_bytes().split(b"\n")[:-1]  # without a line that is being written
     except FileNotFoundError:
         return []
     records = [parsed_object(content) for content in lines]

@@ -47,10 +47,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The payload of `save_checkpoint`, with "format" and "version" added, on the CPU. CheckpointError if the file is
     missing, damaged, not a checkpoint of orthokern, or of another version."""
-    if not path.is_file():
+    if not Path(path).is_file():
         raise CheckpointError(f"no checkpoint at {path}")
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True)
