@@ -116,7 +116,7 @@ def orthogonal_penalty(recurrence: nn.Module | Tensor) -> Tensor:
         n, m = _check_matrix(recurrence).shape
         return _distance(recurrence) + max(m - n, 0)
     values = [distance for module in _modules(recurrence) for distance in _recurrent(module)]
-    return _total(values, recurrence, "recurrence, as an RNN or a FactorizedRNN, or a matrix")
+    return _total(values, recurrence, "recurrence, as orthokern.nn.RNN or FactorizedRNN, or a matrix")
 
 
 class OrthogonalPenalty:
@@ -246,7 +246,7 @@ def spectrum_prior(module: nn.Module) -> Tensor:
             spectra += part.spectra()
         elif hasattr(part, "recurrent_matrices"):
             spectra += map(_svdvals, part.recurrent_matrices())
-    return _total([(s - 1).square().sum() for s in spectra], module, "recurrence, as an RNN or a FactorizedRNN")
+    return _total([(s - 1).square().sum() for s in spectra], module, "recurrence, as orthokern.nn.RNN or FactorizedRNN")
 
 
 def _modules(whole: nn.Module) -> Iterator[Any]:

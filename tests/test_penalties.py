@@ -145,7 +145,7 @@ def test_refusals() -> None:
         (lambda: OrthogonalPenalty(on="recurrent")(linear), "modules with matrices (recurrent), got Linear"),
         (lambda: orthogonal_penalty(3), "module must be a torch.nn.Module with recurrences, got int"),
         (lambda: orthogonal_penalty(torch.zeros(3)), "got shape [3] and torch.float32"),
-        (lambda: spectrum_prior(linear), "module must be one with a recurrence, as an RNN or a FactorizedRNN"),
+        (lambda: spectrum_prior(linear), "module must be one with a recurrence, as orthokern.nn.RNN or FactorizedRNN"),
         (lambda: composite_weight_decay(torch.eye(3)), "module must be a torch.nn.Module with recurrences, got Tensor"),
         (lambda: modulus_penalty(linear), "module must be one with a Schur form"),
         (lambda: modulus_penalty(flat, "l3"), "unknown norm 'l3'"),
