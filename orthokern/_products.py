@@ -238,6 +238,6 @@ def norms_of_steps(values: Tensor) -> Tensor:
     rows = max(1, part_elements // max(1, values[:1].numel()))
     wide = values.new_empty((min(rows, len(values)), *values.shape[1:]), dtype=exact)
     dims = tuple(range(1, values.ndim))
-    for part, found in zip(values.split(rows), norms.split(rows), strict=True):
-        torch.linalg.vector_norm(wide[: len(part)].copy_(part), dim=dims, out=found)
+    for part, norm in zip(values.split(rows), norms.split(rows), strict=True):
+        torch.linalg.vector_norm(wide[: len(part)].copy_(part), dim=dims, out=norm)
     return norms

@@ -76,8 +76,8 @@ def _chunk_resets(resets: Tensor | None, chunk: int, reverse: bool) -> Tensor | 
     if reverse:
         resets = torch.cat([resets[1:], resets.new_zeros(1, resets.shape[1])])
     padding = resets.new_zeros(-T % chunk, resets.shape[1])
-    found = torch.cat([resets, padding]).unflatten(0, (-1, chunk)).any(1)
-    return found.roll(1, 0) if reverse else found
+    any_reset = torch.cat([resets, padding]).unflatten(0, (-1, chunk)).any(1)
+    return any_reset.roll(1, 0) if reverse else any_reset
 
 
 def scan(

@@ -80,8 +80,7 @@ def one_cotangent_at_a_time(rule: Callable[..., Any]) -> Callable[..., Any]:
         of_all = [torch._remove_batch_dim(t, level, size, 0) if isinstance(t, Tensor) else [t] * size for t in given]
         torch._C._vmapmode_decrement_nesting()
         try:
-            found = [call(ctx, *(tensors[i] for tensors in of_all)) for i in range(size)]
-            results = _stacked(found)
+            results = _stacked([call(ctx, *(tensors[i] for tensors in of_all)) for i in range(size)])
         finally:
             torch._C._vmapmode_increment_nesting()
         if isinstance(results, tuple):
@@ -95,8 +94,8 @@ def _batched(value: Any) -> bool:
     return isinstance(value, Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
-def _stacked(found: list[Any]) -> Any:
-    """The results of all calls along a new first dimension; None for a result that is None."""
-    if isinstance(found[0], Tensor):
-        return torch.stack(found)
-    return tuple(None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*found, strict=True))
+def _stacked(results: list[Any]) -> Any:
+    """The results of all calls, joined along a new first dimension; None for a result that is None."""
+    if isinstance(results[0], Tensor):
+        return torch.stack(results)
+    return tuple(None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*results, strict=True))
