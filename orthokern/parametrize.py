@@ -239,9 +239,8 @@ class FactorizedSpectrum(nn.Module):
         super().__init__()
         n, m = _check_weight("FactorizedSpectrum", weight).shape
         self.shape, self.rank = (n, m), min(n, m) if rank is None else integer("rank", rank, 1, min(n, m))
-        one_of("spectrum_map", spectrum_map, ("sigmoid", "tanh"))
-        functional.spectrum(weight.new_zeros(1), margin, spectrum_map)  # its checks
-        self.margin, self.spectrum_map = margin, spectrum_map
+        self.margin, self.spectrum_map = margin, one_of("spectrum_map", spectrum_map, functional.SPECTRUM_MAPS)
+        functional.spectrum(weight.new_zeros(1), margin)  # its check of the margin
         self.left = Householder(weight.new_empty(n, self.rank))
         self.right = Householder(weight.new_empty(m, self.rank))
 

@@ -132,14 +132,17 @@ class CharModel(nn.Module):
 
     def forward(
         self, inputs: Tensor | PackedSequence, targets: Tensor, state: State | None = None
-    ) -> tuple[Tensor, Tensor, State]:
+    ) -> tuple[Tensor, Tensor, State | None]:
         """inputs int64 [T, B] or P packed ids, targets [T, B] or [P] int64, state of the recurrence (None: its initial
-        state) -> cross-entropy in nats per character (0-dim), accuracy (0-dim), the last state, detached."""
+        state) -> cross-entropy in nats per character (0-dim), accuracy (0-dim), the state from which the next piece
+        starts, detached; None after packed sentences."""
         states, last = self.rnn(inputs, state)
-        states = states.data if isinstance(states, PackedSequence) else states
+        if isinstance(states, PackedSequence):
+            states, carried = states.data, None
+        else:
+            carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
         with torch.no_grad():
             right = self.readout(states.detach()).argmax(-1) == targets
-        carried = last.detach() if isinstance(last, Tensor) else (last[0].detach(), last[1].detach())
         return self.readout.loss(states, targets), right.double().mean(), carried
 
 
@@ -164,8 +167,7 @@ class CharTask(DataTask, RecurrentTask):
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, weight = batch
-        loss, right, last = self.model(inputs, targets, self.carried)
-        self.carried = None if self.settings.bptt is None else last
+        loss, right, self.carried = self.model(inputs, targets, self.carried)
         return self.penalized(weight * loss, {"accuracy": weight * right})
 
     def measure(self, part: str) -> dict[str, float]:
@@ -173,8 +175,8 @@ class CharTask(DataTask, RecurrentTask):
         loss = right = count = 0.0
         state: State | None = None
         for inputs, targets in self.in_time(self.held_out(self.parts[part])):
-            batch_loss, accuracy, last = self.model(inputs, targets, state)
-            state, size = None if self.settings.bptt is None else last, targets.numel()
+            batch_loss, accuracy, state = self.model(inputs, targets, state)
+            size = targets.numel()
             loss, right, count = loss + batch_loss.item() * size, right + accuracy.item() * size, count + size
         return {"loss": loss / count, "accuracy": right / count, "bpc": loss / count / math.log(2.0)}
 

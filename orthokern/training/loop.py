@@ -139,11 +139,12 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         diagnose = settings.diagnose_every > 0 and (state.iteration - 1) % settings.diagnose_every == 0
         metrics, profiles = step(task, settings, diagnose)
         loss, norm = metrics["loss"], metrics["grad_norm"]
+        finite = math.isfinite(loss) and math.isfinite(norm)
         record: dict[str, Any] = {"iteration": state.iteration}
         if task.iterations_per_epoch is not None:
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
         record |= metrics
-        if math.isfinite(loss) and math.isfinite(norm):
+        if finite:
             if task.average is not None:
                 task.average.update()
             if diagnose:
@@ -160,7 +161,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
         record["ms_per_iteration"] = milliseconds
         record["us_per_step"] = 1e3 * milliseconds / time_steps
         run.log.append(record)
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        if not finite:
             what = f"the gradient's norm is {norm} (loss {loss:.4g})" if math.isfinite(loss) else f"the loss is {loss}"
             raise Divergence(what)
         epoch = f"epoch {record['epoch']:.2f}, " if "epoch" in record else ""
