@@ -44,9 +44,9 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
     before, actual = inexact.clone(), run_scan(inexact, backend, **options)
     assert_scan_parity(inexact, actual, lambda p, **o: run_scan(p, "reference", **o), options)
     assert_unchanged(inexact, before)
-    found = [t.untyped_storage().data_ptr() for t in actual.values() if t.numel()]
+    addresses = [t.untyped_storage().data_ptr() for t in actual.values() if t.numel()]
     given = {t.untyped_storage().data_ptr() for t in inexact.inputs() if t is not None}
-    assert len({*found, *given}) == len(found) + len(given), "an output shares memory"
+    assert len({*addresses, *given}) == len(addresses) + len(given), "an output shares memory"
 
 
 def check_gru(

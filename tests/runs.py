@@ -21,8 +21,8 @@ TIMING_FIELDS = ("seconds", "ms_per_iteration", "us_per_step")
 
 def command(task: str) -> TaskCommand[Any]:
     """The command line of a task."""
-    found: TaskCommand[Any] = importlib.import_module(f"orthokern.tasks.{task}").COMMAND
-    return found
+    loaded: TaskCommand[Any] = importlib.import_module(f"orthokern.tasks.{task}").COMMAND
+    return loaded
 
 
 def run(task: str, *options: object) -> int:

@@ -171,8 +171,8 @@ def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -
         inside = readout.loss(activation(x), target), readout.loss(x, target)
     assert activation(x.float()).dtype == torch.float32 and inside == outside
     for one, other in zip(inside, outside, strict=True):
-        found = (torch.autograd.grad(loss, [x, *parameters], allow_unused=True) for loss in (one, other))
-        torch.testing.assert_close(*found)
+        gradients = (torch.autograd.grad(loss, [x, *parameters], allow_unused=True) for loss in (one, other))
+        torch.testing.assert_close(*gradients)
     for call in (lambda: activation(x), lambda: readout.loss(x, target)):
         with pytest.raises(InputError, match="dtype"):
             call()

@@ -39,24 +39,24 @@ def test_average_is_made_orthonormal(rank: int) -> None:
         rnn(torch.randn(6, 2, 3))[0].sum().backward()
         optimizer.step()
         average.update_parameters(rnn)
-    found = average.module
-    assert found.orthogonality_error() > 1e-3
+    averaged = average.module
+    assert averaged.orthogonality_error() > 1e-3
     with pytest.warns(UserWarning, match=r"[uv]_l\d(_reverse)? is not orthonormal: .* orthonormalize\(\)"):
-        FactorizedRNN(3, 7, num_layers=2, rank=rank, bidirectional=True).load_state_dict(saved(found))
-    mean = found.u_l1_reverse.detach().clone()
-    found.orthonormalize()
-    assert found.orthogonality_error() < 1e-6
+        FactorizedRNN(3, 7, num_layers=2, rank=rank, bidirectional=True).load_state_dict(saved(averaged))
+    mean = averaged.u_l1_reverse.detach().clone()
+    averaged.orthonormalize()
+    assert averaged.orthogonality_error() < 1e-6
     left, _, right = torch.linalg.svd(mean, full_matrices=False)
-    torch.testing.assert_close(found.u_l1_reverse.detach(), left @ right)
+    torch.testing.assert_close(averaged.u_l1_reverse.detach(), left @ right)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rnn.load_state_dict(saved(found))
+        rnn.load_state_dict(saved(averaged))
     with torch.no_grad():
-        found.v_l0[0, 0] = torch.nan
-    before = found.u_l0.detach().clone()
+        averaged.v_l0[0, 0] = torch.nan
+    before = averaged.u_l0.detach().clone()
     with pytest.raises(InputError, match="v_l0 has NaN or infinite entries"):
-        found.orthonormalize()
-    assert torch.equal(found.u_l0, before)
+        averaged.orthonormalize()
+    assert torch.equal(averaged.u_l0, before)
 
 
 MARGINS: list[dict[str, Any]] = [{"margin": m} for m in (0.0, 0.1, None)] + [{"margin": 0.1, "spectrum_map": "tanh"}]

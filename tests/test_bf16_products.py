@@ -77,12 +77,12 @@ def of_map(args: ScanArgs, delta: Tensor, before: Tensor) -> dict[str, Tensor]:
     return {"grad_first": mt_u, "grad_scale": (u * m_v).sum(0), "grad_second": m_v * s}
 
 
-def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+def emulated(problem: ScanProblem, result: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """What each step gives with rounded factors, in float64, from the states and adjoints that the kernels found."""
     args = problem.args(**options)
     (u, s, v), activation = ((args.second, args.scale, args.first), problem.activation)
     wide = problem.to(torch.float64)
-    hs, delta, bias, x, weight = found["hs"].double(), found["delta"].double(), wide.bias, wide.x, wide.weight
+    hs, delta, bias, x, weight = result["hs"].double(), result["delta"].double(), wide.bias, wide.x, wide.weight
     T, features = hs.shape[0], weight is not None and x.is_floating_point()
     alive = reference.running(T, args.lengths)
     if s is None or v is None:
@@ -104,7 +104,7 @@ def emulated(problem: ScanProblem, found: dict[str, Tensor], **options: Any) -> 
     message = backward(delta)
     kept = reference.started(message, problem.resets, None)
     ghat = reference.without_padding(wide.grad_hs, alive) + torch.cat([kept[1:], torch.zeros_like(kept[:1])])
-    pre = found["pre"].double() if found["pre"].numel() else None
+    pre = result["pre"].double() if result["pre"].numel() else None
     deltas, to_param = chain(ghat, hs, pre, wide.act_param, activation=activation)
     if args.message_clip:
         deltas = deltas.clamp(-args.message_clip, args.message_clip)
@@ -154,13 +154,13 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def check(problem: ScanProblem, **options: Any) -> None:
     """Every result is that of the emulation; those of states, adjoints and W or U differ from exact factors'."""
-    found, exact = leaf_results(problem, **options), leaf_results(problem, "ieee", **options)
-    expected = emulated(problem, found, **options)
-    assert expected.keys() == found.keys() - {"pre"}
+    actual, exact = leaf_results(problem, **options), leaf_results(problem, "ieee", **options)
+    expected = emulated(problem, actual, **options)
+    assert expected.keys() == actual.keys() - {"pre"}
     for name, t in expected.items():
         bound = BETWEEN if problem.op == "factored_scan" else CLOSE
-        assert found[name].isfinite().all(), name
-        assert error(found[name], t) < bound, f"{name}: {error(found[name], t):.1e}"
+        assert actual[name].isfinite().all(), name
+        assert error(actual[name], t) < bound, f"{name}: {error(actual[name], t):.1e}"
         if name in ("hs", "delta", "grad_second"):
             assert error(exact[name], t) > ROUNDED, name
 

@@ -30,14 +30,14 @@ def results(kind: str, options: dict[str, Any], data: list[Any]) -> list[Tensor]
     module = EVERY[kind](D, N, device="cpu", **options)
     settings: dict[str, Any] = {"geodesic_options": {"correct_every": 1}, "euclidean": torch.optim.SGD}
     optimizer = optimizer_for(module, lr=1e-3, geodesic_lr=1e-3, **settings)
-    found = []
+    tensors = []
     for x in data:
         optimizer.zero_grad()
         output = module(x)[0]
         output = output.data if isinstance(output, PackedSequence) else output
         output.square().sum().backward()
         optimizer.step()
-        found += [output.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+        tensors += [output.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
     optimizer.load_state_dict(optimizer.state_dict())
     module.load_state_dict(module.state_dict())
     module.reset_parameters()
@@ -45,7 +45,7 @@ def results(kind: str, options: dict[str, Any], data: list[Any]) -> list[Tensor]
         assert module.orthogonality_error() < 1e-5
     if kind in KINDS and not options:
         assert module.frozen().step(data[0][0])[0].device.type == "cpu"
-    return [*found, *(p.detach() for p in module.parameters())]
+    return [*tensors, *(p.detach() for p in module.parameters())]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
@@ -54,5 +54,5 @@ def test_training_steps(kind: str, options: dict[str, Any]) -> None:
     data = inputs()
     expected = results(kind, options, data)
     with torch.device("meta"):
-        found = results(kind, options, data)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = results(kind, options, data)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

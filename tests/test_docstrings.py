@@ -26,5 +26,5 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     module = importlib.import_module(f"orthokern.{name}")
     names = {"torch": torch, "orthokern": orthokern}
-    found = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert found.attempted > 0 and found.failed == 0
+    result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 0 and result.failed == 0

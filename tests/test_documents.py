@@ -34,15 +34,15 @@ def anchors(path: Path) -> set[str]:
 
 def unresolved(path: Path) -> list[str]:
     """The relative links of a page that lead nowhere."""
-    found = []
+    links = []
     for target in re.findall(r"\]\(([^()\s]+)\)", prose(path)):
         if re.match(r"[a-z]+:", target) or "#orthokern." in target:  # an object: `mkdocs build` checks these
             continue
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
         if not there.exists() or (anchor and anchor not in anchors(there)):
-            found.append(target)
-    return found
+            links.append(target)
+    return links
 
 
 def test_the_readme_is_short() -> None:

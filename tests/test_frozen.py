@@ -27,9 +27,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def close(found: Any, expected: Any) -> None:
+def close(actual: Any, expected: Any) -> None:
     """Composed matrices differ from the module's by rounding."""
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -52,9 +52,9 @@ def test_the_results_of_the_module(kind: str, options: dict[str, Any]) -> None:
         (x[0], None),
         (torch.randint(D, (4, 5)), None),
     ):
-        found = frozen(*call)
-        assert not any(t.requires_grad for t in found)
-        close(found, tuple(t.detach() for t in module(*call)))
+        result = frozen(*call)
+        assert not any(t.requires_grad for t in result)
+        close(result, tuple(t.detach() for t in module(*call)))
     packed = pack_sequence([torch.randn(n, D, dtype=dtype) for n in (2, 5, 3)], enforce_sorted=False)
     close(frozen(packed)[0].data, module(packed)[0].data.detach())
 
@@ -91,8 +91,8 @@ def test_steps_make_the_sequence(kind: str, options: dict[str, Any], batch: int 
     for one in x:
         y, h = frozen.step(one, h)
         outputs.append(y)
-    found = torch.stack(outputs, 1 if batch and options.get("batch_first") else 0)
-    close(found, output)
+    result = torch.stack(outputs, 1 if batch and options.get("batch_first") else 0)
+    close(result, output)
     close(h, h_n)
 
 

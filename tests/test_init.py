@@ -162,8 +162,8 @@ def test_meta_and_bad_tensors() -> None:
 @pytest.mark.parametrize("name", ["henaff", "cayley"])
 def test_modules_start_with_no_larger_angle(model: Any, name: str) -> None:
     rnn = model(1, 200, init=name, max_angle=0.3, dtype=torch.float64)
-    found = torch.linalg.eigvals(rnn.recurrent_matrix().detach()).angle().abs()
-    assert 0.28 < float(found.max()) < 0.3 + 1e-12
+    eigenangles = torch.linalg.eigvals(rnn.recurrent_matrix().detach()).angle().abs()
+    assert 0.28 < float(eigenangles.max()) < 0.3 + 1e-12
     assert "max_angle=0.3" in repr(rnn) and "max_angle" not in repr(model(1, 200, init=name))
     for bad in (0.0, 3.2, math.nan, True, "0.3"):
         with pytest.raises(InputError, match="max_angle must be an angle in radians, above 0 and at most pi"):

@@ -62,12 +62,12 @@ FOLDERS = {"orthokern": ROOT / "orthokern", "orthokern.triton_kernels": ROOT / "
 
 def modules() -> dict[str, Path]:
     """Every Python module of the installed package, by its full name."""
-    found = {}
+    paths = {}
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
-            found[".".join([package, *parts]).removesuffix(".__init__")] = path
-    return found
+            paths[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
@@ -89,24 +89,24 @@ def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 def imports(module: str, source: str, is_package: bool) -> set[str]:
     """Full names of the modules that a module imports, by statement or with importlib."""
     package = module if is_package else module.rpartition(".")[0]
-    found = set()
+    names = set()
     for node in run_time_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
                 is_module = inner in MODULES or part_of(inner) in RANK and base == "orthokern"
-                found.add(inner if is_module else base)
+                names.add(inner if is_module else base)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             name = node.args[0]
             if isinstance(name, ast.JoinedStr):
                 name = name.values[0]
             if isinstance(name, ast.Constant):
-                found.add(str(name.value).rstrip("."))
-    return found
+                names.add(str(name.value).rstrip("."))
+    return names
 
 
 def forbidden(module: str, imported: str) -> str | None:

@@ -31,24 +31,24 @@ NATIVE = re.compile(r"^(?!namespace|struct|class|union|enum|extern|template)\w[^
 def too_long(path: Path) -> dict[str, str]:
     """name -> what exceeds its limit, of a file and its functions."""
     source, name = path.read_text(), str(path.relative_to(ROOT))
-    found = {name: len(source.splitlines()) - FILE_LIMIT}
+    excess = {name: len(source.splitlines()) - FILE_LIMIT}
     if path.suffix != ".py":
         for match in NATIVE.finditer(source):
             called = re.search(
                 r"(\w+)\s*\(", re.sub(r"__launch_bounds__\s*\([^()]*(\([^()]*\))?[^()]*\)", "", match.group())
             )
             assert called is not None
-            found[f"{name}: {called.group(1)}"] = match.group().count("\n") + 1 - FUNCTION_LIMIT
-        return {key: f"{over} lines too long" for key, over in found.items() if over > 0}
+            excess[f"{name}: {called.group(1)}"] = match.group().count("\n") + 1 - FUNCTION_LIMIT
+        return {key: f"{over} lines too long" for key, over in excess.items() if over > 0}
     arguments = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-            found[f"{name}: {node.name}"] = (node.end_lineno or 0) - first.lineno + 1 - FUNCTION_LIMIT
+            excess[f"{name}: {node.name}"] = (node.end_lineno or 0) - first.lineno + 1 - FUNCTION_LIMIT
             count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1
             if node.name == "__init__" and count > ARGUMENT_LIMIT:
                 arguments[f"{name}: {node.name}"] = f"{count} arguments"
-    return {key: f"{over} lines too long" for key, over in found.items() if over > 0} | arguments
+    return {key: f"{over} lines too long" for key, over in excess.items() if over > 0} | arguments
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

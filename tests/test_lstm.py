@@ -44,11 +44,11 @@ def test_equations(part: list[int]) -> None:
     leaves = [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((7, 2, 3), (1, 2, 4), (1, 2, 4))]
     x, h0, c0 = leaves
     output, (h, c) = module(x, (h0, c0))
-    found = []
+    outcomes = []
     for results in ((output, h[0], c[0]), plain(dict(module.named_parameters()), x, h0[0], c0[0])):
         loss = torch.stack([results[index].sin().sum() for index in part]).sum()
-        found.append([*results, *torch.autograd.grad(loss, [*leaves, *module.parameters()])])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+        outcomes.append([*results, *torch.autograd.grad(loss, [*leaves, *module.parameters()])])
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-12, atol=1e-12)
 
 
 def test_inference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

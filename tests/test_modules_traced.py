@@ -50,10 +50,10 @@ def test_vmap(kind: str) -> None:
     gradients = torch.autograd.grad(expected, list(module.parameters()), cotangent)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            found = torch.vmap(lambda one: module(one)[0])(x)
-        torch.testing.assert_close(found, expected)
-    assert found.requires_grad
-    for a, b in zip(torch.autograd.grad(found, list(module.parameters()), cotangent), gradients, strict=True):
+            actual = torch.vmap(lambda one: module(one)[0])(x)
+        torch.testing.assert_close(actual, expected)
+    assert actual.requires_grad
+    for a, b in zip(torch.autograd.grad(actual, list(module.parameters()), cotangent), gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -80,19 +80,19 @@ def test_vmap_over_parameters(kind: str, tracked: bool) -> None:
         result: Tensor = torch.func.functional_call(models[0], state, (x,))[0]
         return result.square().sum()
 
-    found = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
+    actual = torch.vmap(torch.func.grad_and_value(loss))(parameters, buffers)
     if tracked and kind in OPS:
         torch._dynamo.reset()  # the limit of compilations of one function
         compiled = torch.compile(torch.vmap(loss), backend="aot_eager", fullgraph=True)
         grads = torch.autograd.grad(compiled(parameters, buffers).sum(), list(parameters.values()))
         for name, grad in zip(parameters, grads, strict=True):
-            torch.testing.assert_close(grad, found[0][name])
+            torch.testing.assert_close(grad, actual[0][name])
     for index, model in enumerate(models):
         value = model(x)[0].square().sum()
-        torch.testing.assert_close(found[1][index], value)
+        torch.testing.assert_close(actual[1][index], value)
         expected = torch.autograd.grad(value, list(model.parameters()))
         for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(found[0][name][index], grad)
+            torch.testing.assert_close(actual[0][name][index], grad)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_compile(kind: str, lengths: Tensor | None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     expected = gradients_of(module, lambda: module(x, lengths=lengths)[0].square().sum())
-    found = gradients_of(module, lambda: compiled(x, lengths=lengths)[0].square().sum())
-    for one, other in zip(found, expected, strict=True):
+    actual = gradients_of(module, lambda: compiled(x, lengths=lengths)[0].square().sum())
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # of few rows, other sums: measured 4e-6
 
 
@@ -161,8 +161,8 @@ def test_compile_of_a_loss(nonlinearity: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(module.loss, backend="aot_eager", fullgraph=True)
     expected = gradients_of(module, lambda: module.loss(x, readout, target)[0])
-    found = gradients_of(module, lambda: compiled(x, readout, target)[0])
-    for one, other in zip(found, expected, strict=True):
+    actual = gradients_of(module, lambda: compiled(x, readout, target)[0])
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -176,8 +176,8 @@ def test_symbolic_trace(kind: Any) -> None:
     """With the modules as leaves."""
     recurrent = isinstance(kind, str)
     model, x = nn.Sequential(made(kind) if recurrent else kind), torch.randn(*((6, 2, D) if recurrent else (2, N)))
-    found, expected = fx.GraphModule(model, Leaves().trace(model))(x), model(x)
-    assert torch.equal(found[0], expected[0])
+    actual, expected = fx.GraphModule(model, Leaves().trace(model))(x), model(x)
+    assert torch.equal(actual[0], expected[0])
 
 
 @pytest.mark.parametrize("kind", ["rnn", "factorized"])
@@ -219,8 +219,8 @@ def test_autocast_changes_no_bit(kind: str, options: dict[str, Any], backend: st
     expected = gradients_of(module, loss)
     by_ops = backend is None and kind in ("rnn", "factorized", "low rank")
     for backward in (False, True) if by_ops else (False,):
-        found = gradients_of(module, loss, True, backward)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        actual = gradients_of(module, loss, True, backward)
+        assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 CONSTRAINTS = [getattr(parametrize, name) for name in parametrize.__all__]

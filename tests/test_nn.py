@@ -53,8 +53,8 @@ def plain(module: Any, x: Tensor, h: Tensor) -> Tensor:
 def gradients(module: torch.nn.Module, hs: Tensor) -> dict[str, Tensor]:
     cotangent = torch.randn(hs.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     names, params = zip(*module.named_parameters(), strict=True)
-    found = torch.autograd.grad((hs * cotangent.to(hs)).sum(), params, allow_unused=True)
-    return {"hs": hs.detach()} | {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    grads = torch.autograd.grad((hs * cotangent.to(hs)).sum(), params, allow_unused=True)
+    return {"hs": hs.detach()} | {n: g for n, g in zip(names, grads, strict=True) if g is not None}
 
 
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)

@@ -93,8 +93,8 @@ def test_dropout_drops_what_torch_drops(kind: str, dropout: float) -> None:
     x = torch.randn(5, 4, 3, dtype=F64)
     for training in (True, False):
         for data in (x, pack_padded_sequence(x, torch.tensor([5, 3, 3, 2]))):
-            found = []
+            outcomes = []
             for module in (theirs.train(training), ours.train(training)):
                 torch.manual_seed(9)
-                found.append(results(module, data, None, []))
-            torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+                outcomes.append(results(module, data, None, []))
+            torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-12, atol=1e-12)

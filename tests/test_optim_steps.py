@@ -83,9 +83,9 @@ def test_a_learning_rate_out_of_range_changes_nothing(rate: Any) -> None:
         with pytest.raises(InputError, match=rf"^lr of group {index}\b.* got .*no parameter was changed$"):
             optimizer.step()
         assert all(torch.equal(p, before) for p, before in zip(model.parameters(), parameters, strict=True))
-        found = optimizer.state_dict()["state"]
+        current = optimizer.state_dict()["state"]
         for key, values in state.items():
-            assert all(torch.equal(torch.as_tensor(found[key][n]), torch.as_tensor(v)) for n, v in values.items())
+            assert all(torch.equal(torch.as_tensor(current[key][n]), torch.as_tensor(v)) for n, v in values.items())
         group["lr"] = good
     optimizer.step()
 

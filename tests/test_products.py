@@ -28,8 +28,8 @@ def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_products, "_SMALL", 0)
 
 
-def close(found: Tensor, exact: Tensor) -> None:
-    torch.testing.assert_close(found.double(), exact.double(), rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
+def close(actual: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), exact.double(), rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize(("R", "K", "C"), [(1, 1, 1), (7, 63, 10), (130, 65, 257), (33, 200, 1), (1000, 20, 9)])
@@ -63,8 +63,8 @@ def test_gradients_of_linear(with_bias: bool) -> None:
         plain = torch.autograd.grad(function(*given), given, grad.to(out.dtype))
         return [out, *first, *again, *plain]
 
-    for found, want in zip(second(inputs, linear), second(exact, torch.nn.functional.linear), strict=True):
-        close(found.detach(), want.detach())
+    for actual, want in zip(second(inputs, linear), second(exact, torch.nn.functional.linear), strict=True):
+        close(actual.detach(), want.detach())
 
 
 def test_batched_gradients_of_linear() -> None:

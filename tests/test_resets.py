@@ -47,18 +47,18 @@ def test_modules_cut_every_layer(kind: Any) -> None:
     x, hx, state = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((T, B, 3), (2, B, N), (2, B, N)))
     resets, grad = some_resets(T, B), torch.randn(T, B, N, dtype=torch.float64)
     leaves = [x, hx, state, *rnn.parameters()]
-    found = []
+    results = []
     for out, h_n in (rnn(x, hx, resets=resets, reset_state=state), cut_by_hand(rnn, x, resets, hx, state)):
-        found.append([out, h_n, *torch.autograd.grad([out, h_n], leaves, [grad, torch.ones_like(h_n)])])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([out, h_n, *torch.autograd.grad([out, h_n], leaves, [grad, torch.ones_like(h_n)])])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
     first = kind(3, N, num_layers=2, batch_first=True, dtype=torch.float64)
     first.load_state_dict(rnn.state_dict())
     out, h_n = first(x.transpose(0, 1), hx, resets=resets.mT, reset_state=state)
-    assert torch.equal(out.transpose(0, 1), found[0][0]) and torch.equal(h_n, found[0][1])
+    assert torch.equal(out.transpose(0, 1), results[0][0]) and torch.equal(h_n, results[0][1])
     one, last = rnn(x[:, 0], hx[:, 0], resets=resets[:, 0], reset_state=state[:, 0])
-    torch.testing.assert_close(one, found[0][0][:, 0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(one, results[0][0][:, 0], rtol=1e-12, atol=1e-13)
     assert last.shape == (2, N)
 
 
@@ -134,11 +134,11 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
         value, is_init = torch.randn(4, 9, 3), some_resets(9, 4).mT.unsqueeze(-1)
         start = torch.randn(4, 9, 2, 5)
         states, last = core(value, start, is_init)
-        held, found = start[:, 0], []
+        held, stepped = start[:, 0], []
         for t in range(9):
             state, held = core(value[:, t], held, is_init[:, t])
-            found.append(state)
-        torch.testing.assert_close(states, torch.stack(found, 1))
+            stepped.append(state)
+        torch.testing.assert_close(states, torch.stack(stepped, 1))
         torch.testing.assert_close(last[:, -1], held)
         assert not last[:, :-1].any()
         wide = core(value.view(2, 2, 9, 3), start.view(2, 2, 9, 2, 5), is_init.view(2, 2, 9, 1))

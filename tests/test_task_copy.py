@@ -130,7 +130,7 @@ def test_the_paper_preset(tmp_path: Path) -> None:
 
 def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same run within rounding, records through time included; and the first line names the algorithm."""
-    found = {}
+    runs = {}
     for name in ("modal", "sequential"):
         folder = tmp_path / name
         # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
@@ -138,11 +138,11 @@ def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert run(*SMALL, *options, "--last-step-gradient", "--out", folder) == 0
         told = {"modal": "modal (8 modes of W, condition of their basis 1)", "sequential": "sequential"}[name]
         assert capsys.readouterr().out.splitlines()[0].startswith(f"run folder {folder}; algorithm {told}")
-        found[name] = records(folder)
-    for a, b in zip(*found.values(), strict=True):
+        runs[name] = records(folder)
+    for a, b in zip(*runs.values(), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["accuracy"] == b["accuracy"]
         assert ("grad_norm_through_time" in a) == ("grad_norm_through_time" in b)
-    first, other = (found[name][0] for name in found)
+    first, other = (runs[name][0] for name in runs)
     for key in ("grad_norm_through_time", "state_norm_through_time", "last_grad_norm_through_time"):
         assert len(first[key]) == 64 and first[key] == pytest.approx(other[key], rel=1e-4)
 

@@ -59,20 +59,20 @@ def small(rolls: Path, words: Path) -> dict[str, list[str]]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    outcome: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return outcome
 
 
 def test_music_learns(tmp_path: Path, rolls: Path) -> None:
     options = "--batch 10 --window 12 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.05 --epochs 40"
     folder = tmp_path / "run"
     assert run("music", "--data", rolls, *options.split(), "--threads", 1, "--out", folder) == 0
-    found = result(folder)
+    outcome = result(folder)
     # not knowing which of twelve notes it is costs 3.4 nats a step
-    assert found["test"]["loss"] < 1.0 and found["last"]["success"] == 1
-    assert found["last"]["initial_loss"] == pytest.approx(88 * math.log(2), rel=0.05)
+    assert outcome["test"]["loss"] < 1.0 and outcome["last"]["success"] == 1
+    assert outcome["last"]["initial_loss"] == pytest.approx(88 * math.log(2), rel=0.05)
     held_out = [r["held_out_loss"] for r in records(folder) if "held_out_loss" in r]
-    assert len(held_out) == 40 and -found["best"]["score"] == min(held_out)
+    assert len(held_out) == 40 and -outcome["best"]["score"] == min(held_out)
     assert {"learning.png", "stability.png", "gradients.png", "states.png"} <= {p.name for p in folder.iterdir()}
 
 
@@ -80,11 +80,11 @@ def test_word_lm_learns(tmp_path: Path, words: Path) -> None:
     options = "--batch 10 --window 14 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.15 --epochs 5"
     folder = tmp_path / "run"
     assert run("word_lm", "--data", words, *options.split(), "--threads", 1, "--no-plots", "--out", folder) == 0
-    found = result(folder)
+    outcome = result(folder)
     # one word of seven is drawn of six
-    assert found["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
-    assert found["test"]["perplexity"] == pytest.approx(math.exp(found["test"]["loss"]))
-    assert found["last"]["success"] == 1 and found["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
+    assert outcome["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
+    assert outcome["test"]["perplexity"] == pytest.approx(math.exp(outcome["test"]["loss"]))
+    assert outcome["last"]["success"] == 1 and outcome["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
 
 
 def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:
@@ -185,12 +185,12 @@ def test_success(small: dict[str, list[str]]) -> None:
     losses = iter([2.0, 1.5, 2.0, 2.5, 1.0, math.nan, 1.0])
     task.measure = lambda part: {"loss": next(losses)}  # type: ignore[method-assign]
     task.begin()  # the untrained model's
-    found = []
+    results = []
     for _ in range(6):
         task.wants_evaluation(task.iterations_per_epoch, {})
-        found.append(task.evaluate(0))
-        task.goal_reached(found[-1])
-    assert [f["success"] for f in found] == [1, 1, 0, 0, 0, 0] and {f["initial_loss"] for f in found} == {2.0}
+        results.append(task.evaluate(0))
+        task.goal_reached(results[-1])
+    assert [f["success"] for f in results] == [1, 1, 0, 0, 0, 0] and {f["initial_loss"] for f in results} == {2.0}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -42,14 +42,14 @@ def test_an_evaluation_counts_every_sequence_once() -> None:
     """Whatever the rest that the last batch of an evaluation leaves: on the same draws, by hand."""
     task = build("temporal_order", [*SMALL, "--eval-sequences", "610"])
     with torch.no_grad():
-        found = task.evaluate(7)
+        result = task.evaluate(7)
         generator = torch.Generator().manual_seed(epochs.stream_seed(0, "held-out 7"))
         parts = [task.drawn.batch(250, generator) for _ in range(3)]
         inputs = torch.cat([x for x, _ in parts], 1)[:, :610]
         targets = torch.cat([y for _, y in parts])[:610]
         loss, numbers = task.model(inputs, targets)
-    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(numbers["accuracy"].item())
+    assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result["accuracy"] == pytest.approx(numbers["accuracy"].item())
     assert not task.goal_reached({"loss": 0.0, "accuracy": 0.9999}) and task.goal_reached(
         {"loss": 0.0, "accuracy": 1.0}
     )
@@ -68,10 +68,10 @@ def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.tensor(1.0), {"accuracy": torch.tensor(right / len(targets), dtype=torch.float64)}
 
         monkeypatch.setattr(task, "model", answer)
-        found = task.evaluate(3)
+        result = task.evaluate(3)
         assert sum(sizes) == seen, (wrong, goal)
-        assert found["accuracy"] == pytest.approx(1 - wrong / seen) and found["loss"] == 1.0
-        assert task.goal_reached(found) == (wrong <= 1000 * (1 - goal / 100) + 1e-9)
+        assert result["accuracy"] == pytest.approx(1 - wrong / seen) and result["loss"] == 1.0
+        assert task.goal_reached(result) == (wrong <= 1000 * (1 - goal / 100) + 1e-9)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -228,12 +228,12 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
     """(kernel, arguments, warps, bytes that may spill) of all kernels but the scans'."""
     from orthokern.triton_kernels import activations, cayley, linear_cross_entropy
 
-    found: list[tuple[Any, dict[str, Any], int, int]] = []
+    kernels: list[tuple[Any, dict[str, Any], int, int]] = []
     for S in (16, 64, 128, 512, 1024, 2048):
         block_r, block_c, warps = cayley.panel_blocks(S, dtype.itemsize)
         arguments: dict[str, Any] = {"p_matrix": dtype, "p_panel": dtype, "p_order": torch.int64}
         arguments |= {"ROWS": "i32", "COLUMNS": "i32", "WIDTH": "i32", "BLOCK_R": block_r, "BLOCK_C": block_c}
-        found.append((cayley.cayley_panel_kernel, arguments, warps, SPILLS_CAYLEY))
+        kernels.append((cayley.cayley_panel_kernel, arguments, warps, SPILLS_CAYLEY))
     for activation in ("tanh", "prelu", "modrelu", "oplu"):
         block_r, block_n = activations.blocks(1000, 128)
         param = activation in ("prelu", "modrelu")
@@ -252,9 +252,9 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
             "BLOCK_N": block_n,
         }
         for kernel in (activations.activation_fwd_kernel, activations.activation_bwd_kernel):
-            found.append((kernel, arguments, activations.NUM_WARPS, 0))
+            kernels.append((kernel, arguments, activations.NUM_WARPS, 0))
     if dtype != F32:
-        return found
+        return kernels
     readout: dict[str, Any] = {"p_target": torch.int64, "p_loss": F32, "ROWS": "i32", "MEAN": True, "NEED_GRAD": True}
     for N, C in ((128, 10), (500, 50), (1000, linear_cross_entropy.MAX_FUSED_C)):
         block_r, block_n, block_c = linear_cross_entropy.fused_blocks(C)
@@ -262,10 +262,10 @@ def others(dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], int, int]]:
         arguments |= {"R": "i32", "N": N, "C": C, "BIAS": True, "BLOCK_R": block_r, "BLOCK_N": block_n}
         arguments |= {"BLOCK_C": block_c}
         kernel = linear_cross_entropy.linear_cross_entropy_fwd_kernel
-        found.append((kernel, arguments, linear_cross_entropy.FUSED_WARPS, 0))
+        kernels.append((kernel, arguments, linear_cross_entropy.FUSED_WARPS, 0))
     arguments = {**readout, "p_z": F32, "C": 10_000, "BLOCK_C": linear_cross_entropy.ROW_BLOCK_C}
-    found.append((linear_cross_entropy.linear_cross_entropy_row_kernel, arguments, linear_cross_entropy.ROW_WARPS, 0))
-    return found
+    kernels.append((linear_cross_entropy.linear_cross_entropy_row_kernel, arguments, linear_cross_entropy.ROW_WARPS, 0))
+    return kernels
 
 
 def check_others(dtype: torch.dtype, capability: int) -> None:

@@ -34,14 +34,14 @@ def test_a_tutorial_runs(path: Path, tmp_path: Path) -> None:
 
 def cells(source: str) -> list[tuple[str, str]]:
     """(kind, text) of the cells of a source in percent format; Markdown without its comment signs."""
-    found = []
+    parts = []
     for cell in re.split(r"^# %%", source, flags=re.MULTILINE)[1:]:
         head, _, body = cell.partition("\n")
         if "[markdown]" in head:
-            found.append(("markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)))
+            parts.append(("markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)))
         else:
-            found.append(("code", body.strip()))
-    return found
+            parts.append(("code", body.strip()))
+    return parts
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

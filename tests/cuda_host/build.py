@@ -63,8 +63,8 @@ def nvcc() -> str | None:
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
-    found: str | None = script.Cuda.find_nvcc()
-    return found
+    path: str | None = script.Cuda.find_nvcc()
+    return path
 
 
 def load(folder: Path) -> Any:

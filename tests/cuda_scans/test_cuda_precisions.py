@@ -131,7 +131,7 @@ def test_long_sums_on_tensor_cores_do_not_drift(precision: str, override: Any) -
     h0, x = torch.rand(1, n, generator=generator).bfloat16().float(), torch.zeros(1, 1, n)
     forward = dispatch.leaf("dense_scan", "cuda").dense_scan_fwd
     args = ScanArgs(x, None, None, w, h0, None, None, None, "identity", precision=precision, algorithm="sequential")
-    found = forward(args).hs
+    actual = forward(args).hs
     exact = w.double() @ h0[0].double()
-    bias = float(((found[0, 0].double() - exact) / exact).mean())
+    bias = float(((actual[0, 0].double() - exact) / exact).mean())
     assert abs(bias) < 1.5e-7

@@ -76,8 +76,8 @@ def check_gru(problem: GruProblem, dtype: torch.dtype, backend: str, lengths: Te
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
 
     def run(problem: GruProblem, lengths: Tensor | None) -> dict[str, Tensor]:
-        found = problem.map(Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
-        return {name: tensor.cpu() for name, tensor in found.items()}
+        result = problem.map(Tensor.cuda).run(backend, lengths=None if lengths is None else lengths.cuda())
+        return {name: tensor.cpu() for name, tensor in result.items()}
 
     checks.check_gru(problem, dtype, run, lengths)
 

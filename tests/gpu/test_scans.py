@@ -261,15 +261,15 @@ def test_precisions_of_clusters(op: str, N: int, shared_chunks: int, monkeypatch
 
     def errors(precision: str, tensor: int) -> dict[str, float]:
         monkeypatch.setattr(_call, "overrides", {"path": 1, "tensor": tensor, "shared_chunks": shared_chunks})
-        found = run_scan(there, "cuda", precision=precision)
-        names = [name for name in ("hs", *problem.grad_names()) if found[name].numel()]
-        return {name: float((found[name].cpu() - exact[name]).abs().max() / exact[name].abs().max()) for name in names}
+        result = run_scan(there, "cuda", precision=precision)
+        names = [name for name in ("hs", *problem.grad_names()) if result[name].numel()]
+        return {name: float((result[name].cpu() - exact[name]).abs().max() / exact[name].abs().max()) for name in names}
 
     ieee = errors("ieee", 0)["hs"]
     for precision, bound in {"tf32": 1e-2, "bf16": 1e-1}.items():
-        found = errors(precision, 1)
-        assert max(found.values()) < bound, (precision, found)
-        assert found["hs"] > 20 * ieee
+        result = errors(precision, 1)
+        assert max(result.values()) < bound, (precision, result)
+        assert result["hs"] > 20 * ieee
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -94,8 +94,8 @@ def check_against_cuts(problem: ScanProblem, backend: str, lengths: Tensor, clip
         ours = run(again, own)
         torch.testing.assert_close(ours, hs, rtol=1e-12, atol=1e-13)
         leaves = [t for t in (*again, own) if t is not None and t.requires_grad]
-        found = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
-        for leaf, grad, want in zip(leaves, found, expected, strict=False):
+        gradients = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
+        for leaf, grad, want in zip(leaves, gradients, expected, strict=False):
             torch.testing.assert_close(grad, torch.zeros_like(leaf) if want is None else want, rtol=1e-10, atol=1e-12)
     grad_norm = run_scan(poisoned, backend, **options)["grad_norm"]
     torch.testing.assert_close(grad_norm, norms.sqrt(), rtol=1e-10, atol=1e-12)
@@ -261,6 +261,6 @@ def test_func_transforms_of_many_rows(op: str) -> None:
         y = values(*leaves)
     again = torch.autograd.grad(y, leaves, torch.eye(2), is_grads_batched=True, retain_graph=True)  # by another vmap
     one_by_one = [torch.autograd.grad(value, leaves, retain_graph=True) for value in y]
-    for several, found, *single in zip(batched, again, *one_by_one, strict=True):
+    for several, actual, *single in zip(batched, again, *one_by_one, strict=True):
         torch.testing.assert_close(several, torch.stack(single), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(found, several, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual, several, rtol=1e-4, atol=1e-6)

@@ -121,15 +121,15 @@ def test_gradients_summed_over_many_rows(inputs: str) -> None:
     """The bias gradient of 200 000 rows in float32; parts of the sum are added up in float64."""
     T, B, N = 20000, 10, 4
     x = torch.rand(T, B, 3) if inputs == "features" else torch.randint(0, 3, (T, B))
-    table, found = torch.rand(N, 3), []
+    table, results = torch.rand(N, 3), []
     for dtype in (torch.float32, torch.float64):
         weight, bias = table.to(dtype), torch.zeros(N, dtype=dtype, requires_grad=True)
         values = x.to(dtype) if inputs == "features" else x
         w = 0.3 * torch.eye(N, dtype=dtype)
         functional.dense_scan(values, w, weight=weight, bias=bias, activation="tanh").mean().backward()
         assert bias.grad is not None
-        found.append(bias.grad.double())
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-7
+        results.append(bias.grad.double())
+    assert float((results[0] - results[1]).norm() / results[1].norm()) < 2e-7
 
 
 # ----------------------------------------------------------------------------------------------------------------- taps
@@ -140,11 +140,11 @@ def test_gradients_summed_over_many_rows(inputs: str) -> None:
 )
 def test_a_message_clip_beyond_the_range_of_the_dtype_has_no_effect(dtype: torch.dtype, message_clip: float) -> None:
     w = torch.linspace(-0.5, 0.5, 16).view(4, 4).to(dtype)
-    found = []
+    results = []
     for options in ({}, {"message_clip": message_clip}):
         x = torch.linspace(-1, 1, 24).view(3, 2, 4).to(dtype).requires_grad_()
         loss = functional.dense_scan(x, w, backend="reference", **options).sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        found.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
-    for plain, clipped in zip(*found, strict=True):
+        results.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
+    for plain, clipped in zip(*results, strict=True):
         assert torch.equal(plain, clipped)

@@ -33,9 +33,9 @@ def test_resets_and_lengths_are_cuts(variant: str, state: bool) -> None:
             h = start[b : b + 1] if p.resets[t, b] else h
             h = functional.gru_scan(p.x[t : t + 1, b : b + 1], p.w, h, **options)[0]
             expected[t, b] = h[0]
-    found = p.run("reference", lengths=lengths)
-    torch.testing.assert_close(found["hs"], expected, rtol=1e-12, atol=1e-13)
-    assert_same_bits(found, p.with_poisoned_padding(lengths).run("reference", lengths=lengths))
+    actual = p.run("reference", lengths=lengths)
+    torch.testing.assert_close(actual["hs"], expected, rtol=1e-12, atol=1e-13)
+    assert_same_bits(actual, p.with_poisoned_padding(lengths).run("reference", lengths=lengths))
 
 
 def test_reset_state_defaults_to_h0_and_then_to_zeros() -> None:

@@ -90,8 +90,8 @@ def second_gradients(case: Case, backend: str | None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     total = sum((g * torch.randn(g.shape, dtype=g.dtype, generator=generator)).sum() for g in first)
     assert isinstance(total, Tensor)
-    found = torch.autograd.grad(total, case.leaves, materialize_grads=True, allow_unused=True)
-    return [*(g.detach() for g in first), *found]
+    second = torch.autograd.grad(total, case.leaves, materialize_grads=True, allow_unused=True)
+    return [*(g.detach() for g in first), *second]
 
 
 def scan_cases() -> dict[str, Case]:
@@ -218,13 +218,13 @@ def test_torch_func(name: str) -> None:
     several = [torch.stack([leaf, 1.1 * leaf]) for leaf in plain]
     for dims in ((0,) * len(every), (0,) + (None,) * (len(every) - 1)):
         given = [many if dim == 0 else one for many, one, dim in zip(several, plain, dims, strict=True)]
-        found, wanted = (torch.func.vmap(torch.func.grad(f, every), dims)(*given) for f in (case.loss, reference))
-        torch.testing.assert_close(found, wanted)
+        actual, wanted = (torch.func.vmap(torch.func.grad(f, every), dims)(*given) for f in (case.loss, reference))
+        torch.testing.assert_close(actual, wanted)
 
     with torch.no_grad():  # outside; derivatives are taken inside all the same
         torch.testing.assert_close(torch.func.hessian(case.loss)(*plain), expected[0][0])
-    found = torch.func.grad(lambda *leaves: torch.func.vmap(case.loss)(*leaves).sum(), every)(*several)
-    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(reference, every))(*several))
+    actual = torch.func.grad(lambda *leaves: torch.func.vmap(case.loss)(*leaves).sum(), every)(*several)
+    torch.testing.assert_close(actual, torch.func.vmap(torch.func.grad(reference, every))(*several))
 
 
 def test_a_tap_sees_one_backward() -> None:

@@ -23,13 +23,13 @@ ISAS = ("baseline", "avx2", "avx512")
 def leaks(listing: str, isa: str) -> list[str]:
     """Weak definitions without the name of their instruction set, in the output of ``nm``. Names are mangled, "4avx2"
     in place of "avx2": old versions of nm cannot demangle them all."""
-    found = []
+    symbols = []
     for line in listing.splitlines():
         match = re.match(r"[0-9a-f]+ ([WVu]) (.*)", line)
         # DW.ref.* is a pointer that the exception tables go through: data, the same in every object.
         if match and f"{len(isa)}{isa}" not in match.group(2) and not match.group(2).startswith("DW.ref."):
-            found.append(match.group(2))
-    return found
+            symbols.append(match.group(2))
+    return symbols
 
 
 def built_objects() -> list[tuple[str, Path]]:

@@ -224,8 +224,8 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
 
 def run_gru(p: GruProblem, **options: Any) -> dict[str, Tensor]:
     """Forward and backward of the leaf, everything that comes out."""
-    found: dict[str, Tensor] = p.run_leaves(leaf("gru_scan", "triton"), **options)
-    return found
+    result: dict[str, Tensor] = p.run_leaves(leaf("gru_scan", "triton"), **options)
+    return result
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
