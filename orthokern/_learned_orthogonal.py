@@ -164,12 +164,12 @@ def _descend(w: Tensor, c: float, tol: float, max_steps: int, result: LearnedOrt
         good, bad = error < tol, ~(error <= lost)
         done = good | bad | (steps == max_steps)
         if bool(done.any()):
-            ended, kept = active[done], done & ~bad
+            ended, keep = active[done], done & ~bad
             result.steps[ended] = steps
             result.error[ended] = error[done]
             result.converged[ended] = good[done]
             result.diverged[ended] = bad[done]
-            w[active[kept]] = x[kept]
+            w[active[keep]] = x[keep]
             active, x, gram = active[~done], x[~done], gram[~done]
             if not len(active):
                 break

@@ -43,7 +43,7 @@ _SAVED = object()  # instead of a tensor
 def split_tensors(args: Any) -> tuple[Any, list[Tensor]]:
     """The arguments of an op, a named tuple, without their tensors, and the tensors, for ``ctx.save_for_backward``."""
     options = [value if type(value) in PLAIN or not isinstance(value, Tensor) else _SAVED for value in args]
-    return args._make(options), [value for value, kept in zip(args, options, strict=True) if kept is _SAVED]
+    return args._make(options), [value for value, option in zip(args, options, strict=True) if option is _SAVED]
 
 
 def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:

@@ -284,7 +284,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 self._print_basic_help()
             raise SystemExit(0)
-        known, unknown = self.parse_known_args(arguments)
+        parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             # without the dashes, which all options have in common
             options = [option.lstrip("-") for action in self._actions for option in action.option_strings]
@@ -296,7 +296,7 @@ class Parser(argparse.ArgumentParser):
                 f"unknown {'option' if name.startswith('-') else 'argument'} {name}"
                 + (f": did you mean --{guess}?" if guess else "; see --help")
             )
-        return vars(known)
+        return vars(parsed)
 
 
 def listing(prog: str, text: str) -> int:

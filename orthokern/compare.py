@@ -175,10 +175,10 @@ def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | No
         outputs, gradients, trials = _agreement(theirs, ours, run)
         if trials > 1 and outputs.agree and (gradients is None or gradients.agree):
             notes.append(f"agreed at draw {trials} of the weights: near a kink of relu rounding decides the branch")
-        kept = (_kept_mib(theirs, run), _kept_mib(ours, run))
+        saved = (_saved_mib(theirs, run), _saved_mib(ours, run))
         forward, backward, peaks = _time((theirs, ours), run, rounds)
     backends, head = _backends(Conversion(ours, report)), _head(module, run)
-    return Comparison(head, report, backends, forward, backward, kept, peaks, outputs, gradients, tuple(notes))
+    return Comparison(head, report, backends, forward, backward, saved, peaks, outputs, gradients, tuple(notes))
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
@@ -334,15 +334,15 @@ def _largest(values: list[Tensor], others: list[Tensor]) -> float:
 # ---- time and memory ---------------------------------------------------------------------------------------------
 
 
-def _kept_mib(module: nn.Module, run: _Run) -> float:
+def _saved_mib(module: nn.Module, run: _Run) -> float:
     """MiB of the storages that the graph of one forward holds, without those of parameters and inputs."""
     inputs = run.fresh_inputs()
-    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *_tensors(inputs)]}
+    excluded = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *_tensors(inputs)]}
     sizes: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in excluded:
             sizes[storage.data_ptr()] = storage.nbytes()
         return t
 

@@ -146,8 +146,8 @@ def copied(module: nn.Module, otherwise: str = "") -> nn.Module:
     try:
         return copy.deepcopy(module)
     except Exception as error:  # a model may hold anything
-        said = (str(error).splitlines() or [""])[0]
-        raise InputError(f"the model cannot be copied ({type(error).__name__}: {said}){otherwise}") from error
+        message = (str(error).splitlines() or [""])[0]
+        raise InputError(f"the model cannot be copied ({type(error).__name__}: {message}){otherwise}") from error
 
 
 def _place(name: str) -> str:
@@ -170,7 +170,7 @@ def _obstacle(module: Any) -> str | None:
     if kind not in _KINDS:
         return _foreign(module)
     # torch.nn.Module calls the functions in dictionaries named _..._hooks; the new module would not, at the same place
-    hooks = [name for name, held in module.__dict__.items() if name.endswith("_hooks") and held]
+    hooks = [name for name, value in module.__dict__.items() if name.endswith("_hooks") and value]
     if hooks:
         return f"it has {', '.join(name[1:].replace('_', ' ') for name in hooks)}"
     if "forward" in module.__dict__:

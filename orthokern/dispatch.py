@@ -159,9 +159,9 @@ def _silent_device() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        said = " ".join(str(error).split())
-        if "No CUDA GPUs are available" not in said:
-            return f"the CUDA driver does not initialise: {said}"
+        message = " ".join(str(error).split())
+        if "No CUDA GPUs are available" not in message:
+            return f"the CUDA driver does not initialise: {message}"
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "no CUDA device" + ("" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})")
 
@@ -250,9 +250,8 @@ def choose(op: str, backend: str | None, call: Call) -> str:
     for candidate in AUTO_ORDER:
         why = reasons(op, candidate, call)
         lines.append(f"{candidate}: {' and '.join(why) if why else 'can serve this call'}")
-    asked = "no backend" if name == "auto" else f"backend {name!r} cannot serve"
-    verb = " serves" if name == "auto" else ""
-    raise BackendUnavailable(f"{asked}{verb} {op} ({dtype_name(call.dtype)} on {call.device.type}): {'; '.join(lines)}")
+    text = f"no backend serves {op}" if name == "auto" else f"backend {name!r} cannot serve {op}"
+    raise BackendUnavailable(f"{text} ({dtype_name(call.dtype)} on {call.device.type}): {'; '.join(lines)}")
 
 
 def explain_call(op: str, backend: str | None, call: Call) -> str:
@@ -262,21 +261,21 @@ def explain_call(op: str, backend: str | None, call: Call) -> str:
         InputError: for an unknown op or backend.
     """
     one_of("op", op, _tables)
-    asked, head = requested(backend), f"{op} ({call})"
+    request, head = requested(backend), f"{op} ({call})"
     try:
         chosen = choose(op, backend, call)
-        lines = [f"{head}: backend {asked!r} takes {chosen}"]
+        lines = [f"{head}: backend {request!r} takes {chosen}"]
     except BackendUnavailable:
         chosen = ""
-        lines = [f"{head}: backend {asked!r} cannot serve" if asked != "auto" else f"{head}: no backend serves"]
+        lines = [f"{head}: no backend serves" if request == "auto" else f"{head}: backend {request!r} cannot serve"]
     for name in AUTO_ORDER:
         why = reasons(op, name, call)
         if name == chosen:
-            text = "chosen" if asked == "auto" else "asked for, and it can serve"
+            text = "chosen" if request == "auto" else "asked for, and it can serve"
         elif why:
             text = " and ".join(why)
         else:
-            text = "could serve, and comes later in the order of auto" if asked == "auto" else "could serve"
+            text = "could serve, and comes later in the order of auto" if request == "auto" else "could serve"
         lines.append(f"  {name}: {text}")
     return "\n".join(lines)
 

@@ -85,9 +85,9 @@ def explain(
         return f"{head}\n{dispatch.explain()}"
     require(isinstance(features, (tuple, list)), "features", "a tuple of names", repr(features))
     kinds = [("op", [op], ops.NAMES), ("size", sizes, LETTERS), ("algorithm", [algorithm], check.ALGORITHMS)]
-    for kind, given, known in [*kinds, ("feature", features, FEATURES)]:
-        for name in given:
-            errors.one_of(kind, name, known)
+    for kind, values, accepted in [*kinds, ("feature", features, FEATURES)]:
+        for name in values:
+            errors.one_of(kind, name, accepted)
     sizes = {letter: errors.integer(letter, size, 0) for letter, size in sizes.items()}
     if "N" in sizes:
         sizes.setdefault("K", sizes["N"])

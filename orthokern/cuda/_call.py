@@ -133,8 +133,8 @@ def plan(name: str, device: torch.device, sizes: Mapping[str, int]) -> dict[str,
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned(name: str, device: int, asked: tuple[tuple[str, int], ...], **sizes: int) -> dict[str, int]:
-    planned: dict[str, int] = getattr(kernels, name)({**sizes, "overrides": dict(asked), "device": device})
+def _planned(name: str, device: int, overridden: tuple[tuple[str, int], ...], **sizes: int) -> dict[str, int]:
+    planned: dict[str, int] = getattr(kernels, name)({**sizes, "overrides": dict(overridden), "device": device})
     return planned
 
 

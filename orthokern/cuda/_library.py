@@ -51,10 +51,10 @@ def _product_of_library(function: Any, left: Tensor, right: Tensor, out: Tensor,
     (R, K), C = left.shape, right.shape[1]
     (of_left, *left_matrix), (of_right, *right_matrix) = _factor(left), _factor(right)
     one, old = ctypes.c_float(1), ctypes.c_float(int(add))
-    asked = of_right, of_left, C, R, K, ctypes.byref(one), *right_matrix, *left_matrix, ctypes.byref(old)
+    operands = of_right, of_left, C, R, K, ctypes.byref(one), *right_matrix, *left_matrix, ctypes.byref(old)
     of_out = native.address(out), _TYPES[out.dtype], out.stride(0)
     handle = torch.cuda.current_blas_handle()
-    status = function(handle, *asked, *of_out, _COMPUTE[right.dtype], _DEFAULT_ALGORITHM)
+    status = function(handle, *operands, *of_out, _COMPUTE[right.dtype], _DEFAULT_ALGORITHM)
     if status:
         raise RuntimeError(f"cublasGemmEx returned {status}")
 

@@ -85,29 +85,29 @@ def run(
     own = Steps(op, tensors)
     device = own.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kept = None
+        buffers = None
         if steps >= 2 * _WINDOW and max(t.numel() for t in tensors.values()) <= _LARGEST_MAP and _may_record(device):
             layout = tuple((name, t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items())
-            kept = _kept(op, variant, device, _stream_address(device), layout)
-            if not kept.lock.acquire(blocking=False):  # another thread uses them
-                kept = None
-        if kept is None:
+            buffers = _kept(op, variant, device, _stream_address(device), layout)
+            if not buffers.lock.acquire(blocking=False):  # another thread uses them
+                buffers = None
+        if buffers is None:
             _store(own, sizes, args, opening)
             return own.window(launch, steps)
         try:
-            for name, tensor in kept.tensors.items():
+            for name, tensor in buffers.tensors.items():
                 tensor.copy_(tensors[name])
-            _store(kept, sizes, args, opening)
+            _store(buffers, sizes, args, opening)
             for begin in range(0, steps, _WINDOW):
                 count = min(_WINDOW, steps - begin)
-                if count == _WINDOW and kept.replay is not None:
-                    kept.replay()
+                if count == _WINDOW and buffers.replay is not None:
+                    buffers.replay()
                     continue
-                kept.window(launch, count)
-                if kept.replay is None:  # the library has been initialised by now
-                    kept.replay = _recorded(device, functools.partial(kept.window, launch, _WINDOW))
+                buffers.window(launch, count)
+                if buffers.replay is None:  # the library has been initialised by now
+                    buffers.replay = _recorded(device, functools.partial(buffers.window, launch, _WINDOW))
         finally:
-            kept.lock.release()
+            buffers.lock.release()
 
 
 def _store(

@@ -40,7 +40,7 @@ def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> li
         alive += tensors.values()
         matrices.append(native.addressed(sizes, tensors))
     if matrices:
-        given = {"dtype": DTYPES[first.dtype], "matrices": matrices}
-        workspace = native.workspace("cayley_workspace", first.device, given, {})
-        native.call("cayley", first.device, given, {"workspace": workspace})
+        problem = {"dtype": DTYPES[first.dtype], "matrices": matrices}
+        workspace = native.workspace("cayley_workspace", first.device, problem, {})
+        native.call("cayley", first.device, problem, {"workspace": workspace})
     return outs

@@ -67,12 +67,12 @@ def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
     """
     validation = integer("validation", validation, minimum=0)
     train, test = _read_part(folder, "train"), _read_part(folder, "t10k")
-    kept = len(train) - validation
-    if kept < 1:
+    split = len(train) - validation
+    if split < 1:
         raise InputError(f"validation must be below {len(train)}, the number of training images, got {validation}")
     return Mnist(
-        train=Labelled(train.images[:kept], train.labels[:kept]),
-        validation=Labelled(train.images[kept:], train.labels[kept:]),
+        train=Labelled(train.images[:split], train.labels[:split]),
+        validation=Labelled(train.images[split:], train.labels[split:]),
         test=test,
     )
 

@@ -88,8 +88,8 @@ class Rolls:
         step = begin + torch.arange(steps, device="cpu").unsqueeze(1)  # [T, B]
         valid = step + 1 < self.lengths[pieces]
         place = (self.offsets[pieces] + step).clamp(max=len(self.notes) - 2)
-        kept = valid.unsqueeze(-1)
-        return RollWindow(self.notes[place].float() * kept, self.notes[place + 1].float() * kept, valid, begin == 0)
+        mask = valid.unsqueeze(-1)
+        return RollWindow(self.notes[place].float() * mask, self.notes[place + 1].float() * mask, valid, begin == 0)
 
     def whole(self, batch: int, steps: int) -> Iterator[tuple[int, RollWindow]]:
         """All pieces once, for evaluation: (rows, window), where the window continues the first `rows` pieces of the

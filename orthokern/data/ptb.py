@@ -246,13 +246,13 @@ def _sentences(path: Path, content: bytes, max_length: int | None) -> Sentences:
     """The lines of a file of at most max_length characters, as tokens."""
     lines = _lines(path, content)
     limit = math.inf if max_length is None else integer("max_length", max_length)
-    kept = [line for line in lines if len(line) <= limit]
-    if not kept:
+    short = [line for line in lines if len(line) <= limit]
+    if not short:
         shortest = min(map(len, lines))
         raise InputError(
             f"{path} has no sentence of at most max_length = {max_length} characters; its shortest has {shortest}"
         )
-    encoded = "".join(kept).replace("<unk>", _UNKNOWN).encode().translate(_IDS)
+    encoded = "".join(short).replace("<unk>", _UNKNOWN).encode().translate(_IDS)
     tokens = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
     lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))

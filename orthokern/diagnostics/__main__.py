@@ -123,15 +123,15 @@ def _draw(figure: str, runs: Sequence[RunRecord], options: Settings, quantities:
 
 
 def _quantities(runs: Sequence[RunRecord], options: Settings) -> list[str]:
-    known = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities))
+    recorded = list(dict.fromkeys(quantity for run in runs for quantity in run.quantities))
     if "quantity" not in options:
         held_out = dict.fromkeys(name for run in runs for name in comparison.best_held_out(run))
-        return [name for name in (*_QUANTITIES, *held_out) if name in known]
+        return [name for name in (*_QUANTITIES, *held_out) if name in recorded]
     for quantity in options["quantity"]:
-        if quantity not in known:
-            if not known:
+        if quantity not in recorded:
+            if not recorded:
                 raise InputError(f"--quantity {quantity}: no record of {_all_of(runs)} holds a number yet")
-            raise unknown_name("--quantity", quantity, known)
+            raise unknown_name("--quantity", quantity, recorded)
     return list(options["quantity"])
 
 

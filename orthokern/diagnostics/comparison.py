@@ -58,11 +58,11 @@ def labels(runs: Sequence[RunRecord], names: Sequence[str] | None = None) -> lis
     ]
 
 
-def telling_settings(runs: Sequence[RunRecord], known: Sequence[str] = ()) -> list[str]:
-    """The differing settings that are needed, besides those that are `known`, to distinguish the runs, in order. A
+def telling_settings(runs: Sequence[RunRecord], shown: Sequence[str] = ()) -> list[str]:
+    """The differing settings that are needed, besides those that are `shown`, to distinguish the runs, in order. A
     setting that is determined by earlier ones (for example a learning rate that depends on T) is left out."""
     names: list[str] = []
-    apart = [(run.task, *(setting_text(run, name) for name in known)) for run in runs]
+    apart = [(run.task, *(setting_text(run, name) for name in shown)) for run in runs]
     for name in differing_settings(runs):
         further = [(*values, setting_text(run, name)) for values, run in zip(apart, runs, strict=True)]
         if len(set(further)) > len(set(apart)):
@@ -72,9 +72,9 @@ def telling_settings(runs: Sequence[RunRecord], known: Sequence[str] = ()) -> li
 
 def check_settings(argument: str, runs: Sequence[RunRecord], names: Iterable[str]) -> None:
     """Raises InputError for a name that is a setting of no run."""
-    known = list(dict.fromkeys(name for run in runs for name in run.settings))
+    settings = list(dict.fromkeys(name for run in runs for name in run.settings))
     for name in names:
-        one_of(argument, name, known)
+        one_of(argument, name, settings)
 
 
 def setting_text(run: RunRecord, name: str) -> str:

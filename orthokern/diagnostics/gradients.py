@@ -17,5 +17,5 @@ def thin_profile(norms: Tensor, points: int = 64) -> list[float]:
         >>> thin_profile(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), points=3)
         [1.0, 3.0, 5.0]
     """
-    kept = norms[torch.tensor(profile_steps(len(norms), points), device=norms.device)].tolist()
-    return [float(f"{value:.6g}") for value in kept]
+    values = norms[torch.tensor(profile_steps(len(norms), points), device=norms.device)].tolist()
+    return [float(f"{value:.6g}") for value in values]

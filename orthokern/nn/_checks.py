@@ -129,10 +129,10 @@ def largest_deviation(matrices: Iterable[Tensor]) -> float:
     return float(torch.tensor([*map(deviation, matrices)], dtype=torch.float64, device="cpu").max())
 
 
-def check_loaded_orthogonal(name: str, loaded: Any, held: Tensor) -> None:
-    """Rejects a base B [N,N] from a state_dict, to be loaded into `held`, that is not orthogonal. load_state_dict
+def check_loaded_orthogonal(name: str, loaded: Any, parameter: Tensor) -> None:
+    """Rejects a base B [N,N] from a state_dict, to be loaded into `parameter`, that is not orthogonal. load_state_dict
     itself rejects other shapes."""
-    if not isinstance(loaded, Tensor) or loaded.shape != held.shape or loaded.is_meta:
+    if not isinstance(loaded, Tensor) or loaded.shape != parameter.shape or loaded.is_meta:
         return
     off = deviation(loaded.double())
     if not off <= LOADED_TOLERANCE:

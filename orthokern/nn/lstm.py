@@ -93,8 +93,8 @@ class LSTM(Layers):
         if hx is None:
             return None
         if not isinstance(hx, (tuple, list)) or [isinstance(part, Tensor) for part in hx] != [True, True]:
-            given = hx if isinstance(hx, (tuple, list)) else [hx]
-            got = f"{len(given)} parts" if len(given) > 2 else " and ".join(type(part).__name__ for part in given)
+            items = hx if isinstance(hx, (tuple, list)) else [hx]
+            got = f"{len(items)} parts" if len(items) > 2 else " and ".join(type(part).__name__ for part in items)
             raise InputError(f"hx must be a pair of tensors (h, c) or None, got {got}")
         check = super()._checked_hx
         parts: Any = [check(part, batch, device, f"{of} of hx") for part, of in zip(hx, "hc", strict=True)]

@@ -279,8 +279,8 @@ def scan_args(
     try:
         args = ScanArgs(x, v, s, like, h0, **options)  # type: ignore[arg-type]  # h0 may still be None
     except TypeError:
-        known = ScanOptions.__annotations__
-        raise unknown_name("argument", next(name for name in options if name not in known), known) from None
+        accepted = ScanOptions.__annotations__
+        raise unknown_name("argument", next(name for name in options if name not in accepted), accepted) from None
     bias = args.bias
     N, x = like.shape[0], _input(args, like_name, small_ids)
     if bias is not None:

@@ -124,10 +124,10 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def filled(results: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
-    """The results with an empty tensor for each None, also if the op with the arguments ``given`` has none: a
+def filled(results: tuple[Tensor | None, ...], args: tuple[Any, ...] = ()) -> tuple[Tensor, ...]:
+    """The results with an empty tensor for each None, also if the op with the arguments ``args`` has none: a
     result of a torch op is a tensor."""
-    like = next(tensor for tensor in (*results, *given) if isinstance(tensor, Tensor))
+    like = next(tensor for tensor in (*results, *args) if isinstance(tensor, Tensor))
     # torch.empty: new_empty is many times slower below autograd
     return tuple([torch.empty(0, dtype=like.dtype, device=like.device) if t is None else t for t in results])
 

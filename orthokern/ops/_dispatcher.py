@@ -71,13 +71,13 @@ def one_cotangent_at_a_time(rule: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(rule)
-    def call(ctx: Any, *given: Any) -> Any:
-        if not vmapped() or not any(map(_batched, given)):
-            return rule(ctx, *given)
+    def call(ctx: Any, *args: Any) -> Any:
+        if not vmapped() or not any(map(_batched, args)):
+            return rule(ctx, *args)
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
-        size = max(len(torch._remove_batch_dim(t, level, 1, 0)) for t in given if _batched(t))
-        of_all = [torch._remove_batch_dim(t, level, size, 0) if isinstance(t, Tensor) else [t] * size for t in given]
+        size = max(len(torch._remove_batch_dim(t, level, 1, 0)) for t in args if _batched(t))
+        of_all = [torch._remove_batch_dim(t, level, size, 0) if isinstance(t, Tensor) else [t] * size for t in args]
         torch._C._vmapmode_decrement_nesting()
         try:
             results = _stacked([call(ctx, *(tensors[i] for tensors in of_all)) for i in range(size)])

@@ -73,21 +73,20 @@ class CustomOp:
         _LIBRARY.impl(name, untraced(self.guarded), "CompositeExplicitAutograd")
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self._batched, lib=_LIBRARY)
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Call the op, without torch's dispatcher if ``orthokern/ops/_dispatcher.py`` permits that."""
-        if not can_bypass_dispatcher(given):
-            return self.packet(*given)
+        if not can_bypass_dispatcher(args):
+            return self.packet(*args)
         if torch.is_grad_enabled() and self.apply is not None:
-            return self.apply(*given, *self.defaults[len(given) :], None)
-        return self.kernel(*given)
+            return self.apply(*args, *self.defaults[len(args) :], None)
+        return self.kernel(*args)
 
-    def _batched(self, info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+    def _batched(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """The rule of torch.func.vmap: one call per model, and the results stacked. in_dims: the position of the
         models' dimension in every argument, None for an argument without it."""
         # The derivative of unbind writes the gradient of all models once; that of R selects would write it R times.
         arguments = [
-            (a,) * info.batch_size if place is None else a.unbind(place)
-            for a, place in zip(given, in_dims, strict=True)
+            (a,) * info.batch_size if place is None else a.unbind(place) for a, place in zip(args, in_dims, strict=True)
         ]
         results = [self(*of_one) for of_one in zip(*arguments, strict=True)]
         if isinstance(results[0], Tensor):
@@ -104,24 +103,24 @@ class CustomOp:
         required = [(i, a.name) for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
 
         @functools.wraps(function)
-        def call(*given: Any) -> Any:
-            given = (*given, *self.defaults[len(given) :])
+        def call(*args: Any) -> Any:
+            args = (*args, *self.defaults[len(args) :])
             for index, name in required:
-                if given[index] is None:
+                if args[index] is None:
                     raise InputError(f"{self.name}: {name} is None: accepted is a tensor")
             for index, name in tensors:
-                tensor = given[index]
+                tensor = args[index]
                 if tensor is not None and (tensor.ndim == 0 or tensor.layout is not torch.strided):
                     kind = "0-dimensional" if tensor.ndim == 0 else str(tensor.layout).removeprefix("torch.")
                     raise InputError(
                         f"{self.name}: {name} is a {kind} tensor: accepted is a strided one of at least one dimension"
                     )
             try:
-                results = function(*given)
+                results = function(*args)
             except (ValueError, IndexError) as error:
                 _refuse_shapes(self.name, error)
                 raise
-            return filled(results, given) if isinstance(results, tuple) else results
+            return filled(results, args) if isinstance(results, tuple) else results
 
         return call
 
@@ -169,8 +168,8 @@ class CustomOp:
         # not of Function, whose `apply` would process all transforms of torch.func
         self.apply = apply = type(self.name, (_SingleLevelFunction,), members).apply  # type: ignore[attr-defined]
 
-        def autograd_kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
-            inputs = (*given, *self.defaults[len(given) :])
+        def autograd_kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+            inputs = (*args, *self.defaults[len(args) :])
             keys = keys & torch._C._after_autograd_keyset
             if torch.is_grad_enabled():
                 # Of several transforms only the outermost one, torch.func.grad, is due here: the dispatcher calls this

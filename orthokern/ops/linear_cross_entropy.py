@@ -135,14 +135,14 @@ def _fwd_fake(
 
 def _differentiable(grad_loss: Tensor, needs: Sequence[bool], *inputs: Any) -> tuple[Tensor | None, ...]:
     # views, so that an input's gradient excludes its other paths to the loss, such as hidden states of the weight
-    given: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs[:3]]
-    (rows, weight, bias), (target, reduction) = given, inputs[3:]
+    views: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs[:3]]
+    (rows, weight, bias), (target, reduction) = views, inputs[3:]
     if not _is_read(target):  # on a CPU the forward has checked it
         rows, target = _checked(rows, target, weight.shape[0], for_reference=True)
     reference = dispatch.leaf("linear_cross_entropy", "reference")
     loss = reference.linear_cross_entropy_fwd(rows, Readout(weight, bias, target, reduction), need_grad=False).loss
-    wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need]
-    grads = iter(torch.autograd.grad(loss, wanted, grad_loss, create_graph=True))
+    required = [tensor for tensor, need in zip(views, needs, strict=True) if need]
+    grads = iter(torch.autograd.grad(loss, required, grad_loss, create_graph=True))
     return tuple(next(grads) if need else None for need in needs)
 
 

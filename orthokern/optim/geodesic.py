@@ -138,9 +138,9 @@ class GeodesicSGD(Optimizer):
         return counters_on_host(super().state_dict())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        known = state.get("defaults") or self.defaults  # in `state` if it is that of a pickle
+        defaults = state.get("defaults") or self.defaults  # in `state` if it is that of a pickle
         for index, group in enumerate(state["param_groups"]):
-            lacking = sorted(known.keys() - group.keys() - {"differentiable"})  # which torch adds to defaults
+            lacking = sorted(defaults.keys() - group.keys() - {"differentiable"})  # which torch adds to defaults
             accepted = f"that of a {type(self).__name__}"
             require(not lacking, f"group {index} of the state_dict", accepted, f"one without {', '.join(lacking)}")
         super().__setstate__(state)

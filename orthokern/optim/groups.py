@@ -218,9 +218,9 @@ class CombinedOptimizer(Optimizer):
         groups, loaded = list(state["param_groups"]), state["state"]  # from Optimizer.load_state_dict
         for part in self.parts.values():
             own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            held = {p for group in own for p in group["params"]}
+            parameters = {p for group in own for p in group["params"]}
             part_state: defaultdict[Tensor, Any] = defaultdict(dict)
-            part_state.update({p: value for p, value in loaded.items() if p in held})
+            part_state.update({p: value for p, value in loaded.items() if p in parameters})
             part.__setstate__({"state": part_state, "param_groups": own})
         self._one_rate = self._alike()
 

@@ -110,13 +110,13 @@ def run_steps(args: ScanArgs, alive: Tensor | None) -> ScanStates:
     for t, e_t in enumerate(e.unbind(0)):
         if checkpoint_every and t % checkpoint_every == 0:
             entering.append(h)
-        here = None if alive is None else alive[t]
+        alive_t = None if alive is None else alive[t]
         start = h if args.resets is None else started(h, args.resets[t], args.reset_state)
-        a = without_padding(product(args, start) + e_t, here)
+        a = without_padding(product(args, start) + e_t, alive_t)
         if args.message_clip > 0:
             a = ClippedMessage.apply(a, args.message_clip)
         phi = activation_fwd(a, args.act_param, activation=args.activation)
-        h = without_padding(phi if args.leak is None else (1 - args.leak) * start + args.leak * phi, here)
+        h = without_padding(phi if args.leak is None else (1 - args.leak) * start + args.leak * phi, alive_t)
         states.append(h)
         pre.append(a)
     return ScanStates(

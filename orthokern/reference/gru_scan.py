@@ -50,7 +50,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     h = h0
     states, gates, pre = [], [], []
     for t, x_t in enumerate(without_padding(x, alive).unbind(0)):
-        here = None if alive is None else alive[t]
+        alive_t = None if alive is None else alive[t]
         h = h if args.resets is None else started(h, args.resets[t], args.reset_state)
         x_r, x_z, x_n = x_t.split(N, 1)
         r = torch.sigmoid(h @ w_r.mT + b_r + x_r)
@@ -60,10 +60,10 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
         else:
             q = h @ w_n.mT + b_n
             n = torch.tanh(r * q + x_n)
-            pre.append(without_padding(q, here))
-        h = without_padding(z * h + (1 - z) * n, here)
+            pre.append(without_padding(q, alive_t))
+        h = without_padding(z * h + (1 - z) * n, alive_t)
         states.append(h)
-        gates.append(without_padding(torch.cat([r, z, n], 1), here))
+        gates.append(without_padding(torch.cat([r, z, n], 1), alive_t))
     return GruStates(torch.stack(states), torch.stack(gates), torch.stack(pre) if pre else None)
 
 

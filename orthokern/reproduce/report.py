@@ -113,8 +113,8 @@ def _shown(experiment: Experiment, record: RunRecord) -> Row:
         curves[field] = [[r["iteration"], r[field]] for r in chosen]
     if "last_grad_norm_through_time" in curves:  # drawn instead of the gradient of the whole loss
         curves.pop("grad_norm_through_time", None)
-    told = {"task": record.task, "baseline": record.config.get("baseline"), "time_steps": record.time_steps}
-    return {**told, "curves": curves}
+    facts = {"task": record.task, "baseline": record.config.get("baseline"), "time_steps": record.time_steps}
+    return {**facts, "curves": curves}
 
 
 def figure_name(experiment: Experiment, labels: Mapping[str, str]) -> str:
@@ -232,8 +232,8 @@ def _cells(experiment: Experiment, group: Sequence[Row], headings: Sequence[str]
     cells = [group[0]["labels"].get(heading, "") for heading in headings]
     for measure in experiment.measures:
         theirs, ours = group[0]["published"].get(measure.title), [row["ours"].get(measure.title) for row in group]
-        known = [value for value in ours if value is not None]
-        middle = (statistics.fmean if measure.rate else statistics.median)(known) if known else None
+        numbers = [value for value in ours if value is not None]
+        middle = (statistics.fmean if measure.rate else statistics.median)(numbers) if numbers else None
         form = partial(_number, digits=measure.digits)
         text = form(middle) if measure.rate else spread(ours, form)
         if measure.title in published:

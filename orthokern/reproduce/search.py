@@ -105,17 +105,17 @@ def look(search: Run, plan: Plan) -> Row:
 def _cells(search: Run, state: Row) -> list[str]:
     """One row of the table."""
     solved, published = state["iterations"], search.published.get(PUBLISHED)
-    longest, known = state["longest"], state["longest"] is not None
+    longest, begun = state["longest"], state["longest"] is not None
     reached = f"≥ {longest}" if not state["complete"] or state["failed"] is None else str(longest)
     difference = "–" if published is None or not state["complete"] else f"{longest - published:+d}"
     return [
         *search.labels.values(),
         "–" if published is None else str(published),
-        reached if known else "–",
+        reached if begun else "–",
         difference,
         str(solved[str(longest)]) if longest else "–",
         "–" if state["failed"] is None else f"{state['failed']}: {state['outcome']}",
-        f"{state['seconds'] / 3600:.2f}" if known else "–",
+        f"{state['seconds'] / 3600:.2f}" if begun else "–",
         state["state"],
     ]
 
@@ -128,10 +128,10 @@ def report_searches(spec: Mapping[str, Any], searches: Sequence[Run], plan: Plan
     trained = []
     for search in searches:
         state = look(search, plan)
-        known = bool(state["iterations"]) or state["failed"] is not None
-        state["longest"] = max(map(int, state["iterations"]), default=0) if known else None
+        begun = bool(state["iterations"]) or state["failed"] is not None
+        state["longest"] = max(map(int, state["iterations"]), default=0) if begun else None
         state["seconds"] = sum(state["seconds_by_length"].values())
-        state["state"] = "not run" if not known else "done" if state["complete"] else "unfinished"
+        state["state"] = "not run" if not begun else "done" if state["complete"] else "unfinished"
         problem, network, _ = search.labels.values()
         rows.append({"name": search.name, **search.labels, "published": search.published.get(PUBLISHED)} | state)
         lengths = {int(T): count for T, count in state["iterations"].items()}

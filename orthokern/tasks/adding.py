@@ -255,14 +255,14 @@ class Adding(DrawnTask):
         super().__init__(data, settings)
         self.build(AddingModel(settings))
         self.running_error = self.baseline
-        # units without input: Note [Settings that solve it at any length]
-        self.held = ~gates(settings.hidden).to(self.device)
+        # units, see Note [Settings that solve it at any length]
+        self.without_input = ~gates(settings.hidden).to(self.device)
 
     def clip_gradients(self) -> None:
         if self.settings.start == "silent":
             for name, parameter in self.rnn.named_parameters():
                 if name.startswith(("weight_ih", "bias")) and parameter.grad is not None:
-                    parameter.grad[self.held] = 0.0
+                    parameter.grad[self.without_input] = 0.0
         super().clip_gradients()
 
     def wants_evaluation(self, iteration: int, metrics: dict[str, Any]) -> bool:

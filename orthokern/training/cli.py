@@ -99,33 +99,34 @@ Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or a 
 Chosen = TypeVar("Chosen", bound=RunOptions)
 
 
-def resolve(given: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
+def resolve(passed: Settings, defaults: Settings, presets: Mapping[str, Settings], stored: Settings | None) -> Settings:
     """All settings of a run. The sources, in order of precedence, are the command line, the run to resume, the preset
     and the defaults."""
-    if "iterations" in given and "epochs" in defaults:
-        if "epochs" in given:
-            raise InputError(f"--epochs {given['epochs']} and --iterations {given['iterations']}: give one of the two")
-        given = {"epochs": None, **given}
+    if "iterations" in passed and "epochs" in defaults:
+        if "epochs" in passed:
+            both = f"--epochs {passed['epochs']} and --iterations {passed['iterations']}"
+            raise InputError(f"{both}: give one of the two")
+        passed = {"epochs": None, **passed}
     if stored is None:
-        settings = {**defaults, **presets.get(given.get("preset") or "", {}), **given}
+        settings = {**defaults, **presets.get(passed.get("preset") or "", {}), **passed}
     else:
-        for key in sorted(given):
-            if key not in FREE_SETTINGS and key in stored and given[key] != stored[key]:
+        for key in sorted(passed):
+            if key not in FREE_SETTINGS and key in stored and passed[key] != stored[key]:
                 raise CheckpointError(
-                    f"{_change(key, given[key], stored[key])}; leave the option out, or start a new run"
+                    f"{_change(key, passed[key], stored[key])}; leave the option out, or start a new run"
                 )
-        settings = {**defaults, **stored, **given}
+        settings = {**defaults, **stored, **passed}
     if settings.get("backend") is None:  # a name from here on: it is recorded, and a resumed run uses the same one
         settings["backend"] = requested(None)
     return settings
 
 
-def _change(key: str, given: Any, stored: Any) -> str:
+def _change(key: str, passed: Any, stored: Any) -> str:
     """The message for an option that differs from the run to resume, with option and values as they are typed."""
     typed = dashed(key)
-    if isinstance(given, bool):
-        return f"{typed if given else dashed('no_' + key)}: the run to resume was started without it"
-    new, old = ("none" if value is None else value for value in (given, stored))
+    if isinstance(passed, bool):
+        return f"{typed if passed else dashed('no_' + key)}: the run to resume was started without it"
+    new, old = ("none" if value is None else value for value in (passed, stored))
     return f"{typed} {new}: the run to resume has {typed} {old}"
 
 
@@ -214,17 +215,17 @@ class TaskCommand(Generic[Chosen]):
 
         return command(body)
 
-    def _run(self, given: Settings, started: float) -> int:
-        resumed, out = given.pop("resume", None), given.pop("out", None)
+    def _run(self, passed: Settings, started: float) -> int:
+        resumed, out = passed.pop("resume", None), passed.pop("out", None)
         if resumed is not None and out not in (None, resumed):
             raise InputError(
                 f"--resume {resumed} and --out {out}: a run is resumed in its own folder; give one of the two"
             )
         run = None if resumed is None else RunFolder.open(resumed, self.name)
         try:
-            settings = self.settings(given, run)
+            settings = self.settings(passed, run)
             with _memory_errors(settings):
-                task = self._task(given, settings)
+                task = self._task(passed, settings)
                 settings.iterations_per_epoch = task.iterations_per_epoch
                 if run is None:
                     run = RunFolder.create(out, self.name, asdict(settings), task.facts())
@@ -241,19 +242,19 @@ class TaskCommand(Generic[Chosen]):
         say(outcome.message, sys.stderr if outcome.exit_code else sys.stdout)
         return outcome.exit_code
 
-    def settings(self, given: Settings, run: RunFolder | None = None) -> Chosen:
+    def settings(self, passed: Settings, run: RunFolder | None = None) -> Chosen:
         """The complete, checked settings of a command line; `run`: the folder of the run that it resumes."""
         stored = None if run is None else run.config["settings"]
-        settings = self.complete(resolve(given, self.defaults, self.presets, stored))
+        settings = self.complete(resolve(passed, self.defaults, self.presets, stored))
         if run is not None:
             try:
                 device(settings.device)  # the run may be from another machine
             except ArgumentTypeError as error:
                 raise CheckpointError(f"{run.path / 'config.json'}: device: {error}") from None
-        check_effect(settings, given)
+        check_effect(settings, passed)
         return settings
 
-    def _task(self, given: Settings, settings: Chosen) -> Task:
+    def _task(self, passed: Settings, settings: Chosen) -> Task:
         """Prepares the process, and builds the task."""
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -263,6 +264,6 @@ class TaskCommand(Generic[Chosen]):
         torch.set_flush_denormal(True)
         seed_all(settings.seed)
         task = self.build(settings)
-        if given.get("last_step_gradient") and type(task).last_step_loss is Task.last_step_loss:
+        if passed.get("last_step_gradient") and type(task).last_step_loss is Task.last_step_loss:
             raise InputError(f"--last-step-gradient: the task {self.name} has no separate loss of its last time step")
         return task

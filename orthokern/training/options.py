@@ -153,10 +153,10 @@ def check_effect(settings: Options, names: Iterable[str]) -> None:
         if name not in declared or value in (None, declared[name].off) or value is False or acts(name):
             continue
         needed = " or ".join(_with(other, values) for other, values in only[name].items())
-        given = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
+        shown = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
         first = getattr(settings, next(iter(only[name])))
         rest = "" if first is None or isinstance(first, bool) else f", not {first}"
-        raise InputError(f"{dashed(name)}{given}: only {needed}{rest}")
+        raise InputError(f"{dashed(name)}{shown}: only {needed}{rest}")
 
 
 def _with(name: str, values: tuple[Any, ...]) -> str:

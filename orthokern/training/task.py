@@ -143,8 +143,8 @@ class Task(ABC):
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         """The numbers shown in the progress bar, one line."""
-        beside = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
-        return f"loss {metrics['loss'] - metrics.get('penalty', 0.0):.4g}{beside}"
+        baseline = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
+        return f"loss {metrics['loss'] - metrics.get('penalty', 0.0):.4g}{baseline}"
 
     @abstractmethod
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:

@@ -59,11 +59,11 @@ def _decades(run: RunRecord, key: str, relative: bool = False) -> Profiles | Non
         return None
     at, steps, norms, label = data
     largest = norms.max(axis=1)  # NaN if any is
-    kept = np.isfinite(largest) & (largest > 0)
-    if not kept.any():
+    finite = np.isfinite(largest) & (largest > 0)
+    if not finite.any():
         return None
-    norms = norms[kept] / (largest[kept, None] if relative else 1.0)
-    return at[kept], steps, np.log10(np.maximum(norms, norms[norms > 0].min())), label
+    norms = norms[finite] / (largest[finite, None] if relative else 1.0)
+    return at[finite], steps, np.log10(np.maximum(norms, norms[norms > 0].min())), label
 
 
 def _angle_shares(run: RunRecord) -> Profiles | None:

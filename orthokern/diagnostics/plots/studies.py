@@ -112,8 +112,8 @@ def iterations_over_lengths(panels: Mapping[str, Mapping[str, Mapping[int, int]]
     if not drawn:
         return None
     names = list(dict.fromkeys(name for networks in panels.values() for name in networks))
-    alone = next(iter(drawn)) if len(drawn) == 1 else ""  # a single panel has no title of its own
-    figure, axes = new_panels(list(drawn), ": ".join(filter(None, (title, alone))))
+    only_panel = next(iter(drawn)) if len(drawn) == 1 else ""  # a single panel has no title of its own
+    figure, axes = new_panels(list(drawn), ": ".join(filter(None, (title, only_panel))))
     for axis, networks in zip(axes, drawn.values(), strict=True):
         for name, solved in networks.items():
             if solved:
