@@ -165,8 +165,3 @@ def differentiable_once(op: str, way_out: str = "backend='reference'") -> Callab
         return call
 
     return decorate
-
-
-def needed(grad: Tensor | None, need: bool) -> Tensor | None:
-    """The gradient for autograd, None for one that is not needed."""
-    return grad if need else None

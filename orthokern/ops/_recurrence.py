@@ -169,4 +169,4 @@ class Recurrence:
             results = self._differentiable(args, grad_hs, states, needs, **of_states)
         else:
             results = self._by_op(args, grad_hs, states, needs)
-        return only_needed([getattr(results, name, None) for name in names], of)
+        return tuple([getattr(results, name, None) for name in names])

@@ -20,6 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import only_needed
 from orthokern.errors import InputError
 from orthokern.ops._common import filled
 from orthokern.ops._dispatcher import can_bypass_dispatcher, one_cotangent_at_a_time, vmapped
@@ -131,7 +132,8 @@ class CustomOp:
 
     def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
         """Register the derivative, backward(ctx, saved tensors, *gradients of the results) -> gradients of the first
-        arguments, None where there is none; the arguments after those have no gradient.
+        arguments, None where there is none; the arguments after those have no gradient. Those that are not needed are
+        dropped.
 
         setup_context(ctx, inputs, output) is as that of torch.autograd.Function; inputs are all arguments.
         """
@@ -162,7 +164,8 @@ class CustomOp:
             except (ValueError, IndexError) as error:
                 _refuse_shapes(f"backward of {self.name}", error)
                 raise
-            return (*result, *(None,) * (len(ctx.needs_input_grad) - len(result)))
+            needs = ctx.needs_input_grad
+            return (*only_needed(result, needs[: len(result)]), *(None,) * (len(needs) - len(result)))
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
         # not of Function, whose `apply` would process all transforms of torch.func

@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import keeps_dtype
 from orthokern.dispatch import Support
-from orthokern.ops._common import by_reference, contiguous, needed, no_second_derivative, recording
+from orthokern.ops._common import by_reference, contiguous, no_second_derivative, recording
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -118,7 +118,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ..
         grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
     else:
         grads = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
-    return tuple(map(needed, grads, ctx.needs_input_grad))
+    return tuple(grads)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

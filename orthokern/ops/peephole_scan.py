@@ -11,7 +11,7 @@ from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
 from orthokern._scan_contract import PeepholeInputs, PeepholeStates
 from orthokern.dispatch import Support
-from orthokern.ops._common import by_reference, needed, needs_grad, no_second_derivative
+from orthokern.ops._common import by_reference, needs_grad, no_second_derivative
 from orthokern.ops._register import custom_op
 
 SUPPORT = {
@@ -125,8 +125,7 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor | None, grad_cs:
         return ()
     if not ctx.need_gates:  # as in a program that was exported under no_grad
         raise RuntimeError("peephole_scan_fwd was called with need_gates=False: it kept nothing for a backward")
-    grads = _bwd(grad_hs, grad_cs, *saved, ctx.backend)
-    return tuple(map(needed, grads, ctx.needs_input_grad))
+    return _bwd(grad_hs, grad_cs, *saved, ctx.backend)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

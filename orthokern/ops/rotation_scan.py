@@ -13,7 +13,7 @@ from orthokern._scan_contract import RotationArgs, RotationGradients, join_tenso
 from orthokern.dispatch import Support
 from orthokern.errors import InputError
 from orthokern.ops import _checks as check
-from orthokern.ops._common import by_reference, needed, no_second_derivative, recording
+from orthokern.ops._common import by_reference, no_second_derivative, recording
 from orthokern.ops._linear import linear
 from orthokern.ops._register import custom_op
 from orthokern.reference import rotation_scan as reference
@@ -180,10 +180,8 @@ def _backward(ctx: Any, saved: tuple[Any, ...], grad_hs: Tensor) -> Any:
     args, need_x = join_tensors(ctx.args, tensors), ctx.needs_input_grad[0]
     # a second derivative goes through the reference, and through hs by the derivative of the forward op
     if recording():
-        grads = reference.rotation_scan_bwd(args, grad_hs, hs, need_x=need_x)
-    else:
-        grads = _bwd(grad_hs, hs, need_x, *args)
-    return tuple(map(needed, grads, ctx.needs_input_grad))
+        return reference.rotation_scan_bwd(args, grad_hs, hs, need_x=need_x)
+    return _bwd(grad_hs, hs, need_x, *args)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
