@@ -33,10 +33,6 @@ class Activation:
     pairs: bool = False  # whether phi works on adjacent pairs of units, so that N must be even
 
     @property
-    def needs_input(self) -> bool:
-        return self.reads == "input"
-
-    @property
     def learned(self) -> Parameter | None:
         """The parameter, if a module learns it."""
         return self.parameter if self.parameter is not None and self.parameter.stem is not None else None

@@ -71,11 +71,6 @@ def schema_of(args: Any) -> str:
     )
 
 
-def schema_of_needs(gradients: Any) -> str:
-    """The arguments of a backward op for ``needs``."""
-    return ", ".join(f"bool need_{name}" for name in gradients._fields)
-
-
 def split_needs(gradients: Any, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """``needs`` and the other arguments, from the arguments of a backward op."""
     count = len(gradients._fields)
@@ -194,7 +189,7 @@ class ScanArgs(NamedTuple):
     @property
     def reads_pre(self) -> bool:
         """Whether the backward reads the pre-activations."""
-        return self.leak is not None or ACTIVATIONS[self.activation].needs_input
+        return self.leak is not None or ACTIVATIONS[self.activation].reads == "input"
 
     @property
     def keeps_pre(self) -> bool:

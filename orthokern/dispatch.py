@@ -119,12 +119,6 @@ def requested(backend: str | None) -> str:
     return backend
 
 
-def auxiliary_backend(backend: str | None) -> str:
-    """The backend of an op that a module calls in addition to its recurrence and that only some backends have, given
-    the module's `backend`: "reference" for "reference", else "auto"."""
-    return "reference" if requested(backend) == "reference" else "auto"
-
-
 def plain_reference(backend: str | None) -> bool:
     """Whether a call runs the reference as plain torch code, which can be differentiated twice.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthokern import dispatch
 from orthokern._autocast import keeps_dtype
-from orthokern._scan_contract import join_tensors, only_needed, schema_of, schema_of_needs, split_needs
+from orthokern._scan_contract import join_tensors, only_needed, schema_of, split_needs
 from orthokern.ops import _taps
 from orthokern.ops._common import by_reference, check_lengths, no_second_derivative, recording
 from orthokern.ops._dispatcher import can_bypass_dispatcher
@@ -37,7 +37,8 @@ class Recurrence:
         self.name = name
         dispatch.register(name, support)
         fields, results = schema_of(self.arguments), ", ".join(["Tensor"] * len(self.gradients._fields))
-        read = ", ".join(("Tensor grad_hs", *self.saved, schema_of_needs(self.gradients), fields))
+        needs = (f"bool need_{name}" for name in self.gradients._fields)
+        read = ", ".join(("Tensor grad_hs", *self.saved, *needs, fields))
         # the first optional argument is x, which only a backward may lack
         self.fwd = custom_op(f"{name}_fwd", f"({fields.replace('?', '', 1)}) -> (Tensor, Tensor, Tensor)")(
             self._forward

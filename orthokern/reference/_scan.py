@@ -124,12 +124,6 @@ def run_steps(args: ScanArgs, alive: Tensor | None) -> ScanStates:
     )
 
 
-def segments_backward(T: int, checkpoint_every: int) -> list[tuple[int, int]]:
-    """[start, stop) of every checkpointed segment of T steps, the last one first; without checkpoints, one segment."""
-    k = checkpoint_every or T
-    return [(start, min(start + k, T)) for start in reversed(range(0, T, k))]
-
-
 def norm_over_batch(g: Tensor) -> Tensor:
     """Frobenius norm over the last two dimensions of [..., B, N], in float32 for half precision. Squares of float32
     would leave its range for elements below 1e-19 and above 1e19."""
@@ -168,7 +162,9 @@ def scan_bwd(
     norms: list[Tensor] = []
     carry = torch.zeros_like(h0)  # dL/dh_t without g_t
 
-    for start, stop in segments_backward(T, args.checkpoint_every):
+    segment = args.checkpoint_every or T  # its steps
+    for start in reversed(range(0, T, segment)):
+        stop = min(start + segment, T)
         hs, pre_rows, before, cut_rows = segment_states(args, x, states, pre, alive, start, stop)
         of_pre = (None,) * (stop - start) if grad_pre is None else without_padding(grad_pre, alive).unbind(0)
         rows = zip(grad_hs[start:stop], hs, pre_rows, before, cut_rows, of_pre, strict=True)
