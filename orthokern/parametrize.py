@@ -25,7 +25,7 @@ from orthokern import _autocast, functional
 from orthokern._decompositions import polar, robust_svd
 from orthokern.errors import InputError, integer, one_of, require
 from orthokern.nn._checks import check_exponential, check_loaded_orthogonal, readable
-from orthokern.nn.exprnn import exponential
+from orthokern.nn.exprnn import exponential, skew_from
 from orthokern.nn.nonnormal import schur_product, triangular_mask
 from orthokern.ops._checks import strided
 from orthokern.ops._linear import linear
@@ -136,8 +136,7 @@ class Cayley(_Trivialized):
     @_autocast.keeps_dtype
     def forward(self, x: Tensor) -> Tensor:
         """x [N,N] -> W [N,N]; of x only the strictly lower triangle is used."""
-        lower = x.tril(-1)
-        a = lower - lower.mT
+        a = skew_from(x)
         eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
         # I + (I - A/2)^-1 A is the same matrix, and rounds against the correction only
         return self.base + linear(self.base, torch.linalg.solve(eye - a / 2, a).mT)

@@ -205,6 +205,9 @@ class Layers(nn.Module):
         settings = [f"{name}={value!r}" for name, value in values.items() if value != usual[name]]
         return ", ".join([str(self.input_size), str(self.hidden_size), *settings])
 
+    def extra_repr(self) -> str:
+        return self._text()
+
     # -- one recurrence
 
     def _factors(self, suffix: str) -> Any:

@@ -158,9 +158,6 @@ class Recurrent(Layers):
         """The recurrent matrix [N,N] of one recurrence, without the gain, differentiable."""
         raise NotImplementedError
 
-    def extra_repr(self) -> str:
-        return self._text()
-
     def _text(self, **usual: Any) -> str:
         return super()._text(**{name: default for name, (default, _) in OPTIONS.items()}, **usual)
 

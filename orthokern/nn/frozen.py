@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import dispatch
-from orthokern._activations import ACTIVATIONS
 from orthokern.cpu._scan import prepared_step
 from orthokern.cpu.gru_scan import prepared_step as prepared_gru_step
 from orthokern.errors import InputError
@@ -202,9 +201,6 @@ class FrozenRNN(_Frozen, Recurrent):
     """
 
     def __init__(self, source: Recurrent) -> None:
-        learned = ACTIVATIONS[source.nonlinearity].learned
-        stems = [*([str(learned.stem)] if learned is not None else []), *(["h0"] if source.learned_h0 else [])]
-        stems += ["leak_logit"] if source.learned_leak else []
         tensors: dict[str, Tensor] = {}
         rank = None
         for suffix in source._suffixes():
@@ -219,7 +215,7 @@ class FrozenRNN(_Frozen, Recurrent):
             tensors[f"weight_ih_{suffix}"] = source._tensor(f"weight_ih_{suffix}")
             if bias is not None:
                 tensors[f"bias_{suffix}"] = bias
-            tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in stems}
+            tensors |= {f"{stem}_{suffix}": source._tensor(f"{stem}_{suffix}") for stem in source._common_shapes()}
         super().__init__(source, tensors)
         for name in ("gain", *NOT_FROZEN):  # W has the gain
             setattr(self, name, OPTIONS[name][0])

@@ -124,9 +124,6 @@ class LSTM(Layers):
         hs, cs = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
         return zero_padding(hs, lengths), cs
 
-    def extra_repr(self) -> str:
-        return self._text()
-
 
 def _steps_at_once(x: Tensor, w: Tensor, *tensors: Tensor | None) -> int | None:
     """The steps of one scan, None for all. Without gradients, input terms need not be kept; for a long sequence they
