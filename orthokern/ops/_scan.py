@@ -30,9 +30,6 @@ class ScanOp(Recurrence):
     arguments, gradients, others = ScanArgs, ScanGradients, ("ckpt", "pre")
     saved = "Tensor states", "Tensor? pre"
 
-    def _by_reference(self, args: ScanArgs) -> Tensor:
-        return super()._by_reference(args._replace(checkpoint_every=0))  # which change nothing in plain torch code
-
     def _check_values(self, args: ScanArgs, T: int) -> None:
         super()._check_values(args, T)
         if args.weight is not None:

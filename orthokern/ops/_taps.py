@@ -94,10 +94,8 @@ def needed() -> bool:
     return bool(SINKS) or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def record(op: str, grad_norm: Tensor | None) -> None:
-    """Append the norms [T] of one backward, if it computed them, to every open tap."""
-    if grad_norm is None:
-        return
+def record(op: str, grad_norm: Tensor) -> None:
+    """Append the norms [T] of one backward to every open tap."""
     for sink in SINKS:
         sink.grad_norms.append(grad_norm.detach().clone())  # torch.compile may reuse the buffer of an unused output
         sink.ops.append(op)
