@@ -3,10 +3,6 @@
 Conventions. Matrices act on columns, h_t = W h_{t-1}. "Block (0, s; -s, 0)" is the skew-symmetric matrix
 A = [[0, s], [-s, 0]], whose exponential is the rotation [[cos s, sin s], [-sin s, cos s]]. Angles are in radians.
 
-For the factors U diag(s) V^T of rank K < N (`rank=` of orthokern.nn.FactorizedRNN), an orthogonal initialisation is
-applied in K dimensions: U and V span the same random subspace, V = U Q with a K x K orthogonal Q, and within it W acts
-as the orthogonal matrix of K units. W has N - K eigenvalues 0, and K on the unit circle.
-
 Numbers are drawn on the CPU in float64, then rounded to the dtype and copied to the device of the tensor. A seed
 therefore gives the same matrix on every device, and a float32 basis is orthonormal up to float32 rounding.
 `generator=None` uses torch's global CPU generator; a given generator must be on the CPU. Tensors on the meta device are
@@ -323,8 +319,8 @@ def factorized_(
         approximation of rank K, whose eigenvalues are small: the spaces of U and V are nearly orthogonal.
 
     For K < N, the orthogonal starts are those of K units, U_K and V_K, in the subspace of a Haar basis P [N, K]:
-    U = P U_K and V = P V_K, see the top of this file. If U and V were independent, V^T U and with it the spectral
-    radius of W would be about sqrt(K/N), and the states would be forgotten in a few steps.
+    U = P U_K and V = P V_K. W has N - K eigenvalues 0, and K on the unit circle. If U and V were independent, V^T U and
+    with it the spectral radius of W would be about sqrt(K/N), and the states would be forgotten in a few steps.
 
     Args:
         u, v: [N, K] float, K <= N; written with orthonormal columns.
