@@ -90,7 +90,7 @@ def activation(x: Tensor, name: str, act_param: Tensor | None = None, *, backend
 
 
 def _activation(x: Tensor, name: str, param: Tensor | None, param_name: str, backend: str | None) -> Tensor:
-    check.activation_name(name)
+    one_of("activation", name, ACTIVATIONS)
     dispatch.requested(backend)
     check.is_float("x", check.is_tensor("x", x))
     if x.ndim < 1 or x.shape[-1] < 1:
@@ -347,8 +347,8 @@ def explain_scan_cross_entropy(
         one_of("argument", name, FEATURES)
         require(not isinstance(others[name], Tensor), name, "True or False", "a Tensor")
     features = tuple(name for name in FEATURES if others.get(name))
-    check.activation_name(activation)
-    check.scan_choices("ieee", algorithm)
+    one_of("activation", activation, ACTIVATIONS)
+    one_of("algorithm", algorithm, check.ALGORITHMS)
     if algorithm == "chunked":
         check.in_chunks(activation, features)
     options = (activation, backend, algorithm, features)

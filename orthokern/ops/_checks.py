@@ -113,11 +113,6 @@ def at_least_one(argument: str, tensor: Tensor, letters: str) -> None:
         raise InputError(f"{argument} has shape {list(tensor.shape)}: every size of {letters} must be at least 1")
 
 
-def activation_name(name: object) -> str:
-    """Return name if it is one of the activations."""
-    return one_of("activation", name, NAMES)
-
-
 def activation_parameter(
     activation: str, act_param: Tensor | None, N: int, like_name: str, like: Tensor, name: str = "act_param"
 ) -> None:
@@ -190,12 +185,6 @@ def _of_units(argument: str, value: object, N: int, like_name: str, like: Tensor
     same_kind(argument, tensor, like_name, like)
 
 
-def scan_choices(precision: object, algorithm: object) -> None:
-    """precision and algorithm must be known names."""
-    one_of("precision", precision, PRECISIONS)
-    one_of("algorithm", algorithm, ALGORITHMS)
-
-
 def in_chunks(activation: str, features: tuple[str, ...]) -> None:
     """Algorithm "chunked" needs a linear recurrence in forward and backward."""
     if activation != "identity":
@@ -215,7 +204,8 @@ def _options(args: ScanArgs) -> None:
     number = isinstance(clip, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(clip, bool)
     if not number or not 0 <= clip <= 1e308:
         raise InputError(f"message_clip is {describe(clip)}: accepted is a finite number, 0 (no clipping) or more")
-    scan_choices(args.precision, args.algorithm)
+    one_of("precision", args.precision, PRECISIONS)
+    one_of("algorithm", args.algorithm, ALGORITHMS)
     if args.algorithm == "chunked":
         in_chunks(args.activation, args.features)
     if isinstance(every, bool) or not isinstance(every, (int, torch.SymInt)):
@@ -289,7 +279,7 @@ def scan_args(
         fits("bias", bias, (N,), "[N]", like_name, like)
     if h0 is not None:
         fits("h0", h0, (x.shape[1], N), "[B, N]", like_name, like)
-    activation_parameter(activation_name(args.activation), args.act_param, N, like_name, like)
+    activation_parameter(one_of("activation", args.activation, NAMES), args.act_param, N, like_name, like)
     has_lengths(args.lengths, x)
     reset_state = resets_and_state(args.resets, args.reset_state, x, h0, N, like_name, like)
     if args.leak is not None:  # the op checks its values
