@@ -35,7 +35,7 @@ from orthokern.cpu import _call, _scan
 from orthokern.cpu._call import has_amx, has_bf16
 from orthokern.ops.activations import NAMES
 from orthokern.reference import _scan as reference
-from orthokern.reference.activations import activation_fwd, chain, sum_to_param
+from orthokern.reference.activations import activation_fwd, chain
 
 needs_bf16 = pytest.mark.skipif(not has_bf16(), reason="no AVX512_BF16 on this CPU, or in the kernels in use")
 CLOSE, BETWEEN, ROUNDED = 1e-6, 2e-4, 5e-4
@@ -118,7 +118,7 @@ def emulated(problem: ScanProblem, result: dict[str, Tensor], **options: Any) ->
     }
     if to_param is not None:
         assert wide.act_param is not None
-        results["grad_act_param"] = sum_to_param(to_param, wide.act_param)
+        results["grad_act_param"] = to_param.sum_to_size(wide.act_param.shape)
     if weight is not None:
         results["grad_weight"] = reference.weight_gradient(factor, rounded(x) if features else x, weight)
     if bias is not None:

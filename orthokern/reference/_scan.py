@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, running, started, without_padding
-from orthokern.reference.activations import activation_fwd, chain, sum_to_param
+from orthokern.reference.activations import activation_fwd, chain
 
 
 def input_term(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -176,11 +176,11 @@ def scan_bwd(
             phi, of_phi = h_t, ghat
             if leak is not None:
                 phi, of_phi = activation_fwd(a_t, act_param, activation=args.activation), leak * ghat
-                grad_leak = None if grad_leak is None else grad_leak + sum_to_param(ghat * (phi - before_t), leak)
+                grad_leak = None if grad_leak is None else grad_leak + (ghat * (phi - before_t)).sum_to_size(leak.shape)
             delta, elementwise = chain(of_phi, phi, a_t, act_param, activation=args.activation)
             if elementwise is not None and grad_act_param is not None:
                 assert act_param is not None
-                grad_act_param = grad_act_param + sum_to_param(elementwise, act_param)
+                grad_act_param = grad_act_param + elementwise.sum_to_size(act_param.shape)
             if of_pre_t is not None:
                 delta = delta + of_pre_t
             if args.message_clip > 0:

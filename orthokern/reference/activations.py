@@ -58,7 +58,7 @@ def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activ
     if elementwise is None:
         return grad_x, x.new_empty(0)
     assert act_param is not None
-    return grad_x, sum_to_param(elementwise, act_param)
+    return grad_x, elementwise.sum_to_size(act_param.shape)
 
 
 def chain(
@@ -86,8 +86,3 @@ def chain(
         assert act_param is not None
         return torch.where(x > 0, grad_y, act_param * grad_y), grad_y * torch.clamp(x, max=0)
     raise ValueError(f"unknown activation {activation!r}")
-
-
-def sum_to_param(elementwise: Tensor, act_param: Tensor) -> Tensor:
-    """Sum [..., N] over everything that act_param ([1] or [N]) was broadcast over."""
-    return elementwise.sum_to_size(act_param.shape)
