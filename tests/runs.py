@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,13 @@ def command(task: str) -> TaskCommand[Any]:
 def run(task: str, *options: object) -> int:
     """The exit code of a task's command line."""
     return command(task).main([str(option) for option in options])
+
+
+def trained(folder: Path, task: str, *options: object) -> dict[str, Any]:
+    """The content of result.json of a run that a task's command line trains to its end in this new folder."""
+    assert run(task, *options, "--out", folder) == 0
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 def settings_of(task: str, options: Sequence[str], **changes: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from checks import gram_error
-from runs import build, records, run
+from runs import build, records, trained
 
 
 @pytest.fixture
@@ -25,8 +24,7 @@ def test_only_orthogonal_matrices_learn(
     orthogonal. A penalty of 1 at a rate of 0.05 does that in some hundred iterations."""
     penalty = ["--penalty", "1"] if preset == "open" else []
     options = [*small, "--preset", preset, *penalty, "--lr", "0.05", "--epochs", "40"]
-    assert run("deep_mnist", *options, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "deep_mnist", *options)
     assert (result["test"]["accuracy"] > 0.8) == learns
     seen = [r["grad_norm_by_layer"] for r in records(tmp_path / "run") if "grad_norm_by_layer" in r]
     assert all(len(norms) == 11 for norms in seen)
@@ -62,7 +60,7 @@ def test_the_penalty_is_that_of_every_matrix(small: list[str]) -> None:
 
 def test_pixels_are_standardised_by_the_training_images_alone(small: list[str]) -> None:
     task = build("deep_mnist", small)
-    pixels = torch.cat([task._batch(task.train_set, slice(0, 200))[0]])
+    pixels, _ = task._batch(task.train_set, slice(None))
     assert len(task.train_set[1]) == 200 and len(task.validation_set[1]) == 60
     torch.testing.assert_close(pixels.mean(0), torch.zeros(784), rtol=0, atol=1e-5)
     torch.testing.assert_close(pixels.std(0, correction=0), torch.ones(784), rtol=1e-4, atol=0)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_resumes, build, records, run
+from runs import assert_resumes, build, records, trained
 
 
 @pytest.fixture
@@ -18,8 +17,7 @@ def small(mnist: Path) -> list[str]:
 
 @pytest.mark.parametrize("order", [[], ["--permuted", "--stride", "784", "--margin", "0.01"]])
 def test_it_learns(order: list[str], small: list[str], tmp_path: Path) -> None:
-    assert run("stacked_mnist", *small, *order, "--epochs", "20", "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "stacked_mnist", *small, *order, "--epochs", "20")
     assert result["test"]["accuracy"] > 0.5
     radii = [(r["smallest_radius"], r["largest_radius"]) for r in records(tmp_path / "run") if "largest_radius" in r]
     low, high = (0.99, 1.01) if order else (0.0, 1.0)

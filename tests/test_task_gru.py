@@ -3,16 +3,14 @@ success."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runs import assert_resumes, build, records, run
+from runs import assert_resumes, build, records, run, trained
 from test_data_music import npz_arrays, random_rolls
 from torch import nn
 
@@ -58,33 +56,25 @@ def small(rolls: Path, words: Path) -> dict[str, list[str]]:
     return {"music": ["--data", str(rolls), *common], "word_lm": ["--data", str(words), *common]}
 
 
-def result(folder: Path) -> dict[str, Any]:
-    outcome: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return outcome
-
-
 def test_music_learns(tmp_path: Path, rolls: Path) -> None:
     options = "--batch 10 --window 12 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.05 --epochs 40"
     folder = tmp_path / "run"
-    assert run("music", "--data", rolls, *options.split(), "--threads", 1, "--out", folder) == 0
-    outcome = result(folder)
+    result = trained(folder, "music", "--data", rolls, *options.split(), "--threads", 1)
     # not knowing which of twelve notes it is costs 3.4 nats a step
-    assert outcome["test"]["loss"] < 1.0 and outcome["last"]["success"] == 1
-    assert outcome["last"]["initial_loss"] == pytest.approx(88 * math.log(2), rel=0.05)
+    assert result["test"]["loss"] < 1.0 and result["last"]["success"] == 1
+    assert result["last"]["initial_loss"] == pytest.approx(88 * math.log(2), rel=0.05)
     held_out = [r["held_out_loss"] for r in records(folder) if "held_out_loss" in r]
-    assert len(held_out) == 40 and -outcome["best"]["score"] == min(held_out)
+    assert len(held_out) == 40 and -result["best"]["score"] == min(held_out)
     assert {"learning.png", "stability.png", "gradients.png", "states.png"} <= {p.name for p in folder.iterdir()}
 
 
 def test_word_lm_learns(tmp_path: Path, words: Path) -> None:
     options = "--batch 10 --window 14 --hidden 32 --init-std 0.2 --input-scale 1 --dropout 0 --lr 0.15 --epochs 5"
-    folder = tmp_path / "run"
-    assert run("word_lm", "--data", words, *options.split(), "--threads", 1, "--no-plots", "--out", folder) == 0
-    outcome = result(folder)
+    result = trained(tmp_path / "run", "word_lm", "--data", words, *options.split(), "--threads", 1, "--no-plots")
     # one word of seven is drawn of six
-    assert outcome["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
-    assert outcome["test"]["perplexity"] == pytest.approx(math.exp(outcome["test"]["loss"]))
-    assert outcome["last"]["success"] == 1 and outcome["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
+    assert result["test"]["perplexity"] < 1.15 * 6 ** (1 / 7)
+    assert result["test"]["perplexity"] == pytest.approx(math.exp(result["test"]["loss"]))
+    assert result["last"]["success"] == 1 and result["last"]["initial_loss"] == pytest.approx(math.log(12), rel=0.3)
 
 
 def test_music_is_measured_piece_by_piece(small: dict[str, list[str]]) -> None:

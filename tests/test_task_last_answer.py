@@ -3,14 +3,13 @@ bits, and reject bad input."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checks import gram_error
-from runs import assert_resumes, build, records, run
+from runs import assert_resumes, build, records, trained
 
 from orthokern.tasks import epochs
 
@@ -30,8 +29,7 @@ SMALL = (
 )
 def test_solved(task: str, options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = "--iterations 3000 --eval-sequences 500 --threads 1 --no-plots --goal 99".split()
-    assert run(task, *options.split(), *common, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", task, *options.split(), *common)
     assert result["reached"] and result["last"]["accuracy"] >= 0.99
     assert "solved: 9" in capsys.readouterr().out or result["last"]["accuracy"] == 1
     last = records(tmp_path / "run")[-1]

@@ -5,7 +5,6 @@ tests/test_task_copy.py has the copy task, and with it what all tasks share.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import assert_resumes, build, records, run, settings_of
+from runs import assert_resumes, build, records, run, settings_of, trained
 
 from orthokern.data.ptb import ALPHABET
 from orthokern.nn import RotationRNN
@@ -39,8 +38,7 @@ def small(mnist: Path, ptb: Path) -> dict[str, list[str]]:
 def test_adding_is_solved(model: str, tmp_path: Path) -> None:
     """By the defaults, to the usual goal of 1e-3."""
     options = f"--model {model} --T 60 --hidden 32 --iterations 1000 --threads 1 --no-plots --seed 1".split()
-    assert run("adding", *options, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "adding", *options)
     assert result["reached"] and result["last"]["loss"] < 1e-3 and result["last"]["accuracy"] > 0.99
 
 
@@ -89,8 +87,7 @@ def test_pixel_mnist_learns(tmp_path: Path, mnist: Path) -> None:
     options = (
         f"--data {mnist} --pool 4 --validation 60 --batch 20 --epochs 25 --hidden 32 --threads 1 --lr 5e-3".split()
     )
-    assert run("pixel_mnist", *options, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "pixel_mnist", *options)
     assert result["test"]["accuracy"] > 0.5 and result["test"]["loss"] < 0.7 * math.log(10)
     held_out = [r["held_out_accuracy"] for r in records(tmp_path / "run") if "held_out_accuracy" in r]
     assert len(held_out) == 25 and result["best"]["score"] == max(held_out)
@@ -100,8 +97,7 @@ def test_pixel_mnist_learns(tmp_path: Path, mnist: Path) -> None:
 
 def test_char_lm_learns(tmp_path: Path, ptb: Path) -> None:
     options = f"--data {ptb} --length 40 --batch 10 --epochs 15 --hidden 32 --threads 1 --lr 5e-3 --no-plots".split()
-    assert run("char_lm", *options, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "char_lm", *options)
     # Log2 of three words and of an end, once a word of five characters: about 0.5 bits per character at best, and 4.2
     # without knowing which characters there are.
     assert result["test"]["bpc"] < 1.5 and result["test"]["accuracy"] > 0.7

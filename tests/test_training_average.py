@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_resumes, build, run
+from runs import assert_resumes, build, trained
 from torch import nn
 
 from orthokern.training.averaging import Average
@@ -42,7 +41,7 @@ def test_weights() -> None:
 @pytest.mark.parametrize("model", ["factorized", "exprnn"])
 def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, options: list[str]) -> None:
     folder = tmp_path / "run"
-    assert run("pixel_mnist", *options, "--model", model, "--lr", "5e-3", "--average", "0.95", "--out", folder) == 0
+    result = trained(folder, "pixel_mnist", *options, "--model", model, "--lr", "5e-3", "--average", "0.95")
     last, best = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("checkpoint", "best"))
     task = build("pixel_mnist", options, model=model, average=0.95)
     task.model.load_state_dict(last["model"])
@@ -54,7 +53,7 @@ def test_evaluations_and_the_best_have_averages(model: str, tmp_path: Path, opti
             assert model != "factorized" or task.rnn.orthogonality_error() < 1e-5
         assert averaged == last["evaluation"] != raw == task.evaluate(30)
         task.model.load_state_dict(best["model"])
-        assert json.loads((folder / "result.json").read_text())["test"] == task.test()
+        assert result["test"] == task.test()
 
 
 @pytest.mark.parametrize("model", ["factorized", "exprnn", "nnrnn", "lstm"])

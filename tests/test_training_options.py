@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import toy_task
-from runs import build, records, same
+from runs import build, records, same, trained
 from runs import run as run_task
 from torch import Tensor
 from toy_task import Toy, ToyOptions
@@ -67,8 +67,7 @@ def test_a_time_limit_bounds_evaluations(tmp_path: Path, ptb: Path) -> None:
     assert len(list(task.in_time(range(50)))) == 50
     task.evaluation_seconds = 0.0
     assert len(list(task.in_time(range(50)))) == 1 and task.measure("validation") != whole
-    assert run_task("word_lm", *options, "--minutes", 1e-6, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = trained(tmp_path / "run", "word_lm", *options, "--minutes", 1e-6)
     assert result["iteration"] == 1 and result["last"]["loss"] > 0 and result["test"]["loss"] > 0
 
 
