@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+from runs import assert_refused
 from runs import run as run_task
 
 from orthokern.reproduce import __main__ as command
@@ -84,8 +85,7 @@ class Command:
         return [row["state"] for row in self.rows()]
 
     def refused(self, message: str, *options: object) -> None:
-        error = self(*options, code=2)[1]
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
+        assert_refused(self.capsys, message, command.main, *options, "--out", self.out)
 
 
 def toy_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> Command:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,12 @@ def build(task: str, options: Sequence[str], **changes: Any) -> Any:
     return command(task).build(settings)
 
 
-def assert_refused(capsys: pytest.CaptureFixture[str], message: str, task: str, *options: object) -> None:
+def assert_refused(
+    capsys: pytest.CaptureFixture[str], message: str, main: Callable[[list[str]], int], *arguments: object
+) -> None:
     """A command line ends with exit code 2 and one line of error that holds the message."""
     capsys.readouterr()
-    assert run(task, *options) == 2
+    assert main([str(argument) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error, error
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
+from runs import assert_refused
 from test_diagnostics import a_run, new_run, record, write_run
 
 from orthokern import InputError
@@ -212,9 +213,7 @@ def test_moduli_of_several_runs_and_layers_of_one(tmp_path: Path, capsys: pytest
     figure = plots.compare_moduli([load_run(folder) for folder in folders])
     assert figure is not None and [axis.get_ylabel() for axis in figure.axes] == ["|eigenvalue| (no unit)"] * 2
     assert shown(figure.axes[0])["maximum"].tolist() == [1.2, 1.2]
-    capsys.readouterr()
-    assert command.main([*folders, "--figure", "layers"]) == 2
-    assert "--figure layers: of one run" in capsys.readouterr().err
+    assert_refused(capsys, "--figure layers: of one run", command.main, *folders, "--figure", "layers")
     assert command.main([folders[0]]) == 0
     assert {path.name for path in Path(folders[0]).glob("*.png")} == {"learning.png", "moduli.png", "layers.png"}
 
@@ -258,6 +257,4 @@ def test_bad_options_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     folder = a_run(tmp_path / "run", margin=0.1)
-    assert command.main([str(folder), *(option.format(run=folder) for option in options)]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert_refused(capsys, message, command.main, folder, *(option.format(run=folder) for option in options))

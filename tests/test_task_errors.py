@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import assert_refused
+from runs import assert_refused, command
 
 # task | options | what the error says
 REFUSED = """\
@@ -96,5 +96,5 @@ def test_refused(row: str, tmp_path: Path, mnist: Path, ptb: Path, capsys: pytes
     for part in ("train", "valid", "test"):
         (short / f"ptb.{part}.txt").write_text(" a b c \n")
     given = options.format(mnist=mnist, ptb=ptb, short=short).split()
-    assert_refused(capsys, message, task, *given, "--out", tmp_path / "run")
+    assert_refused(capsys, message, command(task).main, *given, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists() or "triton" in options  # refused in the first iteration
