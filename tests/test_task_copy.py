@@ -8,22 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_resumes, records
+from runs import assert_refused, assert_resumes, build, records, run
 
 from orthokern.tasks import copy
 
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-plots"]
-
-
-def run(*arguments: object) -> int:
-    return copy.main([str(argument) for argument in arguments])
 
 
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """T = 10: solved in about sixty iterations, with everything that a run leaves behind."""
     folder = tmp_path / "run"
-    code = run("--T", 10, "--hidden", 96, "--iterations", 300, "--threads", 1, "--goal", 99, "--out", folder)
+    code = run("copy", "--T", 10, "--hidden", 96, "--iterations", 300, "--threads", 1, "--goal", 99, "--out", folder)
     assert code == 0
     last = capsys.readouterr().out.splitlines()[-1]
     match = re.fullmatch(
@@ -76,7 +71,7 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids=" ".join,
 )
 def test_options(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*SMALL, "--iterations", 4, "--out", tmp_path / "run", *options) == 0
+    assert run("copy", *SMALL, "--iterations", 4, "--out", tmp_path / "run", *options) == 0
     metrics = records(tmp_path / "run")
     assert len(metrics) == 4 and all(r["loss"] > 0 for r in metrics)
     assert capsys.readouterr().out.splitlines()[-1].startswith("not solved: recall accuracy")
@@ -85,7 +80,7 @@ def test_options(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_seeds_and_streams(tmp_path: Path) -> None:
     """The same seed gives the same run, another seed another; evaluating more often changes nothing else."""
     for name, options in {"a": [], "b": [], "c": ["--seed", 1], "d": ["--eval-every", 3]}.items():
-        assert run(*SMALL, "--iterations", 12, "--out", tmp_path / name, *options) == 0
+        assert run("copy", *SMALL, "--iterations", 12, "--out", tmp_path / name, *options) == 0
     a, b, c, d = (records(tmp_path / name) for name in "abcd")
     assert a == b
     assert a[0]["loss"] == c[0]["loss"]  # nothing but the blank's bias speaks yet
@@ -96,7 +91,7 @@ def test_seeds_and_streams(tmp_path: Path) -> None:
 
 def test_a_batch_at_the_goal_is_evaluated() -> None:
     """In rounding: 99.9 / 100 is above 0.999. Other batches are not evaluated between two scheduled evaluations."""
-    task = copy.CopyExperiment(copy.COMMAND.complete({"T": 5, "hidden": 16, "goal": 99.9, "eval_every": 1000}))
+    task = build("copy", [*SMALL, "--goal", "99.9", "--eval-every", "1000"])
     assert [task.wants_evaluation(1, {"accuracy": right / 1000}) for right in (998, 999)] == [False, True]
 
 
@@ -105,8 +100,7 @@ def test_the_blank_may_be_learned() -> None:
     moves."""
     columns = {}
     for learned in (False, True):
-        torch.manual_seed(0)
-        task = copy.CopyExperiment(copy.COMMAND.complete({"T": 5, "hidden": 16, "learn_blank": learned}))
+        task = build("copy", SMALL, learn_blank=learned)
         table = task.rnn.get_parameter("weight_ih_l0")
         before = table.detach().clone()
         with torch.no_grad():
@@ -121,7 +115,7 @@ def test_the_blank_may_be_learned() -> None:
 
 
 def test_the_paper_preset(tmp_path: Path) -> None:
-    assert run(*SMALL, "--preset", "paper", "--iterations", 1, "--lr", "3e-4", "--out", tmp_path / "run") == 0
+    assert run("copy", *SMALL, "--preset", "paper", "--iterations", 1, "--lr", "3e-4", "--out", tmp_path / "run") == 0
     settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
     assert (settings["geodesic_lr"], settings["input_lr"], settings["clip"]) == (1e-6, 1e-4, 100.0)
     assert settings["lr"] == 3e-4  # the command line is stronger
@@ -135,7 +129,7 @@ def test_modal_as_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
         folder = tmp_path / name
         # the paper's small steps from a random start: nothing is zero there, whose rounding RMSprop would blow up
         options = ["--T", 70, "--start", "random", "--lr", "1e-3", "--algorithm", name, "--iterations", 11]
-        assert run(*SMALL, *options, "--last-step-gradient", "--out", folder) == 0
+        assert run("copy", *SMALL, *options, "--last-step-gradient", "--out", folder) == 0
         told = {"modal": "modal (8 modes of W, condition of their basis 1)", "sequential": "sequential"}[name]
         assert capsys.readouterr().out.splitlines()[0].startswith(f"run folder {folder}; algorithm {told}")
         runs[name] = records(folder)
@@ -156,10 +150,10 @@ def test_resume_is_exact(algorithm: str, tmp_path: Path) -> None:
 
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert run(*SMALL, "--iterations", 6, "--margin", "none", "--out", folder) == 0
-    assert run("--resume", folder, "--iterations", 9, "--T", 5, "--margin", "none") == 0
+    assert run("copy", *SMALL, "--iterations", 6, "--margin", "none", "--out", folder) == 0
+    assert run("copy", "--resume", folder, "--iterations", 9, "--T", 5, "--margin", "none") == 0
     assert len(records(folder)) == 9
-    assert run("--resume", folder, "--hidden", 32) == 2
-    assert "--hidden 32: the run to resume has --hidden 16" in capsys.readouterr().err
-    assert run("--resume", folder, "--out", tmp_path / "other") == 2
+    resume = ["--resume", folder]
+    assert_refused(capsys, "--hidden 32: the run to resume has --hidden 16", copy.main, *resume, "--hidden", 32)
+    assert_refused(capsys, "resumed in its own folder", copy.main, *resume, "--out", tmp_path / "other")
     assert len(records(folder)) == 9
