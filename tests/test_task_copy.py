@@ -16,10 +16,10 @@ SMALL = ["--T", "5", "--hidden", "16", "--batch", "10", "--threads", "1", "--no-
 
 
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """T = 10: solved in about sixty iterations, with everything that a run leaves behind."""
+    """T = 10: solved in about sixty iterations, with all that a run leaves behind except its plots."""
     folder = tmp_path / "run"
-    code = run("copy", "--T", 10, "--hidden", 96, "--iterations", 300, "--threads", 1, "--goal", 99, "--out", folder)
-    assert code == 0
+    options = "--T 10 --hidden 96 --iterations 300 --threads 1 --goal 99 --no-plots".split()
+    assert run("copy", *options, "--out", folder) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     match = re.fullmatch(
         r"solved: recall accuracy ([\d.]+) % on 200 fresh sequences \(goal 99 %\), iteration (\d+), ([\d.]+) s", last
@@ -30,22 +30,8 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baseline = 10 * torch.log(torch.tensor(8.0)).item() / 30
     assert metrics[-1]["loss"] < 0.5 * baseline
     assert metrics[-1]["held_out_accuracy"] >= 0.99 and metrics[-1]["held_out_sequences"] == 200
-    names = {
-        "config.json",
-        "metrics.jsonl",
-        "checkpoint.pt",
-        "best.pt",
-        "result.json",
-        "learning.png",
-        "spectrum.png",
-        "gradients.png",
-        "states.png",
-        "angles.png",
-    }
+    names = {"config.json", "metrics.jsonl", "checkpoint.pt", "best.pt", "result.json"}
     assert {p.name for p in folder.iterdir()} == names
-    for name in (name for name in names if name.endswith(".png")):
-        content = (folder / name).read_bytes()
-        assert content.startswith(b"\x89PNG") and len(content) > 10_000
     looked = [r for r in metrics if "spectrum" in r]
     assert [r["iteration"] for r in looked] == list(range(1, len(metrics) + 1, 10))
     assert all(0.999 <= r["spectrum"]["min"] <= r["spectrum"]["max"] <= 1.001 for r in looked)
@@ -54,24 +40,9 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((folder / "config.json").read_text())["settings"]["geodesic_lr"] == 1e-4
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--input", "scalar"],
-        ["--input", "scalar", "--marker", "9"],
-        ["--nonlinearity", "tanh", "--margin", "0"],
-        ["--nonlinearity", "oplu", "--margin", "none", "--init", "henaff"],
-        ["--nonlinearity", "prelu", "--rank", "7"],
-        ["--nonlinearity", "modrelu", "--apply", "composed", "--init", "cayley"],
-        ["--margin", "none", "--init", "glorot", "--start", "random"],
-        ["--preset", "paper", "--clip", "1", "--basis-clip", "none"],
-        ["--backend", "reference"],
-        ["--learn-blank", "--last-step-gradient"],
-    ],
-    ids=" ".join,
-)
-def test_options(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("copy", *SMALL, "--iterations", 4, "--out", tmp_path / "run", *options) == 0
+@pytest.mark.parametrize("marker", [[], ["--marker", "9"]])
+def test_scalar_inputs(marker: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("copy", *SMALL, "--iterations", 4, "--out", tmp_path / "run", "--input", "scalar", *marker) == 0
     metrics = records(tmp_path / "run")
     assert len(metrics) == 4 and all(r["loss"] > 0 for r in metrics)
     assert capsys.readouterr().out.splitlines()[-1].startswith("not solved: recall accuracy")

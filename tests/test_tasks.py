@@ -221,16 +221,16 @@ def test_every_model_trains(task: str, model: str, tmp_path: Path, small: dict[s
 @pytest.mark.parametrize(
     "options",
     [
-        "--gain 1.05 --margin 0",
+        "--gain 1.05 --margin 0 --backend reference",
         "--margin none --init glorot --soft-orthogonality 0.01",
         "--model rnn --init identity --soft-orthogonality 0.01",
-        "--margin 1 --spectrum-prior 0.1",
+        "--margin 1 --spectrum-prior 0.1 --nonlinearity tanh",
         "--optimizer sgd --momentum 0 --message-clip 100",
         "--optimizer adam --schedule cosine --lr-decay 0.1 --warmup 2",
-        "--nonlinearity oplu --margin 10 --learned-h0",
-        "--apply composed --precision bf16",
-        "--nonlinearity prelu --slope 0.7",
-        "--preset paper",
+        "--nonlinearity oplu --margin none --init henaff --learned-h0",
+        "--margin 10 --apply composed --precision bf16 --init cayley --nonlinearity modrelu",
+        "--nonlinearity prelu --slope 0.7 --rank 7",
+        "--preset paper --clip 1 --basis-clip none",
     ],
 )
 def test_options(options: str, tmp_path: Path, small: dict[str, list[str]]) -> None:
