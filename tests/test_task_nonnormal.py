@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from runs import assert_resumes, build, run
-from torch import Tensor
 
 from orthokern import InputError
 from orthokern.data import load_ptb_stream, stream_rows
@@ -24,14 +23,6 @@ SMALL = {
     "copy": "--T 5 --batch 20 --hidden 8 --iterations 12".split(),
 }
 QUIET = "--threads 1 --no-plots --diagnose-every 3".split()
-
-
-@pytest.mark.parametrize("model", ["exprnn", "nnrnn"])
-def test_the_copy_task_is_learned(model: str, tmp_path: Path) -> None:
-    options = f"--T 10 --hidden 64 --model {model} --lr 1e-2 --skew-lr 1e-3 --iterations 400 --goal 95".split()
-    assert run("copy", *options, *QUIET, "--out", tmp_path / "run") == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["reached"] and result["last"]["accuracy"] >= 0.95
 
 
 @pytest.mark.parametrize(
@@ -99,10 +90,8 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
     """The losses of the pieces of an epoch are those of all rows read in one piece, which they would not be if a state
     were lost, or a character read twice; and so is a validation's."""
     options = ["--data", str(ptb), "--batch", "5", "--hidden", "8", "--model", model]
-    states: dict[int, dict[str, Tensor]] = {}
     losses, evaluations = {}, {}
     for bptt in (7, 10_000):
-        torch.manual_seed(0)
         task = build("char_lm", [*options, "--bptt", str(bptt)])
         total, count = 0.0, 0
         with torch.no_grad():
@@ -114,7 +103,6 @@ def test_pieces_with_a_carried_state_are_one_sequence(model: str, ptb: Path) -> 
                     evaluations[bptt] = task.evaluate(0)  # in the middle: it must not touch the carried state
         if bptt == 10_000:
             evaluations[bptt] = task.evaluate(0)
-        states[bptt] = task.model.state_dict()
         losses[bptt] = total / count
         assert count == task.parts["train"][1:].numel() and task.position == 0
     assert losses[7] == pytest.approx(losses[10_000], rel=1e-5)

@@ -46,7 +46,6 @@ def test_adding_is_solved(model: str, tmp_path: Path) -> None:
 def test_adding_starts_silent(model: str) -> None:
     """Without marks every state is zero; a marked number stays, and so do the units that it is kept in."""
     options = f"--model {model} --T 50 --hidden 24 --batch 6 --threads 1".split()
-    torch.manual_seed(0)
     task = build("adding", options)
     numbers = torch.rand(50, 6)
     silent = task.rnn(torch.stack([numbers, torch.zeros(50, 6)], -1))[0]
@@ -84,15 +83,13 @@ def test_pixels_standardised(small: dict[str, list[str]]) -> None:
 
 
 def test_pixel_mnist_learns(tmp_path: Path, mnist: Path) -> None:
-    options = (
-        f"--data {mnist} --pool 4 --validation 60 --batch 20 --epochs 25 --hidden 32 --threads 1 --lr 5e-3".split()
-    )
+    data = f"--data {mnist} --pool 4 --validation 60 --batch 20"
+    options = f"{data} --epochs 25 --hidden 32 --threads 1 --lr 5e-3 --no-plots".split()
     result = trained(tmp_path / "run", "pixel_mnist", *options)
     assert result["test"]["accuracy"] > 0.5 and result["test"]["loss"] < 0.7 * math.log(10)
     held_out = [r["held_out_accuracy"] for r in records(tmp_path / "run") if "held_out_accuracy" in r]
     assert len(held_out) == 25 and result["best"]["score"] == max(held_out)
     assert result["best"]["iteration"] % 10 == 0 and result["iteration"] == 250
-    assert {"learning.png", "spectrum.png", "gradients.png"} <= {p.name for p in (tmp_path / "run").iterdir()}
 
 
 def test_char_lm_learns(tmp_path: Path, ptb: Path) -> None:
@@ -243,9 +240,7 @@ def test_options(options: str, tmp_path: Path, small: dict[str, list[str]]) -> N
 def test_penalties_are_added(small: dict[str, list[str]]) -> None:
     """The loss exceeds that of the batch by what the penalties' definitions say, from W itself."""
     extra = "--margin 1 --soft-orthogonality 0.3 --spectrum-prior 0.2 --weight-decay 0.1".split()
-    settings = settings_of("adding", [*small["adding"], *extra])
-    torch.manual_seed(0)
-    task = adding.Adding(settings)
+    task = build("adding", [*small["adding"], *extra])
     with torch.no_grad():
         task.rnn.get_parameter("spectrum_l0").normal_()
     batch = task.next_batch()
@@ -285,11 +280,6 @@ def no_better(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
     monkeypatch.setattr(adding.Adding, "evaluate", lambda _, i: {"loss": losses[i - 1], "accuracy": 0.0})
 
 
-def rates_of(folder: Path) -> dict[str, float]:
-    groups = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
-    return {group["role"]: group["lr"] for group in groups}
-
-
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_rates_fall_on_a_plateau(
     warmup: int, tmp_path: Path, small: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
@@ -305,8 +295,10 @@ def test_rates_fall_on_a_plateau(
     risen = [min(1.0, (i + 2) / (warmup + 1)) for i in range(9)]
     expected = [0.5 * rise * fall for rise, fall in zip(risen, fallen, strict=True)]
     assert [r["lr"] for r in records(tmp_path / "run")] == (expected if warmup == 0 else pytest.approx(expected))
-    last = {"readout": 0.5, "input": 0.25, "spectrum": 0.125, "geodesic": 1e-9}
-    assert rates_of(tmp_path / "run") == pytest.approx({role: rate / 4 for role, rate in last.items()}, rel=1e-12)
+    first = {"readout": 0.5, "input": 0.25, "spectrum": 0.125, "geodesic": 1e-9}
+    groups = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["optimizer"]["param_groups"]
+    last = {group["role"]: group["lr"] for group in groups}
+    assert last == pytest.approx({role: rate / 4 for role, rate in first.items()}, rel=1e-12)
 
 
 def test_resume_within_a_plateau_is_exact(
