@@ -47,7 +47,6 @@ copy | --T 5 --backend triton --hidden 16 | backend 'triton' cannot serve factor
 copy | --T 5 --algorithm modal --nonlinearity tanh | algorithm is 'modal': the activation is 'tanh'
 copy | --T 5 --algorithm modal --message-clip 1 | algorithm is 'modal': with message_clip the recurrence runs
 copy | --T 5 --algorithm modal --model lstm | --algorithm modal: not for --model lstm
-adding | --T 5 --positions pascanu | T must be at least 10 for positions 'pascanu'
 adding | --T 10 --model rnn --spectrum-prior 1 | --spectrum-prior 1: only with --model factorized, not rnn
 adding | --start silent --model lstm | --start silent: for --nonlinearity relu, --model factorized or rnn or
 adding | --start silent --nonlinearity tanh | not tanh, factorized and 128
@@ -80,10 +79,8 @@ char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characte
 char_lm | --data {ptb} --bptt 5 --batch 3000 | tokens in 3000 rows: a row needs 2 at least
 random_permutation | --init glorot-uniform | needs margin=None
 random_permutation | --sigma 0.1 | --sigma 0.1: only with --model rnn, not factorized
-deep_mnist | --data {short} | train-images
 deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: only with --init normal or learned, not
 deep_mnist | --data {mnist} --alpha 0.9 | --alpha 0.9: only with --optimizer rmsprop, not sgd
-deep_mnist | --data {mnist} --validation 60 --batch 201 | --batch 201: there are 200 training images
 deep_mnist | --data {mnist} --validation 60 --backend cpu | unknown option --backend
 """
 

@@ -13,7 +13,6 @@ from runs import assert_resumes, build, records, trained
 
 from orthokern.tasks import epochs
 
-TASKS = ("temporal_order", "random_permutation")
 SMALL = (
     "--T 10 --hidden 16 --iterations 30 --eval-every 10 --eval-sequences 60 --batch 20 --threads 1 --no-plots".split()
 )
@@ -72,7 +71,7 @@ def test_short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         assert task.goal_reached(result) == (wrong <= 1000 * (1 - goal / 100) + 1e-9)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["temporal_order", "random_permutation"])
 def test_presets_start_as_the_paper_says(task: str) -> None:
     for preset in ("srnn", "open", "oinit"):
         experiment = build(task, ["--T", "20", "--preset", preset])
@@ -89,6 +88,6 @@ def test_presets_start_as_the_paper_says(task: str) -> None:
         assert added.item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_resume_is_exact(task: str, tmp_path: Path) -> None:
-    assert_resumes(task, SMALL, tmp_path, 10, 30)
+def test_resume_is_exact(tmp_path: Path) -> None:
+    """The two tasks differ in their data alone."""
+    assert_resumes("temporal_order", SMALL, tmp_path, 10, 30)
