@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,42 +25,22 @@ BLOCK = re.compile(
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a source tree with documentation")
 
 
-class Block(NamedTuple):
-    """line: of the first line of the code in its file; mark and text: those of the comment before it."""
-
-    line: int
-    code: str
-    mark: str
-    text: str
-
-
-def blocks(text: str) -> list[Block]:
-    return [
-        Block(
-            text.count("\n", 0, match.start("code")) + 1,
-            match["code"],
-            match["mark"] or "",
-            (match["text"] or "").strip(),
-        )
-        for match in BLOCK.finditer(text)
-    ]
-
-
-def run(block: Block, name: str) -> dict[str, Any]:
+def run(block: re.Match[str], name: str) -> dict[str, Any]:
     """Runs a block and returns its names; a failure names the line of the file."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    if block.mark == "no-run" or (block.mark == "needs" and importlib.util.find_spec(block.text) is None):
+    if block["mark"] == "no-run" or (block["mark"] == "needs" and importlib.util.find_spec(block["text"]) is None):
         return names
-    if block.mark == "setup":
-        exec(compile(block.text, f"{name} (setup of line {block.line})", "exec"), names)
-    exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), names)
+    lines_before = block.string.count("\n", 0, block.start("code"))
+    if block["mark"] == "setup":
+        exec(compile(block["text"], f"{name} (setup of line {lines_before + 1})", "exec"), names)
+    exec(compile("\n" * lines_before + block["code"], name, "exec"), names)
     return names
 
 
 FILES = [
     path
     for path in [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("bench/*.md"))]
-    if blocks(path.read_text())
+    if BLOCK.search(path.read_text())
 ]
 
 
@@ -68,7 +48,7 @@ FILES = [
 def test_the_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    for block in blocks(path.read_text()):
+    for block in BLOCK.finditer(path.read_text()):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             names = run(block, str(path))
