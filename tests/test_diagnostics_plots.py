@@ -122,15 +122,13 @@ def test_long_runs_are_thinned_before_they_are_drawn(tmp_path: Path) -> None:
     ]
     records[50 * 1234]["spectrum"] = spike
     run = new_run("long", records=records, margin=0.1)
-    figure = plots.compare_curves([run, new_run("other", records=records, margin=0.2)], "loss")
-    assert figure is not None and [len(line.get_xdata()) for line in figure.axes[0].get_lines()] == [1000, 1000]
-    figure = plots.compare_spectra([run])
-    assert figure is not None
-    lines = shown(figure.axes[0])
+    (curves,) = axes(plots.compare_curves([run, new_run("other", records=records, margin=0.2)], "loss"))
+    assert [len(line.get_xdata()) for line in curves.get_lines()] == [1000, 1000]
+    lines = shown(axes(plots.compare_spectra([run]))[0])
     assert len(lines["maximum"]) == 1000 and max(lines["maximum"]) == 3.0 and min(lines["minimum"]) == 0.5
-    figure = plots.compare_gradients([run])
-    assert figure is not None and figure.axes[0].collections[0].get_array().size == 600 * 64
-    check_png(plots.save(figure, tmp_path / "x.png"))
+    heat = axes(plots.compare_gradients([run]))[0]
+    assert heat.collections[0].get_array().size == 600 * 64
+    check_png(plots.save(heat.figure, tmp_path / "x.png"))
 
 
 def heat_map(axis: Any) -> np.ndarray:
@@ -158,21 +156,19 @@ def test_a_label_that_begins_with_an_underscore() -> None:
         replace(new_run(name, records=[{"iteration": i, "loss": 0.5} for i in (1, 2)]), label=f"_{name}")
         for name in "ab"
     ]
-    figure = plots.compare_curves(runs, "loss")
-    assert figure is not None and [text.get_text() for text in figure.legends[0].get_texts()] == [" _a", " _b"]
+    figure = axes(plots.compare_curves(runs, "loss"))[0].figure
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [" _a", " _b"]
 
 
 def test_states_angles_and_spectra_of_several_runs(tmp_path: Path) -> None:
     both = [load_run(a_run(tmp_path / str(m), fade=math.log(10), margin=m)) for m in (0.02, None)]
-    figure = plots.compare_states(both)
-    assert figure is not None and heat_map(figure.axes[0])[[0, -1], 0] == pytest.approx([0.0, 1.0])
+    assert heat_map(axes(plots.compare_states(both))[0])[[0, -1], 0] == pytest.approx([0.0, 1.0])
 
-    figure = plots.compare_angles(both)
-    assert figure is not None
-    shares = heat_map(figure.axes[0])
+    angles = axes(plots.compare_angles(both))[0]
+    shares = heat_map(angles)
     assert shares.shape == (36, 5) and shares.sum(axis=0) == pytest.approx(100.0)
     assert shares[0] == pytest.approx([100 * i / (i + 35) for i in range(1, 6)])
-    assert figure.axes[0].get_ylim() == pytest.approx((-math.pi, math.pi))
+    assert angles.get_ylim() == pytest.approx((-math.pi, math.pi))
 
     bounded, free = axes(plots.compare_spectra(both))
     assert shown(free)["maximum"] == pytest.approx([1.01, 1.02, 1.03, 1.04, 1.05])
@@ -210,9 +206,9 @@ def test_moduli_of_several_runs_and_layers_of_one(tmp_path: Path, capsys: pytest
     folders = [str(write_run(tmp_path / name, records, model="nnrnn")) for name in "ab"]
     assert command.main([*folders, "--out", str(tmp_path / "both")]) == 0
     assert {path.name for path in (tmp_path / "both").iterdir()} == {"curves-loss.png", "moduli.png"}
-    figure = plots.compare_moduli([load_run(folder) for folder in folders])
-    assert figure is not None and [axis.get_ylabel() for axis in figure.axes] == ["|eigenvalue| (no unit)"] * 2
-    assert shown(figure.axes[0])["maximum"].tolist() == [1.2, 1.2]
+    both = axes(plots.compare_moduli([load_run(folder) for folder in folders]))
+    assert [axis.get_ylabel() for axis in both] == ["|eigenvalue| (no unit)"] * 2
+    assert shown(both[0])["maximum"].tolist() == [1.2, 1.2]
     assert_refused(capsys, "--figure layers: of one run", command.main, *folders, "--figure", "layers")
     assert command.main([folders[0]]) == 0
     assert {path.name for path in Path(folders[0]).glob("*.png")} == {"learning.png", "moduli.png", "layers.png"}

@@ -4,13 +4,13 @@ joint page of the constraint, and measurements."""
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from reproducing import Command, toy_command
+from runs import write_words
 
 from orthokern.reproduce import __main__ as command
 from orthokern.reproduce import constraint, orthogonality, search
@@ -108,10 +108,7 @@ def test_the_steps_of_learned_orthogonality(reproduce: Command, monkeypatch: pyt
 def test_the_cost_of_the_constraint(reproduce: Command, tmp_path: Path) -> None:
     """Table 3 of Kanai et al.: measured in one run, the two ways to project agree, and the numbers follow."""
     (tmp_path / "ptb").mkdir()
-    draw = random.Random(0)
-    for part, count in (("train", 400), ("valid", 10), ("test", 10)):
-        lines = [" ".join(draw.choices("abcdefgh", k=9)) for _ in range(count)]
-        (tmp_path / "ptb" / f"ptb.{part}.txt").write_text("".join(f" {line} \n" for line in lines))
+    write_words(tmp_path / "ptb", 1200, 30)
     reproduce("gru-table3", "--quick", "--data", tmp_path, "--iterations", 12)
     numbers = json.loads((reproduce.out / "quick" / "gru-table3.json").read_text())
     # every step has work, and the two differ only in what a float32 SVD rounds
