@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import refused
 
 from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
-from orthokern.errors import InputError
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
@@ -78,7 +78,7 @@ def test_spellings(folder: Path, mark: str, ending: str, packed: bool) -> None:
 
 # name of the file to change, its new content (None: no file), and what the error says
 DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] = {
-    "missing": (TEST_LABELS, lambda f: None, "missing data file t10k-labels-idx1-ubyte .nor .*looked for in /"),
+    "missing": (TEST_LABELS, lambda f: None, "missing data file t10k-labels-idx1-ubyte (nor "),
     "empty": (TRAIN_IMAGES, lambda f: b"", "cut off: 0 bytes; expected: a header of 16"),
     "truncated": (TRAIN_IMAGES, lambda f: f[TRAIN_IMAGES][:-1], "has 9423 bytes for 12 images; expected: 9424"),
     "other file": (TRAIN_IMAGES, lambda f: b"%PDF-1.4" * 20, "has magic number 626017350; expected: 2051"),
@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, bytes]], bytes | None], str]] 
         "holds images of 32 x 32 pixels; expected: 28 x 28",
     ),
     "a label of 10": (TRAIN_LABELS, lambda f: f[TRAIN_LABELS][:-1] + b"\x0a", "has the label 10; expected: 0 to 9"),
-    "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "holds 5 images and .* 12 labels; expected: the same"),
+    "other counts": (TRAIN_IMAGES, lambda f: f[TEST_IMAGES], "12 labels; expected: the same"),
     "gzip cut off": (TRAIN_IMAGES, lambda f: gzip.compress(f[TRAIN_IMAGES])[:-3], "gzip cannot decompress it"),
 }
 
@@ -100,19 +100,15 @@ def test_damages(folder: Path, damage: str) -> None:
     content = change(files())
     if content is not None:
         (folder / name).write_bytes(content)
-    with pytest.raises(InputError, match=expected) as caught:
-        load_mnist(folder, validation=4)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: load_mnist(folder, validation=4), name, expected)
 
 
 def test_wrong_arguments(folder: Path) -> None:
-    with pytest.raises(InputError, match="missing data file train-images-idx3-ubyte .*nowhere"):
-        load_mnist(folder / "nowhere")
-    with pytest.raises(InputError, match="validation must be below 12, the number of training images, got 12"):
-        load_mnist(folder, validation=12)
-    for shape in ((3,), (0, 4)):
-        with pytest.raises(InputError, match=r"images must be \[n, P\] with n at least 1, got shape \["):
-            pixel_statistics(torch.zeros(shape))
+    refused(lambda: load_mnist(folder / "nowhere"), "missing data file train-images-idx3-ubyte", "nowhere")
+    told = "validation must be below 12, the number of training images, got 12"
+    refused(lambda: load_mnist(folder, validation=12), told)
+    for images in (torch.zeros(3), torch.zeros(0, 4)):
+        refused(lambda images=images: pixel_statistics(images), "images must be [n, P] with n at least 1, got shape [")
 
 
 def test_permutation() -> None:

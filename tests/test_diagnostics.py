@@ -16,7 +16,7 @@ from helpers import call_functional, refused, scan_problem
 from runs import assert_refused
 from torch import Tensor, nn
 
-from orthokern import InputError, diagnostics
+from orthokern import diagnostics
 from orthokern.diagnostics import __main__ as command
 from orthokern.diagnostics import comparison
 from orthokern.diagnostics.runs import RunRecord, load_run
@@ -125,16 +125,15 @@ def test_eigenvalues_of_a_known_matrix() -> None:
 @pytest.mark.parametrize(
     ("function", "value", "message"),
     [
-        (diagnostics.spectral_radius, [[1.0]], r"w must be a square matrix \[N, N\] of real numbers, got list"),
-        (diagnostics.eigenvalue_angles, torch.eye(2) * 1j, r"w must be .* real numbers, got torch.complex64 \[2, 2\]"),
+        (diagnostics.spectral_radius, [[1.0]], "w must be a square matrix [N, N] of real numbers, got list"),
+        (diagnostics.eigenvalue_angles, torch.eye(2) * 1j, "real numbers, got torch.complex64 [2, 2]"),
         (lambda value: diagnostics.angle_histogram(value, 0), torch.zeros(3), "bins must be an integer of at least 1"),
-        (diagnostics.summarize_spectrum, torch.zeros(0), r"singular_values must be .*, got torch.float32 \[0\]"),
-        (diagnostics.diagnose_recurrence, nn.Linear(2, 2), "module must be a recurrence of .*, got Linear without num"),
+        (diagnostics.summarize_spectrum, torch.zeros(0), "got torch.float32 [0]"),
+        (diagnostics.diagnose_recurrence, nn.Linear(2, 2), ", got Linear without num"),
     ],
 )
 def test_numbers_of_another_kind_are_refused(function: Callable[[Any], Any], value: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        function(value)
+    refused(lambda: function(value), message)
 
 
 @pytest.mark.parametrize("kind", ["factorized", "low rank", "dense"])
@@ -209,22 +208,16 @@ def record(iteration: int, *, steps: int, fade: float, spread: float) -> dict[st
     }
 
 
-def write_run(
-    folder: Path,
-    records: list[dict[str, Any]],
-    task: str = "copy",
-    config: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Path:
+def write_run(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Path:
     folder.mkdir(parents=True)
-    content = {"task": task, "settings": {"seed": 0, "T": 200, **settings}, **(config or {})}
+    content = {"task": "copy", "settings": {"seed": 0, "T": 200, **settings}}
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
 
 
-def a_run(folder: Path, steps: int = 220, count: int = 5, fade: float = 1.0, **settings: Any) -> Path:
-    records = [record(i, steps=steps, fade=fade, spread=0.01 * i) for i in range(1, count + 1)]
+def a_run(folder: Path, fade: float = 1.0, **settings: Any) -> Path:
+    records = [record(i, steps=220, fade=fade, spread=0.01 * i) for i in range(1, 6)]
     records[-1] |= {"held_out_accuracy": 0.9, "held_out_loss": 0.3, "held_out_sequences": 200}
     return write_run(folder, records, **settings)
 
@@ -316,8 +309,7 @@ def test_labels_tell_the_settings_that_differ_and_no_more() -> None:
     tasks = [new_run("a", "copy", T=1), new_run("b", "adding", hidden=2)]
     assert comparison.labels(tasks) == ["copy", "adding"]
     assert comparison.setting_text(tasks[1], "T") == "–"
-    with pytest.raises(InputError, match="unknown legend 'margn': did you mean 'margin'"):
-        comparison.labels(grid, ["margn"])
+    refused(lambda: comparison.labels(grid, ["margn"]), "unknown legend 'margn': did you mean 'margin'")
 
 
 def test_the_table_has_the_best_held_out_numbers_and_the_last_spectrum(tmp_path: Path) -> None:
