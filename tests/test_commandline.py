@@ -53,14 +53,6 @@ def options(name: str) -> Iterator[argparse.Action]:
     return (action for action in parser(name)._actions if action.option_strings and action.dest != "help")
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of an error, and nothing else."""
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("error: ") and told.err.count("\n") == 1, told
-    assert len(told.err) <= LONGEST + len("error: ...\n") and told.err[:-1].isprintable()
-    return told.err
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_help_is_short_and_help_all_is_complete(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(name, "--help") == 0
@@ -99,7 +91,9 @@ def test_bad_values_and_words_are_one_short_line(name: str, capsys: pytest.Captu
                 assert action.option_strings[0] in TEXTS
     for text in ("--" + "q" * 10_000, "q" * 10_000, "--q=" + "z " * 5_000, "q\nr", "\udce9"):
         assert main(name, text) == 2
-        refused(capsys)
+        told = capsys.readouterr()
+        assert told.out == "" and told.err.startswith("error: ") and told.err.count("\n") == 1, told
+        assert len(told.err) <= LONGEST + len("error: ...\n") and told.err[:-1].isprintable()
 
 
 def test_an_error_line_keeps_what_is_short() -> None:
