@@ -96,6 +96,13 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
+def assert_same_run(a: Path, b: Path) -> None:
+    """The records and the states of two runs are equal."""
+    assert records(a) == records(b)
+    assert same(load_checkpoint(a / "checkpoint.pt"), load_checkpoint(b / "checkpoint.pt"))
+    assert same(load_checkpoint(a / "best.pt"), load_checkpoint(b / "best.pt"))
+
+
 def write_words(folder: Path, train: int, held_out: int) -> Path:
     """The files of the Penn Treebank with short sentences of three words. Letters within a word are certain, the words
     are not."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import records, same
+from runs import assert_same_run, records
 
 from orthokern.training import load_checkpoint
 
@@ -83,9 +83,7 @@ def test_killed_at_random_moments(kills: int, start: Callable[..., Any], tmp_pat
             moments.append(load_checkpoint(path)["iteration"] if path.exists() else 0)
             continue
         assert len(records(whole)) == 100
-        assert records(folder) == records(whole)
-        for name in ("checkpoint.pt", "best.pt"):
-            assert same(load_checkpoint(folder / name), load_checkpoint(whole / name))
+        assert_same_run(folder, whole)
         finished += 1
         shutil.rmtree(folder)
     assert len(set(moments)) > len(moments) / 3, f"the kills all came at the same moments: {moments}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import refused
-from runs import TIMING_FIELDS, records, same
+from runs import TIMING_FIELDS, assert_same_run, records
 from torch import Tensor
 from toy_task import Toy, ToyOptions
 
@@ -69,12 +69,6 @@ def go(folder: Path, task: Probe, *, resume: bool = False, iterations: int = 20,
     run = RunFolder.open(folder, "toy") if resume else RunFolder.create(folder, "toy", SETTINGS)
     settings = LoopSettings(iterations, checkpoint_every=6, diagnose_every=3, plots=plots)
     return train(task, run, settings, resume=resume)
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    assert records(a) == records(b)
-    assert same(load_checkpoint(a / "checkpoint.pt"), load_checkpoint(b / "checkpoint.pt"))
-    assert same(load_checkpoint(a / "best.pt"), load_checkpoint(b / "best.pt"))
 
 
 @pytest.fixture

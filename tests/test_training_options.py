@@ -219,14 +219,10 @@ def test_a_version_with_more_settings_continues_an_old_run(tmp_path: Path) -> No
     assert resumed["settings"]["accumulate"] == 1 and same(resumed["model"], expected["model"])
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    stream = Terminal()
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
     progress = Progress(200, stream)
     progress.update(100, "loss 0.5 and more text than a narrow terminal could ever hold")
     progress.line("warning: a message")
