@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,12 +62,10 @@ def check(python: Path, elsewhere: Path) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def checkout(make_checkout: Callable[[], Path]) -> Iterator[Path]:
+def checkout(make_checkout: Callable[[], Path]) -> Path:
     """The source tree with native sources that compile in a second. (Whoever runs these tests has just installed the
     project with its own, which take minutes: what they build is nothing that an install could change.)"""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORTHOKERN_CUDA", "0")
-        yield make_checkout()
+    return make_checkout()
 
 
 def test_editable_install(checkout: Path, tmp_path: Path) -> None:
