@@ -34,10 +34,6 @@ def random_lines(count: int) -> list[str]:
     return [" ".join(rng.choices(["ab", "<unk>", "xyz", "N"], k=rng.randint(1, 20))) for _ in range(count)]
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_tokens(tmp_path: Path) -> None:
     assert len(ALPHABET) == len(set(ALPHABET)) == 49 and ALPHABET[:2] == ("<unk>", "\n") and ALPHABET[22] == " "
     sentences = read_sentences(written(tmp_path, word_file(LINES)))
@@ -90,7 +86,7 @@ def test_a_batch_is_what_torch_packs(tmp_path: Path) -> None:
 def test_an_epoch_has_every_sentence_once(tmp_path: Path, batch: int, bucket: int) -> None:
     sentences = read_sentences(written(tmp_path, word_file(random_lines(200))))
     texts = sorted(sentences.text(i) for i in range(200))
-    stream = sentences.batches(batch, seeded(), bucket=bucket)
+    stream = sentences.batches(batch, torch.Generator().manual_seed(0), bucket=bucket)
     orders = []
     for epoch in range(2):
         seen = []
@@ -147,7 +143,7 @@ def test_load(tmp_path: Path) -> None:
     assert [len(s) for s in (data.train, data.validation, data.test)] == [30, 20, 10]
     for call, argument in (
         (lambda: load_ptb(tmp_path, max_length=0), "max_length"),
-        (lambda: data.train.batches(0, seeded()), "batch"),
-        (lambda: data.train.batches(5, seeded(), bucket=0), "bucket"),
+        (lambda: data.train.batches(0, torch.Generator()), "batch"),
+        (lambda: data.train.batches(5, torch.Generator(), bucket=0), "bucket"),
     ):
         refused(call, f"{argument} must be an integer of at least 1, got 0")
