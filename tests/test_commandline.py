@@ -30,8 +30,7 @@ LONGEST = 1000  # characters of an error line
 
 
 def module(name: str) -> ModuleType:
-    importlib.import_module(COMMANDS[name])
-    return sys.modules[COMMANDS[name]]
+    return importlib.import_module(COMMANDS[name])
 
 
 def parser(name: str) -> Parser:

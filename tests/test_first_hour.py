@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -19,14 +19,10 @@ SCRIPT = ROOT / "bench" / "first_hour.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not a source tree with benchmarks")
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("first_hour", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("first_hour")
 
 
 def test_a_dry_run_goes_through_every_case(request: pytest.FixtureRequest, script: Any, tmp_path: Path) -> None:
