@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import refused
+from runs import records, run
 
 from orthokern import tasks
 from orthokern.tasks import copy
@@ -20,10 +21,9 @@ SETTINGS: dict[str, Any] = {"T": 8, "iterations": 3, "hidden": 6, "batch": 4, "m
 def test_the_result_is_that_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tasks.run("copy", tmp_path / "function", seed=5, threads=1, **SETTINGS)
     assert capsys.readouterr() == ("", "")
-    words = ["--T", "8", "--iterations", "3", "--hidden", "6", "--batch", "4", "--margin", "0.2", "--no-plots"]
-    assert copy.main([*words, "--seed", "5", "--threads", "1", "--out", str(tmp_path / "line")]) == 0
-    records = [json.loads(line) for line in (tmp_path / "line" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["loss"] for record in result.records] == [record["loss"] for record in records]
+    words = "--T 8 --iterations 3 --hidden 6 --batch 4 --margin 0.2 --no-plots --seed 5 --threads 1".split()
+    assert run("copy", *words, "--out", tmp_path / "line") == 0
+    assert [record["loss"] for record in result.records] == [record["loss"] for record in records(tmp_path / "line")]
     assert len(result.records) == 3 and result.exit_code == 0 and result.values["iteration"] == 3
     assert result.settings["margin"] == 0.2 and result.settings["seed"] == 5 and result.settings["plots"] is False
     assert result.task == "copy" and result.folder == tmp_path / "function"
@@ -81,4 +81,4 @@ def test_a_run_with_settings_that_are_no_options_continues(tmp_path: Path) -> No
     config = json.loads(path.read_text())
     config["settings"] |= {"profile": 3}
     path.write_text(json.dumps(config))
-    assert copy.main(["--resume", str(tmp_path), "--iterations", "4"]) == 0
+    assert run("copy", "--resume", tmp_path, "--iterations", 4) == 0
