@@ -82,8 +82,7 @@ def test_same_seed_same_parameters(kind: str) -> None:
         assert repr(ours) == repr(theirs)
         assert list(theirs.state_dict()) == list(ours.state_dict())
         ours.flatten_parameters()
-        for one, other in zip(theirs.all_weights, ours.all_weights, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        torch.testing.assert_close(ours.all_weights, theirs.all_weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dropout", [0.4, 1.0])

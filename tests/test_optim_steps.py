@@ -130,8 +130,7 @@ def test_a_rate_in_a_tensor(reads: bool, monkeypatch: pytest.MonkeyPatch) -> Non
             p.grad = torch.ones_like(p).triu()
         optimizer.step()
         results.append(bases)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-7)
     combined = optimizer_for(nn.Sequential(FactorizedRNN(2, 4, margin=None)), lr=torch.tensor(0.5), geodesic_lr=0.5)
     for group in combined.param_groups:
         group["lr"] *= 0.5

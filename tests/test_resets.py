@@ -50,8 +50,7 @@ def test_modules_cut_every_layer(kind: Any) -> None:
     results = []
     for out, h_n in (rnn(x, hx, resets=resets, reset_state=state), cut_by_hand(rnn, x, resets, hx, state)):
         results.append([out, h_n, *torch.autograd.grad([out, h_n], leaves, [grad, torch.ones_like(h_n)])])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
 
     first = kind(3, N, num_layers=2, batch_first=True, dtype=torch.float64)
     first.load_state_dict(rnn.state_dict())
@@ -102,8 +101,7 @@ def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatc
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
         right = (readout(states).argmax(-1) == target) & counts
         assert torch.equal(hits, right.sum(1))
-        for one, other in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves), wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_bad_resets_are_one_line() -> None:
