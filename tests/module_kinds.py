@@ -1,4 +1,4 @@
-"""A small recurrent module of every kind: `KINDS`, and `EVERY`, with those that have fewer options."""
+"""A small recurrent module of every kind: `KINDS`, which can be frozen, and `EVERY`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "exponential": ExpRNN,
     "non-normal": NonNormalRNN,
     "gru": lambda *args, **options: GRU(*args, bias=True, **options),
+    "rotation": RotationRNN,
 }
-EVERY = {**KINDS, "peephole": PeepholeLSTM, "rotation": RotationRNN}
+EVERY = {**KINDS, "peephole": PeepholeLSTM}
 
 
 def made(kind: str, **options: Any) -> nn.Module:

@@ -35,12 +35,12 @@ def close(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_results_of_the_module(kind: str, options: dict[str, Any]) -> None:
-    if kind == "gru" and "nonlinearity" in options:
+    if kind in ("gru", "rotation") and "nonlinearity" in options:
         pytest.skip("has no such options")
     module, dtype = made(kind, **options), options.get("dtype", torch.float32)
     frozen = module.frozen().train()
     module.eval()  # dropout is always off in the frozen module
-    if kind != "gru":
+    if kind not in ("gru", "rotation"):
         close(frozen.recurrent_matrix(), module.recurrent_matrix().detach() * module.gain)
     assert not list(frozen.parameters())
     states = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
@@ -81,53 +81,47 @@ def test_weights_that_are_computed_from_others(kind: str, changed: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "batch_first": True, "learned_h0": True}, {"leak": 0.3}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_make_the_sequence(kind: str, options: dict[str, Any], batch: int | None, ids: bool) -> None:
-    if kind == "gru":
+    """Without resets and with them."""
+    if kind in ("gru", "rotation"):
         options = {name: value for name, value in options.items() if name != "leak"}
     frozen = made(kind, **options).frozen()
     shape = (6,) if batch is None else (6, batch)
     x = torch.randint(D, shape) if ids else torch.randn(*shape, D)
-    output, h_n = frozen(x.transpose(0, 1) if batch and options.get("batch_first") else x)
-    outputs, h = [], None
-    for one in x:
-        y, h = frozen.step(one, h)
-        outputs.append(y)
-    result = torch.stack(outputs, 1 if batch and options.get("batch_first") else 0)
-    close(result, output)
-    close(h, h_n)
+    time = 1 if batch and options.get("batch_first") else 0
+    for resets in (None, torch.rand(shape) < 0.4):
+        output, h_n = frozen(x.transpose(0, time), resets=None if resets is None else resets.transpose(0, time))
+        outputs, h = [], None
+        for t, one in enumerate(x):
+            y, h = frozen.step(one, h, resets=None if resets is None else resets[t])
+            outputs.append(y)
+        close(torch.stack(outputs, time), output)
+        close(h, h_n)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_stands_for_itself(kind: str) -> None:
-    """Copies, pickles and state_dicts; and what becomes of the module changes nothing."""
+def test_it_stands_for_itself(kind: str, compiled: bool) -> None:
+    """Copies, pickles and state_dicts: what becomes of the module, or of the original, changes nothing, also where
+    torch.nn.Module.compile has set what they call."""
     module, x = made(kind), torch.randn(4, 2, D)
-    frozen = module.frozen()
+    if compiled:
+        module.compile(backend="eager")
+    frozen, other = module.frozen(), KINDS[kind](D, N).frozen()
+    if compiled:
+        frozen.compile(backend="eager")
     expected = frozen(x)[0]
-    other = KINDS[kind](D, N).frozen()
-    assert not torch.equal(other(x)[0], expected)
-    other.load_state_dict(frozen.state_dict())
-    for one in (other, copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)), frozen.frozen()):
-        assert torch.equal(one(x)[0], expected)
+    assert not expected.requires_grad and not torch.equal(other(x)[0], expected)
     for parameter in module.parameters():
         parameter.data.zero_()
-    assert torch.equal(frozen(x)[0], expected)
+    assert torch.equal(frozen.frozen()(x)[0], expected)
+    other.load_state_dict(frozen.state_dict())
+    copies = other, copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))
+    for buffer in frozen.buffers():
+        buffer.zero_()
+    for one in copies:
+        assert torch.equal(one(x)[0], expected)
     assert frozen.double()(x.double())[0].dtype == torch.float64
     assert type(frozen).__name__ in repr(nn.Sequential(frozen))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_modules(kind: str) -> None:
-    """A frozen module must not call its source, nor a copy its original, by what torch.nn.Module.compile has set."""
-    module, x = made(kind), torch.randn(4, 2, D)
-    module.compile(backend="eager")
-    frozen = module.frozen()
-    frozen.compile(backend="eager")
-    expected = frozen(x)[0]
-    assert not expected.requires_grad
-    copied = copy.deepcopy(frozen)
-    for buffer in (*frozen.buffers(), *module.parameters()):
-        buffer.data.zero_()
-    assert torch.equal(copied(x)[0], expected)
-    assert torch.equal(pickle.loads(pickle.dumps(copied))(x)[0], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,28 +139,19 @@ def test_low_ranks_stay_factored() -> None:
 
 
 def test_bad_input() -> None:
-    frozen = RNN(D, N, bidirectional=True).frozen()
+    both, frozen, x = RNN(D, N, bidirectional=True).frozen(), RNN(D, N).frozen(), torch.zeros(1, D)
     for call, message in (
-        (lambda: frozen.step(torch.zeros(1, D)), "step is for one direction"),
+        (lambda: both.step(x), "step is for one direction"),
         (lambda: PeepholeLSTM(D, N).frozen(), "frozen is not for PeepholeLSTM modules; accepted: eval"),
-        (lambda: RNN(D, N).frozen().step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, 3\]"),
-        (lambda: RNN(D, N).frozen().step(torch.zeros(1, D + 1)), r"x has shape \(1, 4\); accepted: \[B, 3\]"),
-        (
-            lambda: RNN(D, N).frozen().step(torch.zeros(2, D), resets=torch.ones(3, dtype=torch.bool)),
-            r"resets has shape \(3,\); accepted: \[B\]",
-        ),
-        (lambda: RNN(D, N).frozen().reset_parameters(), "a frozen module has no parameters"),
-        (lambda: RNN(D, N).frozen().step([0.0]), "x must be a Tensor, got list"),
-        (
-            lambda: RNN(D, N).frozen().step(torch.zeros(1, D), resets=[True]),
-            "resets must be a Tensor or None, got list",
-        ),
-        (
-            lambda: RNN(D, N).frozen().step(torch.zeros(1, D), reset_state=torch.zeros(1, 1, N)),
-            "reset_state is given without resets",
-        ),
-        (lambda: RNN(D, N).frozen().step(torch.zeros(1, D), torch.zeros(1, 2, N)), "hx has shape"),
-        (lambda: RNN(D, N).frozen().step(torch.tensor([D])), r"\[0, .*= 3\)|\[0, 3\)"),
+        (lambda: frozen.step(torch.zeros(1, 1, D)), r"x has shape \(1, 1, 3\); accepted: \[B, 3\]"),
+        (lambda: frozen.step(torch.zeros(1, D + 1)), r"x has shape \(1, 4\); accepted: \[B, 3\]"),
+        (lambda: frozen.step(x, resets=torch.ones(3, dtype=torch.bool)), r"resets has shape \(3,\); accepted: \[B\]"),
+        (lambda: frozen.reset_parameters(), "a frozen module has no parameters"),
+        (lambda: frozen.step([0.0]), "x must be a Tensor, got list"),
+        (lambda: frozen.step(x, resets=[True]), "resets must be a Tensor or None, got list"),
+        (lambda: frozen.step(x, reset_state=torch.zeros(1, 1, N)), "reset_state is given without resets"),
+        (lambda: frozen.step(x, torch.zeros(1, 2, N)), "hx has shape"),
+        (lambda: frozen.step(torch.tensor([D])), r"\[0, .*= 3\)|\[0, 3\)"),
     ):
         with pytest.raises(InputError, match=message):
             call()
@@ -184,10 +169,6 @@ def test_another_backend() -> None:
         frozen.step(x)
 
 
-def test_an_empty_batch_of_ids() -> None:
-    assert RNN(D, N).frozen()(torch.zeros(5, 0, dtype=torch.int64))[0].shape == (5, 0, N)
-
-
 def test_a_rotation_loads() -> None:
     frozen, other = RotationRNN(D, N).frozen(), RotationRNN(D, N, margin=0.1, horizon=5).frozen()
     x, h = torch.randn(2, D), torch.randn(1, 2, N)
@@ -196,9 +177,10 @@ def test_a_rotation_loads() -> None:
     close(frozen.step(x, h), other.step(x, h))
     assert not torch.equal(before, frozen.step(x, h)[0])
     close(frozen.float().step(x, h), other.step(x, h))
+    close(frozen.double().step(x.double(), h.double())[0].float(), other.step(x, h)[0])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gru"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("gru", "rotation")])
 def test_kept_arguments_follow_the_buffers(kind: str) -> None:
     """step and forward have the same bits after the values, the memory or the dtype of a buffer changed."""
     frozen = made(kind, leak=0.4, learned_leak=True, nonlinearity="leaky_relu").frozen()

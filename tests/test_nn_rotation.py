@@ -1,4 +1,4 @@
-"""RotationRNN: values against its matrix, the normalisation of the input, streams, and errors."""
+"""RotationRNN: values against its matrix, the normalisation of the input, initial values, and errors."""
 
 from __future__ import annotations
 
@@ -59,27 +59,6 @@ def test_states_of_noise_have_the_variance_of_their_input() -> None:
         rnn = nn.RotationRNN(16, 64, **options)
         states, _ = rnn(torch.randn(1000, 8, 16))
         assert 0.7 < float(states[-1].detach().square().mean()) < 1.4
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_streams_and_resets(learned: bool) -> None:
-    """A frozen copy steps through a sequence with resets as the module does in one call."""
-    torch.manual_seed(0)
-    rnn = nn.RotationRNN(3, 8, 2, learned_h0=learned, batch_first=True)
-    for name, parameter in rnn.named_parameters():
-        if name.startswith(("h0", "bias")):
-            torch.nn.init.normal_(parameter)
-    x, resets = torch.randn(2, 6, 3), torch.rand(2, 6) < 0.4
-    frozen, h = rnn.frozen(), None
-    states, last = rnn(x, resets=resets)
-    torch.testing.assert_close(frozen(x, resets=resets), (states, last))
-    for t in range(6):
-        output, h = frozen.step(x[:, t], h, resets=resets[:, t])
-        torch.testing.assert_close(output, states[:, t])
-    torch.testing.assert_close(h, last)
-    torch.testing.assert_close(frozen.double().step(x[:, 0].double())[0].float(), rnn(x[:, :1])[0][:, 0])
-    begin = int(resets[0].nonzero()[-1])
-    torch.testing.assert_close(rnn(x[:1, begin:])[0], states[:1, begin:])
 
 
 def test_initial_values() -> None:

@@ -10,10 +10,10 @@ from helpers import some_lengths
 from torch import Tensor, nn
 
 from orthokern.errors import InputError
-from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, EpisodeRNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
 from orthokern.ops.modal import loss as scan_loss
 
-KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU]
+KINDS: list[Any] = [RNN, FactorizedRNN, ExpRNN, NonNormalRNN, GRU, RotationRNN]
 
 
 def some_resets(T: int, B: int, seed: int = 0) -> Tensor:
