@@ -77,23 +77,19 @@ def test_values_and_gradients_against_a_plain_loop(nonlinearity: str, more: dict
         close(gradients(module, module(x, h0[None])[0]), gradients(module, plain(module, x, h0)))
 
 
-@pytest.mark.parametrize("make", [RNN, FactorizedRNN])
-def test_token_ids_are_one_hot_input(make: Any) -> None:
-    """Also from learned initial states."""
-    module = make(5, 4, 2, bidirectional=True, learned_h0=True, dtype=torch.float64)
-    ids, lengths = torch.randint(0, 5, (7, 3)), torch.tensor([3, 7, 1])
-    hot = torch.nn.functional.one_hot(ids, 5).double()
+@pytest.mark.parametrize("vocabulary", [5, 50])  # fewer and more than ids
+@pytest.mark.parametrize("make", [RNN, FactorizedRNN, GRU, LSTM, RotationRNN])
+def test_token_ids_are_one_hot_input(make: Any, vocabulary: int) -> None:
+    module = make(vocabulary, 4, 2, bidirectional=True, dtype=torch.float64)
+    ids, lengths = torch.randint(0, vocabulary, (7, 3)), torch.tensor([3, 7, 1])
+    hot = torch.nn.functional.one_hot(ids, vocabulary).double()
 
-    def seen(x: Any, hx: Tensor | None = None) -> list[Tensor]:
-        output, h_n = module(x, hx)
+    def seen(x: Any) -> list[Tensor]:
+        output, last = module(x)
         values = output.data if isinstance(output, PackedSequence) else output
-        loss = values.sin().sum() + h_n.cos().sum()
-        return [values, h_n, *torch.autograd.grad(loss, [p for n, p in module.named_parameters() if n[:2] != "h0"])]
+        last = last if isinstance(last, Tensor) else torch.stack(last)
+        return [values, last, *torch.autograd.grad(values.sin().sum() + last.cos().sum(), list(module.parameters()))]
 
-    states = [getattr(module, f"h0_{suffix}") for suffix in ("l0", "l0_reverse", "l1", "l1_reverse")]
-    for state in states:
-        torch.nn.init.normal_(state)
-    close(seen(hot), seen(hot, torch.stack(states).detach()[:, None].repeat(1, 3, 1)))
     close(seen(ids), seen(hot))
     close(seen(ids.int()), seen(hot))
     close(seen(ids[:, 0]), seen(hot[:, 0]))
@@ -103,17 +99,12 @@ def test_token_ids_are_one_hot_input(make: Any) -> None:
     close(seen(ids), seen(hot))
 
 
-@pytest.mark.parametrize("vocabulary", [5, 50])  # fewer and more than ids
-@pytest.mark.parametrize("make", [GRU, LSTM, RotationRNN])
-def test_token_ids_are_one_hot_input_of_other_modules(make: Any, vocabulary: int) -> None:
-    module = make(vocabulary, 4, dtype=torch.float64)
-    ids = torch.randint(0, vocabulary, (7, 3))
-
-    def seen(x: Tensor) -> list[Tensor]:
-        states, _ = module(x)
-        return [states, *torch.autograd.grad(states.sin().sum(), list(module.parameters()))]
-
-    close(seen(ids), seen(torch.nn.functional.one_hot(ids, vocabulary).double()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_learned_initial_states(kind: str) -> None:
+    module, x = made(kind, num_layers=2, bidirectional=True, learned_h0=True), torch.randn(5, 3, D)
+    states = [getattr(module, f"h0_{suffix}") for suffix in ("l0", "l0_reverse", "l1", "l1_reverse")]
+    expected = module(x, torch.stack(states).unsqueeze(1).repeat(1, 3, 1))
+    torch.testing.assert_close(module(x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", EVERY)
