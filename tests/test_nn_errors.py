@@ -21,6 +21,7 @@ from orthokern.nn import (
     ModReLU,
     NonNormalRNN,
     PeepholeLSTM,
+    RotationRNN,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -123,7 +124,7 @@ def test_input(make: Any, x: Any, parts: list[str]) -> None:
     refused(lambda: module(x), *parts)
 
 
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", [*KINDS, RotationRNN])
 def test_parameters_of_another_dtype(make: Any) -> None:
     for dtype in (torch.complex64, *([] if make is RNN else [torch.bfloat16, torch.float16])):
         module = make(3, 6).to(dtype)
