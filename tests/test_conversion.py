@@ -104,21 +104,9 @@ def hooked() -> nn.Module:
     return module
 
 
-def patched() -> nn.Module:
+def having(name: str, value: Any) -> nn.Module:
     module = nn.RNN(2, 3)
-    module.forward = lambda x: x  # type: ignore[method-assign]
-    return module
-
-
-def with_child() -> nn.Module:
-    module = nn.GRU(2, 3)
-    module.head = nn.Linear(3, 1)
-    return module
-
-
-def tagged() -> nn.Module:
-    module = nn.RNN(2, 3)
-    module.gain = nn.init.calculate_gain("tanh")  # type: ignore[assignment]
+    setattr(module, name, value)
     return module
 
 
@@ -131,7 +119,7 @@ def compiled_in_place() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (tagged, "its attribute gain would be a setting of the new module"),
+        (lambda: having("gain", 5 / 3), "its attribute gain would be a setting of the new module"),
         (compiled_in_place, "it is compiled; convert first, then compile"),
         (
             lambda: nn.LSTM(2, 3, proj_size=2),
@@ -140,8 +128,8 @@ def compiled_in_place() -> nn.Module:
         (lambda: nn.RNNCell(2, 3), "a cell runs one step at a time"),
         (lambda: OwnGRU(2, 3), "subclass of torch.nn.GRU"),
         (hooked, "it has backward hooks, forward hooks"),
-        (patched, "its forward was replaced"),
-        (with_child, "submodules are not those of GRU: head"),
+        (lambda: having("forward", lambda x: x), "its forward was replaced"),
+        (lambda: having("head", nn.Linear(3, 1)), "submodules are not those of RNN: head"),
         (lambda: parametrizations.orthogonal(nn.RNN(2, 3), "weight_hh_l0"), "parametrizations (weight_hh_l0)"),
         (lambda: nn.GRU(2, 3, dtype=torch.bfloat16), "its weight_ih_l0 is torch.bfloat16"),
     ],
