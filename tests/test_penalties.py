@@ -23,9 +23,11 @@ def composed(rnn: FactorizedRNN) -> list[torch.Tensor]:
     return [rnn.recurrent_matrix(layer, reverse) for layer in (0, 1) for reverse in (False, True)]
 
 
-def distance(w: torch.Tensor) -> torch.Tensor:
-    """||W^T W - I||_F^2 as written."""
-    return (w.mT @ w - torch.eye(w.shape[1], dtype=w.dtype)).square().sum()
+def literal(w: torch.Tensor, squared: bool = True) -> torch.Tensor:
+    """||W W^T - I||_F of a wide matrix, ||W^T W - I||_F of a tall one, squared or not."""
+    wide = w if w.shape[0] <= w.shape[1] else w.mT
+    norm = torch.linalg.matrix_norm(wide @ wide.mT - torch.eye(len(wide), dtype=w.dtype))
+    return norm.square() if squared else norm
 
 
 def model(**kwargs: object) -> FactorizedRNN:
@@ -45,7 +47,7 @@ SPECTRA = [{"margin": 0.3}, {"margin": 0.3, "spectrum_map": "tanh"}, {"margin": 
     ("penalty", "of_matrix"),
     [
         (composite_weight_decay, lambda w: w.square().sum()),
-        (orthogonal_penalty, distance),
+        (orthogonal_penalty, literal),
         (spectrum_prior, lambda w: (torch.linalg.svdvals(w) - 1).square().sum()),
     ],
 )
@@ -69,7 +71,7 @@ def test_penalties_of_plain_and_mixed_models() -> None:
     plain = RNN(3, 4, 2, bidirectional=True, dtype=torch.float64)
     weights = [plain.weight_hh_l0, plain.weight_hh_l0_reverse, plain.weight_hh_l1, plain.weight_hh_l1_reverse]
     assert all(a is b for a, b in zip(plain.recurrent_matrices(), weights, strict=True))
-    torch.testing.assert_close(orthogonal_penalty(plain), torch.stack([distance(w) for w in weights]).sum())
+    torch.testing.assert_close(orthogonal_penalty(plain), torch.stack([literal(w) for w in weights]).sum())
     singular = torch.stack([torch.linalg.svd(w)[1] for w in weights])
     torch.testing.assert_close(spectrum_prior(plain), (singular - 1).square().sum())
     factorized = model(margin=0.4)
@@ -79,13 +81,6 @@ def test_penalties_of_plain_and_mixed_models() -> None:
 
 
 # ---- OrthogonalPenalty ---------------------------------------------------------------------------
-
-
-def literal(w: torch.Tensor, squared: bool) -> torch.Tensor:
-    """||W W^T - I||_F of a wide matrix, ||W^T W - I||_F of a tall one, squared or not."""
-    wide = w if w.shape[0] <= w.shape[1] else w.mT
-    norm = torch.linalg.matrix_norm(wide @ wide.mT - torch.eye(len(wide), dtype=w.dtype))
-    return norm.square() if squared else norm
 
 
 @pytest.mark.parametrize("squared", [True, False])
