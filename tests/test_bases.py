@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -85,7 +86,8 @@ def one_process() -> Iterator[Any]:
 
 
 def test_sharded_parameters_are_refused(one_process: Any) -> None:
-    """Whoever needs a whole matrix says so, in place of torch's message about mixed tensors."""
+    """Whoever needs a whole matrix says so, in place of torch's message about mixed tensors; so does what moves
+    the state of an optimizer."""
     basis = nn.Parameter(distribute_tensor(torch.eye(4), one_process, [Shard(0)]))
     line = "is a DTensor, of which this process has a part; accepted: a whole tensor"
     for kind in (GeodesicSGD, GeodesicRMSprop):
@@ -94,6 +96,10 @@ def test_sharded_parameters_are_refused(one_process: Any) -> None:
     with pytest.raises(InputError, match=rf"constrained\[0\] {line}"):
         SpectralNormProjection([basis])
     rnn = ExpRNN(3, 4, rebase_every=1)
+    optimizer = ZeroRedundancyOptimizer(rnn.parameters(), torch.optim.Adam, lr=0.1)
+    rnn(torch.randn(5, 2, 3))[0].sum().backward()
+    with pytest.raises(InputError, match="the optimizer is a ZeroRedundancyOptimizer; accepted: others"):
+        optimizer.step()
     rnn.skew_l0 = basis
     with pytest.raises(InputError, match=f"skew_l0 {line}"):
         rnn.rebase()

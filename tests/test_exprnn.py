@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -279,20 +277,6 @@ def test_a_wrong_extra_state_is_refused() -> None:
     with torch.device("meta"):
         other = ExpRNN(3, 8)
         assert not other.load_state_dict({**other.state_dict(), "_extra_state": torch.zeros(2)}).missing_keys
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
-def test_a_zero_redundancy_optimizer_is_refused(one_process: None) -> None:
-    rnn = make(rebase_every=2)
-    with pytest.raises(InputError, match="the optimizer is a ZeroRedundancyOptimizer; accepted: others"):
-        train(rnn, ZeroRedundancyOptimizer(rnn.parameters(), torch.optim.Adam, lr=0.1), 1)
 
 
 def test_tied_parameters_and_bases_train_as_one() -> None:
