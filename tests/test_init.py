@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from module_kinds import EVERY
 
 from orthokern import InputError, init
-from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, ModReLU, NonNormalRNN, PeepholeLSTM
+from orthokern.nn import GRU, RNN, ExpRNN, FactorizedRNN, LinearCrossEntropy, ModReLU
 
 IN_PLACE = [init.haar_orthogonal_, init.henaff_, init.cayley_, init.identity_, init.glorot_, init.glorot_uniform_]
 IN_PLACE += [init.learned_]
@@ -86,10 +87,9 @@ def test_angles_are_uniform(fill: Any, low: float, high: float) -> None:
 
 def test_identity_and_glorot() -> None:
     assert torch.equal(init.identity_(torch.empty(3, 5)), torch.eye(3, 5))
-    w = init.glorot_(torch.empty(300, 500, dtype=torch.float64))
-    assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
-    w = init.glorot_uniform_(torch.empty(300, 500, dtype=torch.float64))
-    assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
+    for fill in (init.glorot_, init.glorot_uniform_):
+        w = fill(torch.empty(300, 500, dtype=torch.float64))
+        assert abs(float(w.var()) / (2 / 800) - 1) < 0.02 and abs(float(w.mean())) < 1e-3
     assert 0.999 < float(w.abs().max()) / math.sqrt(6 / 800) <= 1
 
 
@@ -180,28 +180,24 @@ def test_the_published_angles_are_the_default() -> None:
         assert torch.equal(plain, fill(torch.empty(9, 9), name, torch.Generator().manual_seed(0), max_angle=angle))
 
 
-MODULES: list[Callable[..., nn.Module]] = [
-    lambda **k: RNN(3, 4, nonlinearity="modrelu", init="henaff", **k),
-    lambda **k: FactorizedRNN(3, 4, nonlinearity="modrelu", **k),
-    lambda **k: ExpRNN(3, 4, **k),
-    lambda **k: NonNormalRNN(3, 4, **k),
-    lambda **k: GRU(3, 4, init="torch", **k),
-    lambda **k: GRU(3, 4, init="kanai", **k),
-    lambda **k: PeepholeLSTM(3, 4, **k),
-    lambda **k: LinearCrossEntropy(4, 3, **k),
-    lambda **k: ModReLU(4, **k),
-]
+MODULES: dict[str, Callable[..., Any]] = {
+    **EVERY,
+    "henaff and modrelu": partial(RNN, nonlinearity="modrelu", init="henaff"),
+    "kanai": partial(GRU, init="kanai"),
+    "readout": LinearCrossEntropy,
+    "activation": lambda _, features, **options: ModReLU(features, **options),
+}
 
 
-@pytest.mark.parametrize("make", MODULES)
-def test_generators_of_modules(make: Callable[..., nn.Module]) -> None:
-    module: Any = make()
+@pytest.mark.parametrize("kind", MODULES)
+def test_generators_of_modules(kind: str) -> None:
+    module, globally = MODULES[kind](3, 4), torch.get_rng_state()
     for wrong in (0, SimpleNamespace(device=torch.device("cuda:0"))):
         with pytest.raises(InputError, match="generator must be a CPU torch.Generator or None, got"):
             module.reset_parameters(wrong)
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
-    make(device="meta").reset_parameters(generator)
+    MODULES[kind](3, 4, device="meta").reset_parameters(generator)
     assert torch.equal(generator.get_state(), before)
     module.reset_parameters(generator)
-    assert not torch.equal(generator.get_state(), before)
+    assert not torch.equal(generator.get_state(), before) and torch.equal(torch.get_rng_state(), globally)
