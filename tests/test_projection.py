@@ -106,25 +106,25 @@ def test_bounded_after_every_step(kind: str) -> None:
         assert counts["decompositions"] <= 2
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
-def test_attached_to_any_optimizer(optimizer: Any) -> None:
+def test_attached_to_an_optimizer() -> None:
     """Training that grows the weights: every constrained block is kept, the others are left alone."""
     rnn = GRU(3, 20, 2, variant="kanai")
     projection = SpectralNormProjection(rnn, 0.5)
-    handle = projection.attach(chosen := optimizer(rnn.parameters(), lr=0.1))
+    optimizer = torch.optim.Adam(rnn.parameters(), lr=0.1)
+    handle = projection.attach(optimizer)
     assert len(projection.matrices) == 3  # W_hn of both layers, W_in of the upper one
     for _ in range(60):
-        chosen.zero_grad()
+        optimizer.zero_grad()
         loss = -sum(p.square().sum() for p in rnn.parameters())
         assert isinstance(loss, Tensor)
         loss.backward()
-        chosen.step()
+        optimizer.step()
         for w in projection.matrices:
             assert norm(w) <= 1.5 * (1 + 1e-5)
     assert norm(rnn.weight_ih_l0[40:]) > 1.6 and norm(rnn.weight_hh_l0[:20]) > 1.6
     assert max(float(torch.linalg.eigvals(rnn.jacobian_at_zero(i).detach()).abs().max()) for i in (0, 1)) < 0.875 + 1e-5
     handle.remove()
-    chosen.step()
+    optimizer.step()
     assert projection.counts["steps"] == 60
 
 
