@@ -81,19 +81,21 @@ def test_weights_that_are_computed_from_others(kind: str, changed: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "batch_first": True, "learned_h0": True}, {"leak": 0.3}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_make_the_sequence(kind: str, options: dict[str, Any], batch: int | None, ids: bool) -> None:
-    """Without resets and with them."""
+    """Without resets and with them; also of tensors with gradients."""
     if kind in ("gru", "rotation"):
         options = {name: value for name, value in options.items() if name != "leak"}
     frozen = made(kind, **options).frozen()
     shape = (6,) if batch is None else (6, batch)
-    x = torch.randint(D, shape) if ids else torch.randn(*shape, D)
+    x = torch.randint(D, shape) if ids else torch.randn(*shape, D, requires_grad=True)
     time = 1 if batch and options.get("batch_first") else 0
     for resets in (None, torch.rand(shape) < 0.4):
         output, h_n = frozen(x.transpose(0, time), resets=None if resets is None else resets.transpose(0, time))
         outputs, h = [], None
         for t, one in enumerate(x):
             y, h = frozen.step(one, h, resets=None if resets is None else resets[t])
+            assert not y.requires_grad and not h.requires_grad
             outputs.append(y)
+            h.requires_grad_()
         close(torch.stack(outputs, time), output)
         close(h, h_n)
 
@@ -122,15 +124,6 @@ def test_it_stands_for_itself(kind: str, compiled: bool) -> None:
         assert torch.equal(one(x)[0], expected)
     assert frozen.double()(x.double())[0].dtype == torch.float64
     assert type(frozen).__name__ in repr(nn.Sequential(frozen))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_inputs_with_gradients(kind: str) -> None:
-    frozen = made(kind).frozen()
-    x, h = torch.randn(2, D, requires_grad=True), frozen(torch.randn(1, 2, D))[1].requires_grad_()
-    output, last = frozen.step(x, h)
-    assert not output.requires_grad and not last.requires_grad
-    assert torch.equal(output, frozen.step(x.detach(), h.detach())[0])
 
 
 def test_low_ranks_stay_factored() -> None:
