@@ -73,7 +73,6 @@ def test_initial_values() -> None:
 
 
 def test_training() -> None:
-    torch.manual_seed(0)
     rnn, readout = nn.RotationRNN(2, 16), torch.nn.Linear(16, 1)
     model = torch.nn.ModuleList([rnn, readout])
     optimizer = optimizer_for(model, lr=1e-2, rotation_lr=5e-3, euclidean=torch.optim.AdamW, weight_decay=0.1)
