@@ -76,19 +76,14 @@ def test_programs_run_in_a_new_process(tmp_path: Path) -> None:
     assert run.stdout.split() == [str(2 * len(KINDS))], run.stderr[-2000:]
 
 
-class WithLengths(WithReadout):
-    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Any]:
-        return self.rnn(x, lengths=lengths)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "peephole"])
 def test_lengths_with_any_number_of_steps(kind: str) -> None:
     T, B = Dim("T", min=2, max=10_000), Dim("B", min=2, max=1000)
-    model = WithLengths(made(kind, num_layers=LAYERS, bidirectional=True))
-    example = torch.randn(6, 3, D), torch.tensor([3, 6, 1])
-    program = export(model, example, dynamic_shapes=({0: T, 1: B}, {0: B})).module()
-    inputs = torch.randn(9, 4, D), torch.tensor([2, 9, 1, 5])
-    torch.testing.assert_close(program(*inputs), model(*inputs))
+    model, lengths = made(kind, num_layers=LAYERS, bidirectional=True), {"lengths": torch.tensor([3, 6, 1])}
+    shapes = {"input": {0: T, 1: B}, "lengths": {0: B}}
+    program = export(model, (torch.randn(6, 3, D),), lengths, dynamic_shapes=shapes).module()
+    x, lengths = torch.randn(9, 4, D), {"lengths": torch.tensor([2, 9, 1, 5])}
+    torch.testing.assert_close(program(x, **lengths), model(x, **lengths))
 
 
 class WithLoss(WithReadout):
