@@ -1,4 +1,4 @@
-"""nn.GRU: the interface and results of torch.nn.GRU, the cell of the paper, and the theory of its fixed point."""
+"""nn.GRU: first parameters, and which of its weights can be projected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PeepholeLSTM: equal to torch.nn.LSTM with zero peepholes, its equations otherwise, layouts, bad input."""
+"""PeepholeLSTM: its equations, scans in parts, first parameters, states."""
 
 from __future__ import annotations
 
