@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from module_kinds import D, N, made
 from torch import Tensor
 
 from orthokern.errors import InputError
@@ -13,15 +12,6 @@ from orthokern.nn import PeepholeLSTM
 from orthokern.nn import lstm as lstm_module
 
 F64 = torch.float64
-
-
-def lstm(*args: Any, **kwargs: Any) -> PeepholeLSTM:
-    """In float64, every parameter random."""
-    module = PeepholeLSTM(*args, dtype=F64, **kwargs)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.uniform_(-0.7, 0.7)
-    return module
 
 
 def plain(p: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,8 +30,8 @@ def plain(p: dict[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor
 @pytest.mark.parametrize("part", [[0], [1], [2], [0, 1, 2]])
 def test_equations(part: list[int]) -> None:
     """The peepholes, written out step by step, and every gradient by torch's autograd, of one result or all."""
-    module = lstm(3, 4)
-    leaves = [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((7, 2, 3), (1, 2, 4), (1, 2, 4))]
+    module = made("peephole", dtype=F64)
+    leaves = [torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((7, 2, D), (1, 2, N), (1, 2, N))]
     x, h0, c0 = leaves
     output, (h, c) = module(x, (h0, c0))
     outcomes = []
@@ -53,17 +43,17 @@ def test_equations(part: list[int]) -> None:
 
 def test_inference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients, input terms exist for a few steps at a time."""
-    module = lstm(3, 4, 2, bidirectional=True)
-    x, lengths = torch.randn(11, 3, 3, dtype=F64), torch.tensor([11, 4, 1])
+    module = made("peephole", num_layers=2, bidirectional=True, dtype=F64)
+    x, lengths = torch.randn(11, 3, D, dtype=F64), torch.tensor([11, 4, 1])
     expected = [module(x), module(x, lengths=lengths)]
-    monkeypatch.setattr("orthokern.nn.lstm._INPUT_BYTES", 4 * 3 * 16 * 8)
+    monkeypatch.setattr("orthokern.nn.lstm._INPUT_BYTES", 4 * 3 * (4 * N) * 8)  # of four steps
     with torch.no_grad():
         torch.testing.assert_close([module(x), module(x, lengths=lengths)], expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("trained", ["bias_ih_l0", "weight_peephole_l0"])
 def test_training_in_one_part(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, calls, scan = lstm(3, 4).requires_grad_(False), [], lstm_module.peephole_scan
+    module, calls, scan = made("peephole").requires_grad_(False), [], lstm_module.peephole_scan
     module.get_parameter(trained).requires_grad_()
 
     def counted(x: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +62,7 @@ def test_training_in_one_part(trained: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(lstm_module, "_INPUT_BYTES", 1)
     monkeypatch.setattr(lstm_module, "peephole_scan", counted)
-    module(torch.randn(7, 2, 3, dtype=F64))
+    module(torch.randn(7, 2, D))
     assert calls == [7]
 
 
