@@ -36,14 +36,6 @@ def loss_of(rnn: nn.Module, x: Tensor) -> Tensor:
     return output.square().mean() + h_n.sin().sum()
 
 
-def turn(rnn: ExpRNN, size: float = 0.3) -> None:
-    """Move A away from zero."""
-    with torch.no_grad():
-        for suffix in rnn._suffixes():
-            generator = torch.Generator().manual_seed(8)
-            rnn._tensor(f"skew_{suffix}").add_(size * torch.randn(6, 6, dtype=F64, generator=generator))
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     x = torch.randn(5, 2, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
@@ -74,7 +66,7 @@ def test_when_the_base_moves() -> None:
     """After every second step of an optimizer that trains A, never in a forward."""
     rnn = make(rebase_every=2, project_every=2)
     x = torch.randn(3, 2, 3, dtype=F64)
-    turn(rnn)
+    nn.init.normal_(rnn.skew_l0, std=0.3)
     optimizer = torch.optim.SGD([rnn.skew_l0], lr=1e-2)
     other = torch.optim.SGD([rnn.bias_l0, rnn.weight_ih_l0], lr=1e-2)
     base = rnn.base_l0.clone()
@@ -129,7 +121,6 @@ def test_how_a_step_is_taken_changes_no_number(kind: Kind, combined: bool) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_serves_all_moves(kind: Kind) -> None:
     """One graph serves all steps, before and after moves."""
-    torch.manual_seed(0)
     rnn = kind(3, 6, rebase_every=2)
     torch._dynamo.reset()
     graphs = CompileCounter()
@@ -183,8 +174,7 @@ def test_copies_move_on_their_own(how: str) -> None:
 @pytest.mark.parametrize("size", [0.05, 0.5, 2.0])
 def test_transport_takes_gradients_from_chart_to_chart(size: float) -> None:
     rnn, x = make(), torch.randn(4, 2, 3, dtype=F64)
-    rnn.skew_l0.data.zero_()
-    turn(rnn, size)
+    nn.init.normal_(rnn.skew_l0, std=size)
     (old,) = torch.autograd.grad(loss_of(rnn, x), rnn.skew_l0)
     moved = transported(old, rnn.skew_l0.detach())
     angles = torch.linalg.eigvalsh(1j * skew_from(rnn.skew_l0.detach()))
@@ -254,8 +244,7 @@ def test_bad_states() -> None:
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0), None], ids=["rate 0", "a tensor", "no gradients"])
 def test_a_step_that_changes_nothing_moves_no_base(kind: Kind, rate: Any) -> None:
     rnn = kind(3, 6, dtype=F64, init="orthogonal", rebase_every=1, project_every=1)
-    with torch.no_grad():
-        rnn.skew_l0.normal_()
+    nn.init.normal_(rnn.skew_l0)
     before = copy.deepcopy(rnn.state_dict())
     optimizer = torch.optim.Adam(rnn.parameters(), lr=0.1 if rate is None else rate)
     if rate is None:
