@@ -32,7 +32,6 @@ def saved(module: nn.Module) -> Any:
 @pytest.mark.parametrize("rank", [7, 3])
 def test_average_is_made_orthonormal(rank: int) -> None:
     """The mean of bases is not one: it is noticed where it is loaded, and replaced by the nearest one."""
-    torch.manual_seed(0)
     rnn = FactorizedRNN(3, 7, num_layers=2, rank=rank, bidirectional=True)
     average, optimizer = AveragedModel(rnn), optimizer_for(rnn, lr=0.1, geodesic_lr=0.3)
     for _ in range(20):

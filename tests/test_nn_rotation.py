@@ -20,7 +20,6 @@ OPTIONS: list[dict[str, Any]] = [{}, {"margin": 0.1, "horizon": 20}, {"margin": 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_states_and_gradients(options: dict[str, Any]) -> None:
     """Against a loop over h W^T, with g as a sum of powers."""
-    torch.manual_seed(0)
     rnn = nn.RotationRNN(3, 8, **options, dtype=torch.float64)
     torch.nn.init.normal_(rnn.bias_l0)
     with torch.no_grad():
@@ -54,7 +53,6 @@ def test_the_scale_of_the_input() -> None:
 
 
 def test_states_of_noise_have_the_variance_of_their_input() -> None:
-    torch.manual_seed(0)
     for options in ({"radii": (0.5, 0.99)}, {"margin": 0.0, "horizon": 1000}):
         rnn = nn.RotationRNN(16, 64, **options)
         states, _ = rnn(torch.randn(1000, 8, 16))

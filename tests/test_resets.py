@@ -58,7 +58,6 @@ def test_modules_cut_every_layer(kind: str) -> None:
 
 
 def test_resets_start_from_given_learned_or_zero_states() -> None:
-    torch.manual_seed(0)
     rnn, plain = RNN(2, 5, learned_h0=True, dtype=torch.float64), RNN(2, 5, dtype=torch.float64)
     nn.init.normal_(rnn.h0_l0)
     plain.load_state_dict(rnn.state_dict(), strict=False)
@@ -76,7 +75,6 @@ def test_resets_start_from_given_learned_or_zero_states() -> None:
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_the_loss_takes_resets(nonlinearity: str, with_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece, and in chunks whose entering state is not the one that resets start from."""
-    torch.manual_seed(0)
     T, B, N = 13, 3, 5
     rnn = FactorizedRNN(4, N, nonlinearity=nonlinearity, dtype=torch.float64)
     readout = nn.Linear(N, 3, dtype=torch.float64)
@@ -122,7 +120,6 @@ def test_bad_resets_are_one_line() -> None:
 
 def test_episodes_step_by_step_and_in_sequences() -> None:
     """Steps one at a time and whole sequences give the same states; tensors of any number of dimensions."""
-    torch.manual_seed(0)
     for rnn in (RNN(3, 5, num_layers=2), FactorizedRNN(3, 5, num_layers=2, batch_first=True)):
         core = EpisodeRNN(rnn)
         value, is_init = torch.randn(4, 9, 3), some_resets(9, 4).mT.unsqueeze(-1)

@@ -13,7 +13,6 @@ from orthokern.nn import GRU
 
 @pytest.mark.parametrize("kind", ["kanai", "torch", "torch.nn"])
 def test_the_radius_is_that_of_the_map(kind: str) -> None:
-    torch.manual_seed(0)
     if kind == "torch.nn":
         module: torch.nn.Module = torch.nn.GRU(3, 6, 2, bias=False, dtype=torch.float64)
     else:
