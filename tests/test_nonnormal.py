@@ -16,7 +16,6 @@ F64 = torch.float64
 
 def make(n: int = 6, **options: object) -> NonNormalRNN:
     """With T, gamma and A away from their initial values."""
-    torch.manual_seed(4)
     rnn = NonNormalRNN(3, n, dtype=F64, **options)  # type: ignore[arg-type]
     with torch.no_grad():
         for name, p in rnn.named_parameters():
@@ -26,18 +25,11 @@ def make(n: int = 6, **options: object) -> NonNormalRNN:
 
 
 def theta_by_hand(rnn: NonNormalRNN) -> Tensor:
-    n = rnn.hidden_size
-    theta = torch.zeros(n, n, dtype=F64)
-    for i, (gamma, angle) in enumerate(zip(rnn.gamma_l0.tolist(), rnn.theta_l0.tolist(), strict=False)):
-        c, s = torch.tensor(angle, dtype=F64).cos(), torch.tensor(angle, dtype=F64).sin()
-        theta[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = gamma * torch.stack([torch.stack([c, -s]), torch.stack([s, c])])
-    if n % 2:
-        theta[-1, -1] = rnn.gamma_l0[-1]
-    for i in range(n):
-        for j in range(i):
-            if i // 2 != j // 2:
-                theta[i, j] += rnn.triangle_l0[i, j]
-    return theta
+    n, c, s = rnn.hidden_size, rnn.theta_l0.cos(), rnn.theta_l0.sin()
+    blocks = rnn.gamma_l0[: n // 2] * torch.stack([c, -s, s, c])
+    theta = torch.block_diag(*blocks.mT.unflatten(1, (2, 2)), *rnn.gamma_l0[n // 2 :])
+    below = torch.tensor([[j // 2 < i // 2 for j in range(n)] for i in range(n)])
+    return theta + rnn.triangle_l0 * below
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
