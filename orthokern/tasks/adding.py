@@ -248,7 +248,7 @@ class Adding(DrawnTask):
     settings: AddingOptions
     loss_label = "mean squared error"
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
-    STATE = ("running_error",)
+    STATE = (*DrawnTask.STATE, "running_error")
 
     def __init__(self, settings: AddingOptions) -> None:
         data = AddingTask(settings.T, target=settings.target, positions=settings.positions)

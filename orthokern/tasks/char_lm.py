@@ -199,6 +199,8 @@ class CharTask(DataTask, RecurrentTask):
 class CharLm(CharTask):
     """Penn Treebank characters by sentence for the training loop. Expects complete settings."""
 
+    STATE = ("batches",)
+
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings)
         data = load_ptb(settings.data, max_length=settings.length)
@@ -226,12 +228,6 @@ class CharLm(CharTask):
     def held_out(self, part: Sentences) -> Iterator[tuple[PackedSequence, Tensor]]:
         batches = (sentences.to(self.device) for sentences in part.ordered(200))
         return ((batch.packed(), batch.targets) for batch in batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state["batches"])
 
 
 class CharStream(CharTask):

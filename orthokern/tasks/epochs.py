@@ -26,7 +26,8 @@ class Experiment(Task):
     settings: Any
     iterations_per_epoch: Any
     TITLE: tuple[str, ...] = ()  # settings in the title of plots
-    STATE: tuple[str, ...] = ()  # attributes that a checkpoint holds: numbers or None
+    # attributes that a checkpoint holds: numbers, tensors, None, generators, and objects with a state_dict
+    STATE: tuple[str, ...] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -67,11 +68,22 @@ class Experiment(Task):
         return -evaluation["loss"]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.STATE}
+        def saved(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return value.get_state()
+            return value.state_dict() if hasattr(value, "state_dict") else value
+
+        return {name: saved(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.STATE:
-            setattr(self, name, state[name])
+            value, saved = getattr(self, name), state[name]
+            if isinstance(value, torch.Generator):
+                value.set_state(saved)
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(saved)
+            else:
+                setattr(self, name, saved.to(self.device) if isinstance(saved, Tensor) else saved)
 
     @abstractmethod
     def result_text(self, evaluation: dict[str, float]) -> str:

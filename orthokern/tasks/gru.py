@@ -91,7 +91,7 @@ class GruTask(DataTask):
     settings: GruOptions
     unit = "step"  # the loss is given per unit
     TITLE: tuple[str, ...] = ("layers", "hidden", "delta", "clip")
-    STATE: tuple[str, ...] = ("initial_loss", "worst_loss")
+    STATE: tuple[str, ...] = ("initial_loss", "worst_loss", "state", "projection")
 
     def __init__(self, settings: GruOptions) -> None:
         """Args: settings: complete."""
@@ -177,19 +177,6 @@ class GruTask(DataTask):
         if self.projection is not None:
             result["projection"] = dict(self.projection.counts)
         return result
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "state": self.state,
-            "projection": None if self.projection is None else self.projection.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.state = None if state["state"] is None else state["state"].to(self.device)
-        if self.projection is not None and state["projection"] is not None:
-            self.projection.load_state_dict(state["projection"])
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
         return f"{metrics['nll']:.3f} nats per {self.unit}, gradient {metrics['grad_norm']:.3g}"

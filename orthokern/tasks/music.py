@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +88,7 @@ class MusicTask(GruTask):
     name = "music"
     unit = "time step"
     TITLE = ("collection", *GruTask.TITLE)
+    STATE = (*GruTask.STATE, "windows")
     settings: MusicOptions
 
     def __init__(self, settings: MusicOptions) -> None:
@@ -114,13 +114,6 @@ class MusicTask(GruTask):
     def goal_reached(self, evaluation: dict[str, float]) -> bool:
         """Whether the learning rate has fallen below "lr_floor"."""
         return bool(self.optimizer.param_groups[0]["lr"] < self.settings.lr_floor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "windows": self.windows.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.windows.load_state_dict(state["windows"])
 
 
 COMMAND = task_command("music", MusicOptions, MusicTask)

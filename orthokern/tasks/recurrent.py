@@ -148,6 +148,7 @@ class DrawnTask(RecurrentTask):
 
     settings: DrawnOptions
     TITLE = ("T", *RecurrentTask.TITLE)
+    STATE: tuple[str, ...] = ("generator",)
 
     def __init__(self, data: Generator, settings: DrawnOptions) -> None:
         super().__init__(settings)
@@ -214,10 +215,3 @@ class DrawnTask(RecurrentTask):
         if evaluation is None:
             return f"not solved {goal}: {done}"
         return f"{'solved' if reached else 'not solved'}: {self.result_text(evaluation)} {goal}, {done}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.generator.set_state(state["generator"])
