@@ -97,17 +97,6 @@ def start_recurrence(rnn: nn.Module, settings: StartOptions) -> None:
             parameter.zero_()
 
 
-@torch.no_grad()
-def plain_numbers(rnn: RNN) -> dict[str, float]:
-    """Two numbers about the recurrent matrix W [N, N] of the first layer, for the record: "orthogonality_error_of_w",
-    ||W W^T - I||_F; and "recurrent_grad_norm", the norm of the gradient of the whole loss for W, after clipping."""
-    weight = rnn.get_parameter("weight_hh_l0")
-    result = {"orthogonality_error_of_w": OrthogonalPenalty(squared=False)(weight).item()}
-    if weight.grad is not None:
-        result["recurrent_grad_norm"] = torch.linalg.vector_norm(weight.grad).item()
-    return result
-
-
 class RecurrentTask(Experiment):
     """A recurrence and a readout, trained together.
 
@@ -135,12 +124,19 @@ class RecurrentTask(Experiment):
         return (loss, numbers) if added is None else (loss + added, {**numbers, "penalty": added.detach()})
 
     def diagnose(self) -> dict[str, Any]:
-        """Numbers about the recurrent matrix, and "lr", the learning rate of the readout."""
+        """Numbers about the recurrent matrix, and "lr", the learning rate of the readout. Those of a plain matrix W [N,
+        N] include "orthogonality_error_of_w", ||W W^T - I||_F, and "recurrent_grad_norm", the norm of the gradient of
+        the whole loss for W, after clipping."""
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["role"] == "readout")
         result: dict[str, Any] = {"lr": rate}
         if isinstance(self.rnn, (RNN, FactorizedRNN, ExpRNN, NonNormalRNN)):
             result |= diagnose_recurrence(self.rnn)
-        return result | (plain_numbers(self.rnn) if isinstance(self.rnn, RNN) else {})
+        if isinstance(self.rnn, RNN):
+            weight = self.rnn.get_parameter("weight_hh_l0")
+            result["orthogonality_error_of_w"] = OrthogonalPenalty(squared=False)(weight.detach()).item()
+            if weight.grad is not None:
+                result["recurrent_grad_norm"] = torch.linalg.vector_norm(weight.grad).item()
+        return result
 
 
 class DrawnTask(RecurrentTask):
