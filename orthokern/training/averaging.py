@@ -37,25 +37,20 @@ class Average:
     def in_model(self) -> Iterator[None]:
         """The model with the averages in place of its parameters. The averages of the bases of a FactorizedRNN are not
         orthonormal; the nearest orthonormal matrices are used."""
-        own = [parameter.detach().clone() for parameter in self.model.parameters()]
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        own = [parameter.clone() for parameter in parameters]
         try:
-            self._put(self.values)
+            torch._foreach_copy_(parameters, self.values)
             for module in self.model.modules():
                 if isinstance(module, FactorizedRNN):
                     module.orthonormalize()
             yield
         finally:
-            self._put(own)
-
-    @torch.no_grad()
-    def _put(self, values: list[torch.Tensor]) -> None:
-        for parameter, value in zip(self.model.parameters(), values, strict=True):
-            parameter.copy_(value)
+            torch._foreach_copy_(parameters, own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
-        for value, saved in zip(self.values, state["values"], strict=True):
-            value.copy_(saved)
+        torch._foreach_copy_(self.values, state["values"])
