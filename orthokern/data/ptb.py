@@ -34,9 +34,7 @@ from orthokern.errors import InputError, integer
 ALPHABET: tuple[str, ...] = ("<unk>", *"\n#$&'*-./\\0123456789N abcdefghijklmnopqrstuvwxyz")
 
 _UNKNOWN = "\0"  # stands for <unk> while a text is encoded
-_IDS = bytearray(256)
-for _id, _character in enumerate(ALPHABET[1:], start=1):
-    _IDS[ord(_character)] = _id
+_IDS = bytes.maketrans("".join(ALPHABET[1:]).encode(), bytes(range(1, len(ALPHABET))))
 _OUTSIDE = re.compile(f"[^{re.escape(''.join(ALPHABET[1:]))}]")
 
 
@@ -255,8 +253,7 @@ def _sentences(path: Path, content: bytes, max_length: int | None) -> Sentences:
     encoded = "".join(short).replace("<unk>", _UNKNOWN).encode().translate(_IDS)
     tokens = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     ends = (tokens == _IDS[ord("\n")]).nonzero().squeeze(1) + 1
-    lengths = torch.diff(ends, prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
-    return Sentences(tokens, torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)]))
+    return Sentences(tokens, torch.nn.functional.pad(ends, (1, 0)))
 
 
 def _lines(path: Path, content: bytes) -> list[str]:

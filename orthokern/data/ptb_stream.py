@@ -22,9 +22,7 @@ from orthokern.errors import InputError, integer
 # Token id -> character.
 STREAM_ALPHABET: tuple[str, ...] = (*ALPHABET[1:], "<", ">")
 
-_IDS = bytearray(256)
-for _id, _character in enumerate(STREAM_ALPHABET):
-    _IDS[ord(_character)] = _id
+_IDS = bytes.maketrans("".join(STREAM_ALPHABET).encode(), bytes(range(len(STREAM_ALPHABET))))
 
 
 @dataclass(frozen=True)
