@@ -196,17 +196,16 @@ def schedule_factor(settings: DescentOptions) -> Callable[[int], float]:
 def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> CombinedOptimizer:
     """One optimizer for a recurrence and its readout, with one rate per kind of parameter."""
     lr = settings.lr
+    spectrum_lr = lr if settings.spectrum_lr is None else settings.spectrum_lr
     kind, options = euclidean(settings)
     rmsprop, moments = settings.geodesic == "rmsprop", {"alpha": settings.alpha, "eps": settings.eps}
     return optimizer_for(
         nn.ModuleDict({"readout": readout, "input": rnn}),
         lr={"readout": lr, "input": lr if settings.input_lr is None else settings.input_lr},
         geodesic_lr=settings.geodesic_lr,
-        spectrum_lr=lr if settings.spectrum_lr is None else settings.spectrum_lr,
+        spectrum_lr=spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
-        rotation_lr=(lr if settings.spectrum_lr is None else settings.spectrum_lr)
-        if settings.model == "rotation"
-        else None,
+        rotation_lr=spectrum_lr if settings.model == "rotation" else None,
         euclidean=kind,
         basis_clip=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
