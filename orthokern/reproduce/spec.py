@@ -21,11 +21,7 @@ from typing import Any
 
 from orthokern._files import read_toml
 from orthokern.errors import InputError
-
-# settings that may differ between two parts of a run, and the length of a run
-FREE_SETTINGS = frozenset(
-    "backend checkpoint_every device diagnose_every epochs iterations minutes plots preset threads".split()
-)
+from orthokern.training.state import FREE_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -210,4 +206,5 @@ def is_planned(settings: Mapping[str, Any], run: Run, quick: bool) -> bool:
         completed = vars(command.complete({**settings, **named}))  # a preset may leave a value to the other settings
     except InputError:
         return False
-    return all(settings.get(name) == completed[name] for name in named.keys() - FREE_SETTINGS)
+    free = FREE_SETTINGS | {"backend", "device", "preset"}
+    return all(settings.get(name) == completed[name] for name in named.keys() - free)
