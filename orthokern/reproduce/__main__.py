@@ -150,8 +150,7 @@ def _plan(experiment: Experiment, args: Mapping[str, Any]) -> Plan:
         data = data_folder(args, experiment.data, read=not args.get("report"))
     elif "data" in args:
         raise InputError(f"--data: the runs of {experiment.name} generate their data; leave it out")
-    longer = (f"--{unit}", str(args[unit])) if unit in args else ()
-    return Plan.of(args, output_folder(args), data, longer)
+    return Plan.of(args, data)
 
 
 def _finish(files: Sequence[Path], failed: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ import torch
 from orthokern._files import read_object, write_atomically
 from orthokern.commandline import EXIT_BAD_INPUT, say
 from orthokern.errors import InputError
+from orthokern.reproduce.page import output_folder
 from orthokern.reproduce.spec import Run, each_once, planned
 from orthokern.training.loop import EXIT_DIVERGED
 from orthokern.training.signals import StopRequest
@@ -47,11 +48,12 @@ class Plan:
     device: str | None = None
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], folder: Path, data: Path | None, longer: tuple[str, ...]) -> Plan:
+    def of(cls, args: Mapping[str, Any], data: Path | None = None) -> Plan:
         """The plan of a command line."""
         jobs = args.get("jobs", 1)
         threads = args.get("threads", max(1, torch.get_num_threads() // jobs))
-        return cls(folder, data, args.get("quick", False), jobs, threads, longer, args.get("device"))
+        longer = next(((f"--{unit}", str(args[unit])) for unit in ("epochs", "iterations") if unit in args), ())
+        return cls(output_folder(args), data, args.get("quick", False), jobs, threads, longer, args.get("device"))
 
     def run_folder(self, run: Run) -> Path:
         return self.folder / run.name

@@ -15,7 +15,6 @@ from orthokern.reproduce.page import (
     dated,
     drawn,
     machines,
-    output_folder,
     paragraph,
     picture,
     publish,
@@ -57,8 +56,7 @@ def produce(args: Mapping[str, Any], spec: Mapping[str, Any]) -> Outcome:
     """Trains the runs of the searches, several in parallel, and writes the report. Interrupted runs are resumed."""
     searches = read_searches(spec)
     selected = chosen(searches, args.get("only", ""), spec["name"])
-    longer = ("--iterations", str(args["iterations"])) if "iterations" in args else ()
-    plan = Plan.of(args, output_folder(args), None, longer)
+    plan = Plan.of(args)
     failed: dict[str, str] = {}
     try:
         if not args.get("report"):
