@@ -183,6 +183,7 @@ class CopyExperiment(DrawnTask):
     """The copy task for the training loop. Expects complete settings."""
 
     name = "copy"
+    model: CopyModel
     settings: CopyOptions
     loss_label = "cross-entropy (nats per time step)"
     iterations_per_epoch = 100  # the paper's epoch, section 3.1
@@ -195,12 +196,12 @@ class CopyExperiment(DrawnTask):
         self.build(CopyModel(self.data, settings))
 
         self.way = ("sequential", "")
-        if settings.algorithm == "modal" and not isinstance(self.rnn, RECURRENCES):
-            raise InputError(f"--algorithm modal: not for --model {settings.model}")
         if isinstance(self.rnn, RECURRENCES):  # raises if "modal" is requested and not possible
             sizes = self.time_steps, settings.batch, classes
             call: dict[str, Any] = {"ids": settings.input == "onehot", "algorithm": settings.algorithm}
             self.way = self.rnn.explain_loss(*sizes, **call)
+        elif settings.algorithm == "modal":
+            raise InputError(f"--algorithm modal: not for --model {settings.model}")
 
     def headline(self) -> str:
         name, why = self.way
@@ -208,7 +209,6 @@ class CopyExperiment(DrawnTask):
 
     def last_step_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
-        assert isinstance(self.model, CopyModel)
         return self.model.readout.loss(self.model.states(tokens)[-1], targets[-1].long())
 
     def clip_gradients(self) -> None:
