@@ -8,8 +8,6 @@ and one batched solve.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness import Bench, Size, check
@@ -39,7 +37,7 @@ def by_solve(m: Tensor, g: Tensor, lr: float) -> Tensor:
 
 @pytest.mark.parametrize("step", list(STEPS))
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_step(benchmark: Any, bench: Bench, size: Size, step: str) -> None:
+def test_step(bench: Bench, size: Size, step: str) -> None:
     """Time of torch divided by that of functional.cayley, including its checks for NaN."""
     N, B = size["N"], size["B"]
     generator = torch.Generator().manual_seed(N)
@@ -51,7 +49,6 @@ def test_step(benchmark: Any, bench: Bench, size: Size, step: str) -> None:
     error = check("cayley", [functional.cayley(m, g, lr)], [exact], TOLERANCE)
     check("torch.linalg.solve", [by_solve(m, g, lr)], [exact], TOLERANCE)
     bench.compare(
-        benchmark,
         "cayley",
         f"torch.linalg.solve, {step}",
         size,

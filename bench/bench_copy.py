@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ TARGETS_MB = {("modal", 10_000): 450.0, ("sequential", 10_000): 1500.0, ("modal"
 
 @pytest.mark.parametrize("algorithm", ["modal", "sequential"])
 @pytest.mark.sizes([{"N": 128, "T": 10_000}, {"N": 128, "T": 10**6}], quick=[{"N": 32, "T": 20}])
-def test_copy(benchmark: Any, bench: Bench, size: Size, algorithm: str, tmp_path: Path) -> None:
+def test_copy(bench: Bench, size: Size, algorithm: str, tmp_path: Path) -> None:
     """A few iterations, an evaluation and plots. The first iteration, a warm-up, and the last one are not timed."""
     N, T = size["N"], size["T"]
     if T == 10**6 and algorithm == "sequential":
@@ -28,8 +27,8 @@ def test_copy(benchmark: Any, bench: Bench, size: Size, algorithm: str, tmp_path
     options = {"T": T, "hidden": N, "batch": BATCH, "algorithm": algorithm, "iterations": ITERATIONS}
     options |= {"diagnose-every": 10**6, "threads": torch.get_num_threads(), "out": tmp_path / "run"}
     command = [sys.executable, "-m", "orthokern.tasks.copy", *(f"--{name}={it}" for name, it in options.items())]
-    benchmark.group = "processes of their own"
-    peak = benchmark.pedantic(peak_of, args=(command,), rounds=1)
+    bench.benchmark.group = "processes of their own"
+    peak = bench.benchmark.pedantic(peak_of, args=(command,), rounds=1)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
     assert losses and math.isfinite(losses[-1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, Bench, Size, check, checked_sequences, factors, interleave, only, spread_ms
+from harness import BATCH, Bench, Size, check, checked_sequences, factors, only, spread_ms
 from torch import Tensor
 
 from orthokern import functional
@@ -106,7 +106,7 @@ def gflop(op: str, direction: str, N: int, rows: int) -> float:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+def test_share_of_sgemm(bench: Bench, size: Size, op: str) -> None:
     """Forward and backward separately, with the buffers of the previous round cached, alternating with torch's
     product, whose median within the round is 100 %."""
     p, N, T = problem(op, **size), size["N"], size["T"]
@@ -124,10 +124,9 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
     def product() -> None:
         torch.mm(a, b, out=c)
 
-    benchmark.group = f"{op}, backward"
     calls: dict[str, Callable[[], Any]] = {"product 1": product, "product 2": product, "forward": forward}
     calls |= {"product 3": product, "product 4": product, "backward": backward}
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(15 if T < 5000 else 9))
+    seconds = bench.interleave(f"{op}, backward", calls, rounds=15 if T < 5000 else 9)
     # the median of the products: the scan runs once per round, with whatever load other processes cause
     products = list(map(statistics.median, zip(*(seconds[f"product {i}"] for i in (1, 2, 3, 4)), strict=True)))
     sgemm = [2e-9 * product_size**3 / t for t in products]
@@ -148,13 +147,12 @@ def test_share_of_sgemm(benchmark: Any, bench: Bench, size: Size, op: str) -> No
 
 
 def compare_loop(
-    benchmark: Any, bench: Bench, p: Problem, name: str, loop: Callable[..., Tensor], table: str = "loops", **more: Any
+    bench: Bench, p: Problem, name: str, loop: Callable[..., Tensor], table: str = "loops", **more: Any
 ) -> None:
     """Check that a loop agrees with ours, and record the time of its forward and backward over ours."""
     error = p.error
     check(name, p.step(loop), p.step(p.forward), 2 * TOLERANCE)
     bench.compare(
-        benchmark,
         table,
         name,
         p.size,
@@ -168,25 +166,25 @@ def compare_loop(
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_eager_loop(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+def test_eager_loop(bench: Bench, size: Size, op: str) -> None:
     loop, target = (eager_factored, EAGER.get(size["N"])) if op == "factored_scan" else (eager_dense, None)
-    compare_loop(benchmark, bench, problem(op, **size), f"eager loop over {op}", loop, target=target)
+    compare_loop(bench, problem(op, **size), f"eager loop over {op}", loop, target=target)
 
 
 @pytest.mark.parametrize("rank", LOW_RANKS)
 @pytest.mark.sizes([{"N": N, "T": 60} for N in (512, 1024, 2048)], quick=QUICK)
-def test_low_rank(benchmark: Any, bench: Bench, size: Size, rank: int) -> None:
+def test_low_rank(bench: Bench, size: Size, rank: int) -> None:
     p = Problem("factored_scan", **size, rank=min(rank, size["N"]))
-    compare_loop(benchmark, bench, p, f"rank {rank}", eager_factored, "low rank", target=3.0 if rank <= 8 else None)
+    compare_loop(bench, p, f"rank {rank}", eager_factored, "low rank", target=3.0 if rank <= 8 else None)
 
 
 @pytest.mark.skipif(not has_bf16(), reason="no products of bfloat16 on this CPU")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.sizes([SIZES[0], *SIZES[2:]], quick=QUICK)
-def test_bfloat16_factors(benchmark: Any, bench: Bench, size: Size, op: str) -> None:
+def test_bfloat16_factors(bench: Bench, size: Size, op: str) -> None:
     """Forward and backward with exact products over those with bfloat16 factors."""
     p = problem(op, **size)
     loops = (functools.partial(p.forward, precision=precision) for precision in ("ieee", "bf16"))
     exact, rounded = (functools.partial(p.step, loop) for loop in loops)
     error = check(f"{op} with bfloat16 factors", rounded(), exact(), BF16_TOLERANCE)
-    bench.compare(benchmark, "precision", op, p.size, exact, rounded, rounds=15, target=1.4, error=error)
+    bench.compare("precision", op, p.size, exact, rounded, rounds=15, target=1.4, error=error)

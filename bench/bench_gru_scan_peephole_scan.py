@@ -5,8 +5,6 @@ The GRU is also timed in the sizes of the tasks of Kanai et al. 2017.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness import Bench, Size, check, module_step
@@ -24,25 +22,24 @@ TOLERANCE = 2e-5
 
 @pytest.mark.sizes(SIZES, quick=QUICK)
 @pytest.mark.parametrize("variant", [pytest.param("torch", marks=pytest.mark.headline), "kanai"])
-def test_gru(benchmark: Any, bench: Bench, size: Size, variant: str) -> None:
+def test_gru(bench: Bench, size: Size, variant: str) -> None:
     N = size["N"]
     theirs, ours = torch.nn.GRU(N, N), GRU(N, N, bias=True, variant=variant)
     exact = GRU(N, N, bias=True, variant=variant, dtype=torch.float64, backend="reference")
     case = f"torch.nn.GRU over orthokern.nn.GRU, variant {variant}"
-    compare(benchmark, bench, size, "gru", case, theirs, ours, exact, rounds=11)
+    compare(bench, size, "gru", case, theirs, ours, exact, rounds=11)
 
 
 @pytest.mark.headline
 @pytest.mark.sizes(HEADLINE, quick=QUICK)
-def test_lstm(benchmark: Any, bench: Bench, size: Size) -> None:
+def test_lstm(bench: Bench, size: Size) -> None:
     N = size["N"]
     theirs, ours, exact = torch.nn.LSTM(N, N), LSTM(N, N), torch.nn.LSTM(N, N, dtype=torch.float64)
     case = "torch.nn.LSTM over orthokern.nn.LSTM"
-    compare(benchmark, bench, size, "lstm", case, theirs, ours, exact, rounds=7)
+    compare(bench, size, "lstm", case, theirs, ours, exact, rounds=7)
 
 
 def compare(
-    benchmark: Any,
     bench: Bench,
     size: Size,
     table: str,
@@ -59,7 +56,6 @@ def compare(
     expected = module_step(exact, x.detach().double().requires_grad_(), grad.double())
     error = check(table, module_step(ours, x, grad)[: len(expected)], expected, TOLERANCE)  # without the peepholes'
     bench.compare(
-        benchmark,
         table,
         case,
         size,

@@ -22,7 +22,7 @@ TOLERANCE = 2e-5
 
 
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_readout(benchmark: Any, bench: Bench, size: Size) -> None:
+def test_readout(bench: Bench, size: Size) -> None:
     N, T = size["N"], size["T"]
     hidden, weight, bias = torch.randn(T, BATCH, N), torch.randn(CLASSES, N) / N**0.5, torch.randn(CLASSES)
     target = torch.randint(0, CLASSES, (T, BATCH))
@@ -42,4 +42,4 @@ def test_readout(benchmark: Any, bench: Bench, size: Size) -> None:
     error = check("linear_cross_entropy", step(ours), exact, TOLERANCE)
     del exact
     sizes, case = {**size, "B": BATCH, "C": CLASSES}, "linear and cross_entropy over linear_cross_entropy"
-    bench.compare(benchmark, "readout", case, sizes, lambda: step(eager), lambda: step(ours), rounds=11, error=error)
+    bench.compare("readout", case, sizes, lambda: step(eager), lambda: step(ours), rounds=11, error=error)

@@ -20,7 +20,7 @@ TOLERANCE = 2e-4
 
 @pytest.mark.parametrize("what", ("states", "loss"))
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
+def test_modal(bench: Bench, size: Size, what: str) -> None:
     """A linear scan of token ids, forward and backward, with the eigenbasis computed in every call: its states; or the
     cross-entropy of a readout with nine classes, without storing the states."""
     N, T, B = size["N"], size["T"], size["B"]
@@ -44,7 +44,6 @@ def test_modal(benchmark: Any, bench: Bench, size: Size, what: str) -> None:
         return torch.autograd.grad(output, inputs, cotangent)
 
     bench.compare(
-        benchmark,
         "modal",
         f"sequential over modal, {what}",
         size,

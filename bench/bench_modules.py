@@ -9,7 +9,6 @@ one step of one small sequence, which is nearly all overhead: the cost of a call
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def expected(ours: nn.Module, theirs: nn.RNN, x: Tensor, cotangent: Tensor) -> d
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.sizes(SIZES, quick=QUICK, headline=HEADLINE)
-def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+def test_module(bench: Bench, size: Size, name: str) -> None:
     N, T = size["N"], size["T"]
     ours, theirs = build(name, N)
     x, cotangent = torch.randn(T, BATCH, FEATURES), torch.randn(T, BATCH, N)
@@ -89,7 +88,6 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     del actual, exact
 
     bench.compare(
-        benchmark,
         "modules",
         f"torch.nn.RNN over orthokern.nn.{name}",
         {**size, "B": BATCH, "D": FEATURES},
@@ -104,7 +102,7 @@ def test_module(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
 @pytest.mark.headline
 @pytest.mark.parametrize("name", ["RNN", "GRU", "LSTM"])
 @pytest.mark.sizes([{"N": 128, "T": 75}, {"N": 128, "T": 300}, {"N": 512, "T": 75}], quick=[{"N": 24, "T": 9}])
-def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+def test_packed(bench: Bench, size: Size, name: str) -> None:
     """Packed sequences whose lengths are uniform from 4 to T."""
     N, T = size["N"], size["T"]
     theirs, ours = getattr(nn, name)(FEATURES, N), getattr(orthokern.nn, name)(FEATURES, N)
@@ -114,7 +112,6 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
     cotangent = torch.randn(len(x.data), N)
     exact = module_step(copy.deepcopy(theirs).double(), x.double(), cotangent.double())
     bench.compare(
-        benchmark,
         "packed",
         f"torch.nn.{name} over orthokern.nn.{name}",
         {**size, "B": BATCH, "D": FEATURES},
@@ -129,7 +126,7 @@ def test_packed(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
 @pytest.mark.headline
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
 @pytest.mark.sizes([{"N": 16, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
-def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+def test_overhead(bench: Bench, size: Size, name: str) -> None:
     """One step, forward and backward: torch's module is C++ throughout; ours begins in Python."""
     N, T, B = size["N"], size["T"], size["B"]
     x, cotangent = torch.randn(T, B, FEATURES), torch.randn(T, B, N)
@@ -143,7 +140,6 @@ def test_overhead(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
         exact = expected(ours, theirs, x, cotangent)
     actual = gradients(ours, x, cotangent)
     bench.compare(
-        benchmark,
         "overhead",
         f"torch.nn.{'GRU' if name == 'GRU' else 'RNN'} over orthokern.nn.{name}",
         {**size, "D": FEATURES},

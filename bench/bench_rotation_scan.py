@@ -27,7 +27,7 @@ def associative_scan(x: Tensor, eigenvalues: Tensor) -> Tensor:
 @pytest.mark.parametrize("peer", ("FactorizedRNN", "associative scan"))
 @pytest.mark.parametrize("features", (1, 64))
 @pytest.mark.sizes([{"N": 64, "T": 4096, "B": 8}], quick=[{"N": 8, "T": 20, "B": 2}])
-def test_rotation(benchmark: Any, bench: Bench, size: Size, features: int, peer: str) -> None:
+def test_rotation(bench: Bench, size: Size, features: int, peer: str) -> None:
     """RotationRNN, forward and backward, over a linear FactorizedRNN, and over its own recurrence in torch."""
     N, T, B = size["N"], size["T"], size["B"]
     torch.manual_seed(0)
@@ -51,4 +51,4 @@ def test_rotation(benchmark: Any, bench: Bench, size: Size, features: int, peer:
     theirs, target = (factorized, 3) if peer == "FactorizedRNN" else (associative, 5)
     case = f"{peer} over RotationRNN, {features} features"
     more: dict[str, Any] = {"target": target, "error": error}
-    bench.compare(benchmark, "rotation", case, size, theirs, rotation, rounds=25, warmup=3, **more)
+    bench.compare("rotation", case, size, theirs, rotation, rounds=25, warmup=3, **more)

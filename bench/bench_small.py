@@ -39,7 +39,7 @@ def build(name: str, N: int) -> tuple[nn.Module, nn.Module, nn.Module]:
 @torch.inference_mode()
 @pytest.mark.sizes([{"N": 64, "T": 1, "B": 1}, {"N": 128, "T": 1, "B": 1}], quick=[{"N": 16, "T": 1, "B": 1}])
 @pytest.mark.parametrize("name", MODULES)
-def test_frozen_step(benchmark: Any, bench: Bench, size: Size, name: str) -> None:
+def test_frozen_step(bench: Bench, size: Size, name: str) -> None:
     N = size["N"]
     ours, exact, theirs = build(name, N)
     x, h = torch.randn(1, 1, FEATURES), torch.randn(1, 1, N)
@@ -52,7 +52,6 @@ def test_frozen_step(benchmark: Any, bench: Bench, size: Size, name: str) -> Non
             call()
 
     bench.compare(
-        benchmark,
         "frozen",
         name,
         {**size, "D": FEATURES},
@@ -70,7 +69,7 @@ def test_frozen_step(benchmark: Any, bench: Bench, size: Size, name: str) -> Non
 @pytest.mark.sizes([{"N": N, "T": T, "B": 1} for T in (1, 200) for N in (500, 1000)], quick=[{"N": 40, "T": 8, "B": 1}])
 @pytest.mark.parametrize("mode", ["inference", "gradients"])
 @pytest.mark.parametrize("name", ["RNN", "FactorizedRNN", "GRU"])
-def test_one_sequence(benchmark: Any, bench: Bench, size: Size, name: str, mode: str) -> None:
+def test_one_sequence(bench: Bench, size: Size, name: str, mode: str) -> None:
     N, T = size["N"], size["T"]
     ours, exact, theirs = build(name, N)
     x, cotangent = torch.randn(T, 1, FEATURES), torch.randn(T, 1, N)
@@ -82,7 +81,6 @@ def test_one_sequence(benchmark: Any, bench: Bench, size: Size, name: str, mode:
             return (module(x)[0],)
 
     bench.compare(
-        benchmark,
         "one sequence",
         f"{name}, {mode}",
         {**size, "D": FEATURES},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Size, check, interleave
+from harness import Bench, Size, check
 from torch import Tensor
 
 from orthokern.nn import GRU
@@ -41,7 +41,7 @@ def _training_steps(N: int, count: int, generator: torch.Generator) -> tuple[Ten
 
 
 @pytest.mark.sizes([{"N": 650, "T": 35, "B": 20, "C": 10_000}], quick=[{"N": 24, "T": 5, "B": 3, "C": 50}])
-def test_projection(benchmark: Any, bench: Bench, size: Size) -> None:
+def test_projection(bench: Bench, size: Size) -> None:
     """The projection's share of a language model's training iteration, and a full SVD's.
 
     Every call starts from the same spectrum and removes what a step as in `word_lm`, larger than the bound, adds above
@@ -78,7 +78,6 @@ def test_projection(benchmark: Any, bench: Bench, size: Size) -> None:
     exact = clipped(ours.double())
     projection.step()
     error = check("projection", [ours], [exact], 1e-6)
-    benchmark.group = "spectral projection"
     calls: dict[str, Callable[[], Any]] = {
         "iteration": iteration,
         "svd's change": lambda: disturb("svd", svds),
@@ -86,7 +85,7 @@ def test_projection(benchmark: Any, bench: Bench, size: Size) -> None:
         "change": lambda: disturb("ours", ours),
         "ours": projection.step,
     }
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(17))
+    seconds = bench.interleave("spectral projection", calls, rounds=17)
     iteration_seconds = statistics.median(seconds["iteration"])
     for case, times, target in (("projection", seconds["ours"], 12.0), ("full SVD", seconds["svd"], None)):
         bench.record(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from bench_modules import copy_weights
-from harness import BATCH, Bench, Size, check, interleave, ratio, spread_ms
+from harness import BATCH, Bench, Size, check, ratio, spread_ms
 from torch import Tensor, nn
 
 import orthokern.nn
@@ -159,7 +159,7 @@ def checked(name: str, model: nn.Module, task: CopyTask) -> float:
 
 
 @pytest.mark.sizes(SIZES, quick=QUICK)
-def test_table5(benchmark: Any, bench: Bench, size: Size) -> None:
+def test_table5(bench: Bench, size: Size) -> None:
     """Every variant of one hidden size, in turns."""
     N = size["N"]
     task = CopyTask(size["T"])
@@ -173,8 +173,7 @@ def test_table5(benchmark: Any, bench: Bench, size: Size) -> None:
     # The one that pytest-benchmark's own table shows goes last: the default way, in the paper's setting.
     shown = "FactorizedRNN, factored, identity"
     calls[shown] = calls.pop(shown)
-    benchmark.group = f"Table 5, {iterations} iterations"
-    seconds = interleave(benchmark, calls, rounds=bench.rounds(3))
+    seconds = bench.interleave(f"Table 5, {iterations} iterations", calls, rounds=3)
     for name, trainer in trainers.items():
         assert all(bool(p.isfinite().all()) for p in trainer.model.parameters()), f"{name} diverged"
 

@@ -52,12 +52,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, benchmark: Any) -> Iterator[Bench]:
     """The session's Bench. Cases that need it measure native kernels: without them there is nothing to measure."""
     if not cpu.AVAILABLE:
         pytest.skip(cpu.REASON)
     torch.manual_seed(0)
-    yield request.config.stash[_BENCH]
+    bench = request.config.stash[_BENCH]
+    bench.benchmark = benchmark
+    yield bench
     cpu.empty_cache()
 
 

@@ -37,14 +37,14 @@ Row = dict[str, Any]
 
 
 class Bench:
-    """The interface of a case to the session: whether it is a quick run, and the list of rows."""
+    """The interface of a case to the session: whether it is a quick run, and the list of rows; and to pytest-benchmark:
+    the fixture `benchmark` of the case."""
+
+    benchmark: Any
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
         self.rows: list[Row] = []
-
-    def rounds(self, full: int) -> int:
-        return min(full, 2) if self.quick else full
 
     def record(
         self,
@@ -65,7 +65,6 @@ class Bench:
 
     def compare(
         self,
-        benchmark: Any,
         table: str,
         case: str,
         size: Size,
@@ -78,68 +77,66 @@ class Bench:
         **more: Any,
     ) -> None:
         """Time two calls in turns and record a row: theirs over ours, or ours over theirs where lower is better."""
-        benchmark.group = table
-        calls = {"theirs": theirs, "ours": ours}
-        times = interleave(benchmark, calls, rounds=self.rounds(rounds), warmup=warmup)
+        times = self.interleave(table, {"theirs": theirs, "ours": ours}, rounds=rounds, warmup=warmup)
         details = {"ms": spread_ms(times["ours"]), "peer_ms": spread_ms(times["theirs"]), **more}
         pair = ("theirs", "ours") if better == "higher" else ("ours", "theirs")
         self.record(table, case, size, ratio(*(times[name] for name in pair)), better=better, **details)
 
+    def interleave(
+        self, group: str, calls: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 1
+    ) -> dict[str, list[float]]:
+        """Time several calls in turns, one of each per round, so that a drift of the clock rate affects all of them
+        equally.
+
+        Args:
+            group: heading of pytest-benchmark's own table. It times the last of `calls`, with the others as its untimed
+                set-up: its tables show ours, which therefore comes last.
+            calls: by name, in the order of a round.
+            rounds: number of rounds; at most two in a quick run.
+            warmup: number of earlier rounds, which are not counted: they map memory, fill caches and run compilers.
+
+        Returns:
+            For every name the seconds of each round. A call's result is freed before the next call, outside its time.
+        """
+        self.benchmark.group = group
+        names, last = list(calls), list(calls)[-1]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        results: list[Any] = []
+
+        def timed(name: str, call: Callable[[], Any]) -> None:
+            start = time.perf_counter()
+            results.append(call())
+            seconds[name].append(time.perf_counter() - start)
+
+        def before_last() -> None:
+            for name in names[:-1]:
+                timed(name, calls[name])
+                results.clear()
+
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(warmup):
+                before_last()
+                timed(last, calls[last])
+                results.clear()
+            for times in seconds.values():
+                times.clear()
+            self.benchmark.pedantic(
+                lambda: timed(last, calls[last]),
+                setup=before_last,
+                teardown=results.clear,
+                rounds=min(rounds, 2) if self.quick else rounds,
+                warmup_rounds=0,
+            )
+        finally:
+            if collecting:
+                gc.enable()
+        return seconds
+
 
 # ---- timing ------------------------------------------------------------------------------------------------------
-
-
-def interleave(
-    benchmark: Any,
-    calls: Mapping[str, Callable[[], Any]],
-    *,
-    rounds: int,
-    warmup: int = 1,
-) -> dict[str, list[float]]:
-    """Time several calls in turns, one of each per round, so that a drift of the clock rate affects all of them
-    equally.
-
-    Args:
-        benchmark: pytest-benchmark's fixture. It times the last of `calls`, with the others as its untimed set-up: its
-            own tables show ours, which therefore comes last.
-        calls: by name, in the order of a round.
-        rounds: number of rounds.
-        warmup: number of earlier rounds, which are not counted: they map memory, fill caches and run compilers.
-
-    Returns:
-        For every name the seconds of each round. A call's result is freed before the next call, outside its time.
-    """
-    names, last = list(calls), list(calls)[-1]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    results: list[Any] = []
-
-    def timed(name: str, call: Callable[[], Any]) -> None:
-        start = time.perf_counter()
-        results.append(call())
-        seconds[name].append(time.perf_counter() - start)
-
-    def before_last() -> None:
-        for name in names[:-1]:
-            timed(name, calls[name])
-            results.clear()
-
-    gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(warmup):
-            before_last()
-            timed(last, calls[last])
-            results.clear()
-        for times in seconds.values():
-            times.clear()
-        benchmark.pedantic(
-            lambda: timed(last, calls[last]), setup=before_last, teardown=results.clear, rounds=rounds, warmup_rounds=0
-        )
-    finally:
-        if collecting:
-            gc.enable()
-    return seconds
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
