@@ -113,9 +113,8 @@ class DeepMnist(DigitsTask):
         self.load()
         self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
         self.penalty = OrthogonalPenalty(settings.penalty)
-        kind, options = euclidean(settings)
         model = DeepNetwork(settings)
-        self.train_with(model, optimizer_for(model, lr=settings.lr, euclidean=kind, **options))
+        self.train_with(model, optimizer_for(model, lr=settings.lr, **euclidean(settings)))
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss, numbers = super().loss(batch)

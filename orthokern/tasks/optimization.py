@@ -197,7 +197,6 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
     """One optimizer for a recurrence and its readout, with one rate per kind of parameter."""
     lr = settings.lr
     spectrum_lr = lr if settings.spectrum_lr is None else settings.spectrum_lr
-    kind, options = euclidean(settings)
     rmsprop, moments = settings.geodesic == "rmsprop", {"alpha": settings.alpha, "eps": settings.eps}
     return optimizer_for(
         nn.ModuleDict({"readout": readout, "input": rnn}),
@@ -206,23 +205,23 @@ def build_optimizer(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptio
         spectrum_lr=spectrum_lr,
         skew_lr=SKEW_RATE * lr if settings.skew_lr is None else settings.skew_lr,
         rotation_lr=spectrum_lr if settings.model == "rotation" else None,
-        euclidean=kind,
         basis_clip=settings.basis_clip,
         geodesic=GeodesicRMSprop if rmsprop else GeodesicSGD,
         geodesic_options={"backend": settings.backend, **(moments if rmsprop else {})},
-        **options,
+        **euclidean(settings),
     )
 
 
-def euclidean(settings: DescentOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer class for all parameters except the bases, and its arguments except the rates."""
+def euclidean(settings: DescentOptions) -> dict[str, Any]:
+    """The arguments of `optimizer_for` for all parameters except the bases: the optimizer class and its arguments
+    except the rates."""
     kind = OPTIMIZERS[settings.optimizer]
     if kind is torch.optim.SGD:
-        return kind, {"momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
+        return {"euclidean": kind, "momentum": settings.momentum, "nesterov": settings.momentum > 0.0}
     if kind is torch.optim.RMSprop:
-        return kind, {"alpha": settings.alpha, "eps": settings.eps}
+        return {"euclidean": kind, "alpha": settings.alpha, "eps": settings.eps}
     betas = settings.beta1, settings.beta2
-    return kind, {"betas": betas, "eps": settings.eps, "weight_decay": settings.decoupled_decay}
+    return {"euclidean": kind, "betas": betas, "eps": settings.eps, "weight_decay": settings.decoupled_decay}
 
 
 def penalty(rnn: nn.Module, readout: nn.Module, settings: OptimizerOptions) -> Tensor | None:

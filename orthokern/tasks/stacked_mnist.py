@@ -116,9 +116,8 @@ class StackedMnist(DigitsTask):
         super().__init__(settings)
         self.load()
         model = StackNetwork(settings)
-        kind, options = euclidean(settings)
-        options |= {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
-        self.train_with(model, optimizer_for(model, euclidean=kind, **options))
+        options = euclidean(settings) | {"lr": settings.lr, "rotation_lr": settings.rotation_lr}
+        self.train_with(model, optimizer_for(model, **options))
 
     @torch.no_grad()
     def diagnose(self) -> dict[str, Any]:
