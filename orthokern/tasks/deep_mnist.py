@@ -9,7 +9,6 @@ which the test images are evaluated once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from orthokern import init
+from orthokern.data.mnist import PIXELS
 from orthokern.optim import optimizer_for
 from orthokern.penalties import OrthogonalPenalty
 from orthokern.tasks.command import task_command
-from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.digits import CLASSES, DigitsOptions, DigitsTask
 from orthokern.tasks.optimization import DescentOptions, euclidean
 from orthokern.training.options import changed, option
-
-PIXELS, CLASSES = 784, 10
 
 
 @dataclass(kw_only=True)
@@ -101,7 +99,6 @@ class DeepMnist(DigitsTask):
 
     name = "deep_mnist"
     TITLE = ("layers", "hidden", "init", "penalty")
-    baseline = math.log(CLASSES)
     time_steps = 1
     EVALUATION_BATCH = 1000
     PIXEL_BY_PIXEL = False
@@ -111,7 +108,7 @@ class DeepMnist(DigitsTask):
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__(settings)
         self.load()
-        self.loss_label = "cross-entropy (nats)" + (" and penalty" if settings.penalty else "")
+        self.loss_label += " and penalty" if settings.penalty else ""
         self.penalty = OrthogonalPenalty(settings.penalty)
         model = DeepNetwork(settings)
         self.train_with(model, optimizer_for(model, lr=settings.lr, **euclidean(settings)))

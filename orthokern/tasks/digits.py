@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from orthokern.data import load_mnist, pixel_permutation, pixel_statistics
 from orthokern.errors import InputError
 from orthokern.tasks.epochs import DataOptions, DataTask, count_epochs, data_option, digest, epoch_order
 from orthokern.training.options import option
+
+CLASSES = 10
 
 
 @dataclass(kw_only=True)
@@ -36,6 +39,8 @@ class DigitsTask(DataTask):
     PIXEL_BY_PIXEL = True  # whether the model reads one pixel per step
     scaling: tuple[Any, Any] = (0.0, 255.0)  # mean and deviation of the pixels [P]
     STATE = ("position",)
+    baseline = math.log(CLASSES)
+    loss_label = "cross-entropy (nats)"
     train_set: tuple[Tensor, Tensor]  # images uint8, labels [n] int64
     validation_set: tuple[Tensor, Tensor]
     test_set: tuple[Tensor, Tensor]

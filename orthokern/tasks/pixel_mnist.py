@@ -8,7 +8,6 @@ which the test images are evaluated once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from orthokern import init
 from orthokern.errors import InputError
 from orthokern.tasks.command import task_command
-from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.digits import CLASSES, DigitsOptions, DigitsTask
 from orthokern.tasks.last_answer import LastAnswerModel
 from orthokern.tasks.recurrent import RecurrentTask, StartOptions
 from orthokern.training.options import option
@@ -73,14 +72,13 @@ class PixelMnist(DigitsTask, RecurrentTask):
 
     name = "pixel_mnist"
     TITLE = ("permuted", *RecurrentTask.TITLE)
-    baseline = math.log(10.0)
     settings: PixelOptions
 
     def __init__(self, settings: PixelOptions) -> None:
         super().__init__(settings)
         self.time_steps = (28 // settings.pool) ** 2
         self.load()
-        self.build(PixelModel(1, 10, settings))
+        self.build(PixelModel(1, CLASSES, settings))
 
     def _arranged(self, images: Tensor) -> Tensor:
         if self.settings.pool > 1:

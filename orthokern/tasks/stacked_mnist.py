@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthokern.data.mnist import PIXELS
 from orthokern.nn import RotationRNN
 from orthokern.optim import optimizer_for
 from orthokern.tasks.command import task_command
-from orthokern.tasks.digits import DigitsOptions, DigitsTask
+from orthokern.tasks.digits import CLASSES, DigitsOptions, DigitsTask
 from orthokern.tasks.optimization import DescentOptions, euclidean
 from orthokern.training.options import changed, option
-
-PIXELS, CLASSES = 784, 10
 
 
 @dataclass(kw_only=True)
@@ -105,9 +104,7 @@ class StackedMnist(DigitsTask):
 
     name = "stacked_mnist"
     TITLE = ("permuted", "hidden", "blocks")
-    baseline = math.log(CLASSES)
     time_steps = PIXELS
-    loss_label = "cross-entropy (nats)"
     scaling = (33.3, 78.6)  # of all pixels of the training images
     model: StackNetwork
     settings: StackOptions
