@@ -46,13 +46,15 @@ PAPER = {128: (21.9, 40.4), 500: (46.7, 161.4), 1000: (95.4, 711.2)}
 class Torch(nn.Module):
     """torch.nn.RNN, a linear readout, cross-entropy: what a user of torch alone would write."""
 
-    def __init__(self, N: int, task: CopyTask, dtype: torch.dtype = torch.float32) -> None:
+    one_hot: Tensor
+
+    def __init__(self, N: int, task: CopyTask) -> None:
         super().__init__()
-        self.rnn = nn.RNN(task.num_ids, N, dtype=dtype)
-        self.readout = nn.Linear(N, task.num_classes, dtype=dtype)
+        self.rnn = nn.RNN(task.num_ids, N)
+        self.readout = nn.Linear(N, task.num_classes)
         self.task = task
         tokens, _ = task.batch(BATCH, torch.Generator())
-        self.one_hot = nn.functional.one_hot(tokens, task.num_ids).to(dtype)
+        self.register_buffer("one_hot", nn.functional.one_hot(tokens, task.num_ids).float())
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """0-dim, from tokens and targets [T, B]."""
@@ -131,10 +133,6 @@ def models(N: int, task: CopyTask) -> dict[str, nn.Module]:
 
 def in_float64(model: nn.Module) -> nn.Module:
     """The same model on the reference backend; torch's own for the baseline."""
-    if isinstance(model, Torch):
-        double = Torch(model.rnn.hidden_size, model.task, torch.float64)
-        double.load_state_dict(model.state_dict())
-        return double
     double = copy.deepcopy(model).double()
     for module in double.modules():
         if hasattr(module, "backend"):
