@@ -222,9 +222,9 @@ class _Run:
         result: tuple[Any, ...] = _mapped(self.inputs, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
         return result
 
-    def forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    def forward(self, module: nn.Module, inputs: tuple[Any, ...], seed: int | None = None) -> list[Tensor]:
         """The floating-point tensors of the output."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.seed if seed is None else seed)
         outputs = [t for t in _tensors(module(*inputs)) if t.is_floating_point()]
         if not outputs:
             raise InputError(f"forward of {type(module).__name__} returns no floating tensor: nothing to compare")
@@ -232,11 +232,9 @@ class _Run:
 
     def varies(self, module: nn.Module) -> str | None:
         """Why two forwards give different results; None if they do not."""
-        results = []
+        seeds = self.seed, self.seed, self.seed + 1
         with torch.no_grad():
-            for seed in (self.seed, self.seed, self.seed + 1):
-                run = _Run(self.inputs, seed)
-                results.append(run.forward(module, run.fresh_inputs()))
+            results = [self.forward(module, self.fresh_inputs(), seed) for seed in seeds]
         for other, why in zip(results[1:], ("keeps a state from call to call", "draws random numbers"), strict=True):
             if any(not torch.equal(a, b) for a, b in zip(results[0], other, strict=True) if not a.isnan().any()):
                 return why
