@@ -69,8 +69,7 @@ def drawn(path: Path, draw: Callable[[Any], Any]) -> Path | None:
         figure = draw(plots)
         return None if figure is None else plots.save(figure, path)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        say(f"warning: {path.name} not drawn: {type(error).__name__}: {one_line(reason)}", sys.stderr)
+        say(f"warning: {path.name} not drawn: {type(error).__name__}: {one_line(str(error))}", sys.stderr)
         return None
 
 

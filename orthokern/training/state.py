@@ -111,8 +111,7 @@ class RunState:
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"checkpoint {path} does not fit this run: {reason}") from None
+            raise CheckpointError(f"checkpoint {path} does not fit this run: {error}") from None
         self.saved_at = self.iteration
 
     def best_model(self) -> dict[str, Any] | None:
