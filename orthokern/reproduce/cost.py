@@ -48,8 +48,7 @@ def _language_model(args: Mapping[str, Any]) -> word_lm.WordLm:
     scale = {"hidden": 64, "window": 10} if args.get("quick") else {}  # the size of gru-table1 --quick
     settings = word_lm.COMMAND.complete({"data": str(data), "device": "cpu", "clip": 1e30, **scale})
     torch.manual_seed(settings.seed)
-    task = word_lm.WordLm(settings)
-    return task
+    return word_lm.WordLm(settings)
 
 
 def _begin(projection: SpectralNormProjection) -> list[Tensor]:
