@@ -69,10 +69,6 @@ def train(
     """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
     SIGINT, SIGTERM or SIGHUP arrives.
 
-    Files in the run folder: metrics.jsonl gets a record per iteration; checkpoint.pt is written every
-    `settings.checkpoint_every` iterations, after a new best evaluation and at the end; best.pt after a new best
-    evaluation, and plots at the end.
-
     Args:
         task: the task. Its model and optimizer are modified.
         run: the run folder.
