@@ -43,13 +43,8 @@ class Words:
 
 
 def load_words(folder: str | Path) -> Words:
-    """Reads and checks ptb.train.txt, ptb.valid.txt and ptb.test.txt, which have one sentence per line.
-
-    Args:
-        folder: folder of the files.
-
-    Returns:
-        Words, on the CPU. Words of the validation and test files that are not in the training file become <unk>.
+    """Reads and checks ptb.train.txt, ptb.valid.txt and ptb.test.txt in a folder. The result is on the CPU. Words of
+    the validation and test files that are not in the training file become <unk>.
 
     Example::
 

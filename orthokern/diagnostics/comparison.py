@@ -20,11 +20,7 @@ _ABSENT = "–"
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[str]:
-    """Names of the settings that don't have the same value in all runs.
-
-    Args:
-        runs: the runs to compare.
-    """
+    """Names of the settings that don't have the same value in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     others = [name for name in names if name not in (*_FIRST, *_TECHNICAL)]
     ordered = [name for name in (*_FIRST, *others, *_TECHNICAL) if name in names]

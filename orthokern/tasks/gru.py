@@ -72,7 +72,7 @@ def build_gru(inputs: int, settings: GruOptions) -> nn.Module:
 
 
 class GruTask(DataTask):
-    """A GRU whose state is carried from batch to batch.
+    """A GRU whose state is carried from batch to batch. Expects complete settings.
 
     A subclass sets up its data, calls `build`, and defines `read`, which returns a batch, and `held_out`, for
     evaluations. The model is a module with `rnn` (a GRU) and the call
@@ -94,7 +94,6 @@ class GruTask(DataTask):
     STATE: tuple[str, ...] = ("initial_loss", "worst_loss", "state", "projection")
 
     def __init__(self, settings: GruOptions) -> None:
-        """Args: settings: complete."""
         super().__init__(settings)
         self.time_steps = settings.window
         self.state: Tensor | None = None  # [layers, B, N]
