@@ -1,4 +1,4 @@
-"""gru_scan: the reference against autograd and torch.nn.GRU, kernels against the reference, the op's registration."""
+"""gru_scan: the reference by single steps, kernels against the reference, the op's registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import check_gru
-from helpers import GruProblem, assert_same_bits, gru_needs, on_threads, refused, some_lengths, strided
+from helpers import GruProblem, assert_same_bits, compiled, gru_needs, on_threads, refused, some_lengths, strided
 from torch import Tensor
 
 from orthokern import dispatch, functional
@@ -35,6 +35,36 @@ def test_kanai_by_the_paper() -> None:
         candidate = torch.tanh(x_h + w_h @ (r * h))
         h = z * h + (1 - z) * candidate
         torch.testing.assert_close(h_t[0], h)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resets_and_lengths_are_cuts(variant: str, state: bool) -> None:
+    """Of the reference, with which kernels are compared: its states are those of single steps."""
+    p, lengths = GruProblem.random(variant, 7, 5, 9, bias=state).with_resets(state=state), some_lengths(5, 7, "any")
+    start, expected = p.reset_state if state else torch.zeros_like(p.h0), torch.zeros_like(p.grad_hs)
+    options: dict[str, Any] = {"bias": p.bias, "variant": variant, "backend": "reference"}
+    for b, length in enumerate(lengths.tolist()):
+        h = p.h0[b : b + 1]
+        for t in range(length):
+            h = start[b : b + 1] if p.resets[t, b] else h
+            h = functional.gru_scan(p.x[t : t + 1, b : b + 1], p.w, h, **options)[0]
+            expected[t, b] = h[0]
+    actual = p.run("reference", lengths=lengths)
+    torch.testing.assert_close(actual["hs"], expected, rtol=1e-12, atol=1e-13)
+    assert_same_bits(actual, p.with_poisoned_padding(lengths).run("reference", lengths=lengths))
+
+
+def test_reset_state_defaults_to_h0_and_then_to_zeros() -> None:
+    p = GruProblem.random("kanai", 6, 3, 5).with_resets()
+    h0, apart, both = (p.h0.clone().requires_grad_() for _ in range(3))
+    functional.gru_scan(p.x, p.w, h0, resets=p.resets).backward(p.grad_hs)
+    functional.gru_scan(p.x, p.w, both, resets=p.resets, reset_state=apart).backward(p.grad_hs)
+    assert h0.grad is not None and apart.grad is not None and both.grad is not None and apart.grad.abs().max() > 0
+    torch.testing.assert_close(h0.grad, apart.grad + both.grad)
+    zeros = torch.zeros_like(p.h0)
+    wanted = functional.gru_scan(p.x, p.w, zeros, resets=p.resets, reset_state=zeros)
+    assert torch.equal(functional.gru_scan(p.x, p.w, resets=p.resets), wanted)
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -106,16 +136,27 @@ def test_backends_can_be_mixed(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_opcheck(variant: str) -> None:
-    """All of the backward's registration: test_gru_scan_resets.py."""
-    for bias, lengths in ((True, None), (False, torch.tensor([4, 2]))):
-        p = GruProblem.random(variant, 4, 2, 3, bias=bias)
-        leaf, args = p.map(lambda t: t.clone().requires_grad_()), p.args(lengths=lengths)
-        torch.library.opcheck(NAMESPACE.gru_scan_fwd.default, tuple(leaf.args(lengths=lengths)))
-        saved = NAMESPACE.gru_scan_fwd(*args)
-        for need_params in (True, False):
-            given = (p.grad_hs, *saved, *gru_needs(need_params), *args._replace(x=None))
-            torch.library.opcheck(NAMESPACE.gru_scan_bwd.default, given, test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("optional", [False, True], ids=["", "bias, lengths and resets"])
+def test_opcheck_and_compile(optional: bool, variant: str) -> None:
+    p = GruProblem.random(variant, 3, 2, 4, bias=optional)
+    p, lengths = (p.with_resets(0.6), torch.tensor([3, 2])) if optional else (p, None)
+    args, fwd, bwd = p.args(lengths=lengths), NAMESPACE.gru_scan_fwd.default, NAMESPACE.gru_scan_bwd.default
+    leaves = p.map(lambda t: t.clone().requires_grad_(t.is_floating_point()))
+    quick = ("test_schema", "test_faketensor", "test_autograd_registration")
+    utils = (*quick, "test_aot_dispatch_dynamic") if optional else quick
+    torch.library.opcheck(fwd, tuple(leaves.args(lengths=lengths)), test_utils=utils)
+    saved = fwd(*args)
+    for need_params in (False, True):
+        given = (p.grad_hs, *saved, *gru_needs(need_params), *args._replace(x=None))
+        torch.library.opcheck(bwd, given, test_utils=utils if need_params else quick)
+
+    def run(function: Any) -> list[Tensor]:
+        tensors = {name: getattr(leaves, name) for name in ("x", "w", "h0", "bias", "reset_state")}
+        hs = function(**tensors, variant=variant, lengths=lengths, resets=p.resets)
+        return [hs.detach(), *torch.autograd.grad(hs, [t for t in tensors.values() if t is not None], p.grad_hs)]
+
+    for one, other in zip(run(compiled(functional.gru_scan)), run(functional.gru_scan), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +190,8 @@ def test_wrong_inputs(changes: dict[str, Any], message: str) -> None:
 def test_threads_that_share_the_columns_change_no_bit(isa: str, variant: str, dtype: torch.dtype) -> None:
     """Few sequences with weights of more than 256 KiB: states, and gates and pre-activations that the backward reads;
     and more threads than there are processors."""
-    n, generator = 263, torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
-    w, bias, h0 = random(3 * n, n) / n**0.5, random(3 * n), random(2, n)
-    for batch, steps in ((1, 9), (2, 5)):
-        arguments = random(steps, batch, 3 * n), w, h0[:batch], bias, variant, "cpu"
-        first, *others = on_threads((1, 3, 7), lambda given=arguments: NAMESPACE.gru_scan_fwd(*given))
+    for steps, batch in ((9, 1), (5, 2)):
+        args = GruProblem.random(variant, steps, batch, 263).map(lambda t: t.to(dtype)).args(backend="cpu")
+        first, *others = on_threads((1, 3, 7), lambda given=args: NAMESPACE.gru_scan_fwd(*given))
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0)
