@@ -447,10 +447,10 @@ def call_functional(problem: ScanProblem, inputs: list[Tensor | None], **options
 
 
 def gradients(problem: ScanProblem, run: Callable[..., Tensor], **options: Any) -> list[Tensor]:
-    """The states that `run` returns, and the gradients of the inputs that have one."""
+    """The states that `run` returns, and the gradients of the inputs and options that have one."""
     inputs = leaf_tensors(problem)
     hs = run(problem, inputs, **options)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    wanted = [t for t in (*inputs, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
     return [hs.detach(), *torch.autograd.grad(hs, wanted, problem.grad_hs)]
 
 

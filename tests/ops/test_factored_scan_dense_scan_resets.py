@@ -4,6 +4,7 @@ reset_state in place of the state before."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -13,26 +14,24 @@ from helpers import (
     SCANS,
     ScanProblem,
     call_functional,
-    compiled,
+    each,
     leaf_tensors,
     run_scan,
     scan_args,
-    scan_needs,
     scan_problem,
-    served,
     some_lengths,
     with_poisoned_padding,
     with_resets,
 )
 from torch import Tensor
 
-from orthokern import functional
+from orthokern import cpu, functional
 from orthokern.errors import InputError
 from orthokern.nn import GRU
 from orthokern.ops.activations import NAMES
 from orthokern.reference.activations import activation_fwd
 
-SERVED = served("factored_scan")
+BACKENDS = ("reference", "cpu") if cpu.AVAILABLE else ("reference",)
 
 
 def cut_by_hand(
@@ -66,9 +65,9 @@ def cut_by_hand(
     return torch.stack(rows, 1), sequences
 
 
-def check_against_cuts(problem: ScanProblem, backend: str, lengths: Tensor, clip: float = 0.0, every: int = 0) -> None:
-    """States, every gradient and grad_norm of a float64 problem, with its resets, against ``cut_by_hand``: of the op,
-    with its own backward, and with backend="reference" of plain torch code too."""
+def check_against_cuts(problem: ScanProblem, lengths: Tensor, clip: float, everys: tuple[int, ...]) -> None:
+    """States, every gradient and grad_norm of a float64 problem, with its resets, against ``cut_by_hand``: of the op of
+    every backend, with its own backward, and with backend="reference" of plain torch code too."""
     inputs, state = leaf_tensors(problem), problem.reset_state
     state = None if state is None else state.clone().requires_grad_()
     hs, sequences = cut_by_hand(problem, inputs, state, problem.resets, lengths, clip)
@@ -79,32 +78,34 @@ def check_against_cuts(problem: ScanProblem, backend: str, lengths: Tensor, clip
     for states in sequences:
         norms[: len(states)] += torch.stack([next(squares).square().sum() for _ in states])
     poisoned = with_poisoned_padding(problem, lengths)
-    options = {"checkpoint_every": every, "lengths": lengths, "message_clip": clip, "resets": problem.resets}
+    options: dict[str, Any] = {"lengths": lengths, "message_clip": clip, "resets": problem.resets}
 
-    def op(inputs: list[Tensor | None], own: Tensor | None) -> Tensor:
-        args = scan_args(problem.op, inputs, problem.activation, backend=backend, reset_state=own, **options)
+    def op(inputs: list[Tensor | None], **more: Any) -> Tensor:
+        args = scan_args(problem.op, inputs, problem.activation, **options, **more)
         hs: Tensor = getattr(torch.ops.orthokern, f"{problem.op}_fwd")(*args)[0]
         return hs
 
-    def plain(inputs: list[Tensor | None], own: Tensor | None) -> Tensor:
-        return call_functional(poisoned, inputs, backend="reference", **options, reset_state=own)
+    def plain(inputs: list[Tensor | None], **more: Any) -> Tensor:
+        return call_functional(poisoned, inputs, **options, **more)
 
-    for run in (op, plain) if backend == "reference" else (op,):
-        again, own = leaf_tensors(poisoned), None if state is None else state.detach().clone().requires_grad_()
-        ours = run(again, own)
-        torch.testing.assert_close(ours, hs, rtol=1e-12, atol=1e-13)
-        leaves = [t for t in (*again, own) if t is not None and t.requires_grad]
-        gradients = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
-        for leaf, grad, want in zip(leaves, gradients, expected, strict=False):
-            torch.testing.assert_close(grad, torch.zeros_like(leaf) if want is None else want, rtol=1e-10, atol=1e-12)
-    grad_norm = run_scan(poisoned, backend, **options)["grad_norm"]
-    torch.testing.assert_close(grad_norm, norms.sqrt(), rtol=1e-10, atol=1e-12)
+    for backend, every in itertools.product(BACKENDS, everys):
+        more = {"backend": backend, "checkpoint_every": every}
+        for run in (op, plain) if backend == "reference" else (op,):
+            again, own = leaf_tensors(poisoned), None if state is None else state.detach().clone().requires_grad_()
+            ours = run(again, reset_state=own, **more)
+            torch.testing.assert_close(ours, hs, rtol=1e-12, atol=1e-13)
+            leaves = [t for t in (*again, own) if t is not None and t.requires_grad]
+            gradients = torch.autograd.grad(ours, leaves, poisoned.grad_hs, allow_unused=True)
+            for leaf, grad, want in zip(leaves, gradients, expected, strict=False):
+                want = torch.zeros_like(leaf) if want is None else want
+                torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
+        grad_norm = run_scan(poisoned, **options, **more)["grad_norm"]
+        torch.testing.assert_close(grad_norm, norms.sqrt(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("backend", SERVED)
-def test_lengths_and_resets_are_cuts(op: str, activation: str, backend: str) -> None:
+def test_lengths_and_resets_are_cuts(op: str, activation: str) -> None:
     T, B = 9, 5
     for kind, order in (("dense", "any"), ("features", "falling"), ("tokens", "rising")):
         whole = scan_problem(op, B=B, T=T, N=6, D=4, K=4, activation=activation, inputs=kind, gap=1e-3)
@@ -112,9 +113,9 @@ def test_lengths_and_resets_are_cuts(op: str, activation: str, backend: str) -> 
         cut = with_resets(whole, gap=0.0)
         assert cut.resets is not None
         cut.resets[0, 1], cut.resets[:, 2], cut.resets[:, 3] = True, True, False
-        for every, clip in ((0, 0.0), (4, 0.3), (1, 0.0), (20, 0.3)):
-            for problem in (whole, cut):
-                check_against_cuts(problem, backend, lengths, clip, every)
+        for problem in (whole, cut):
+            check_against_cuts(problem, lengths, 0.0, (0, 1))
+            check_against_cuts(problem, lengths, 0.3, (4, 20))
 
 
 @pytest.mark.parametrize("op", SCANS)
@@ -134,8 +135,7 @@ def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
     assert torch.equal(scan(x, *matrices, resets=resets), scan(x, *matrices, zeros, resets=resets, reset_state=zeros))
 
 
-@pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("backend", SERVED[1:])
+@each(*SCANS)
 def test_parity_with_resets(op: str, backend: str) -> None:
     """Odd sizes, states that are streamed (they take more than 8 MiB, N of whole vectors), lengths, checkpoints; and
     these sizes without resets."""
@@ -169,28 +169,6 @@ def test_bad_resets_are_one_line(op: str) -> None:
     for options, message in cases:
         with pytest.raises(InputError, match=message):
             call_functional(problem, inputs, **options)
-
-
-@pytest.mark.parametrize("op", SCANS)
-def test_opcheck_and_compile_with_resets(op: str) -> None:
-    problem = with_resets(scan_problem(op, B=3, T=5, N=4, D=6, activation="tanh", inputs="features"))
-    assert problem.reset_state is not None
-    state = problem.reset_state
-    fwd, bwd = (getattr(torch.ops.orthokern, f"{op}_{way}").default for way in ("fwd", "bwd"))
-    more = {"resets": problem.resets, "reset_state": state.clone().requires_grad_()}
-    torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), "tanh", **more)))
-    args = problem.args()
-    hs, _, pre = fwd(*args)
-    torch.library.opcheck(bwd, (problem.grad_hs, hs, pre, *scan_needs(), *args))
-
-    def run(function: Any) -> list[Tensor]:
-        inputs, own = leaf_tensors(problem), state.clone().requires_grad_()
-        out = function(problem, inputs, resets=problem.resets, reset_state=own)
-        leaves = [t for t in (*inputs, own) if t is not None and t.requires_grad]
-        return [out.detach(), *torch.autograd.grad(out, leaves, problem.grad_hs)]
-
-    for a, e in zip(run(compiled(call_functional)), run(call_functional), strict=True):
-        assert torch.equal(a, e)
 
 
 @pytest.mark.parametrize("op", SCANS)

@@ -13,36 +13,42 @@ from helpers import (
     compiled,
     gradients,
     leaf_tensors,
-    scan_args,
     scan_needs,
     scan_problem,
-    served,
     some_lengths,
+    with_resets,
 )
 from torch import Tensor
 
-from orthokern import dispatch, functional
+from orthokern import functional
 
 NAMESPACE = torch.ops.orthokern
 
 
 # -------------------------------------------------------------------------------------------------------------- opcheck
 
-SCAN_CHECKS = [("tanh", "dense", 0), ("prelu", "tokens", 2), ("oplu", "features", 0), ("modrelu", "dense", 3)]
+SCAN_CHECKS = [
+    ("tanh", "dense", 0, "auto"),
+    ("prelu", "tokens", 2, "auto"),
+    ("prelu", "tokens", 2, "reference"),
+    ("oplu", "features", 0, "auto"),
+    ("modrelu", "dense", 3, "auto"),
+]
 
 
 @pytest.mark.parametrize("op", SCANS)
-@pytest.mark.parametrize("backend", served("factored_scan"))
-@pytest.mark.parametrize(("activation", "inputs", "checkpoint_every"), SCAN_CHECKS)
-def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, checkpoint_every: int) -> None:
-    if backend == "reference" and dispatch.absence(op, "cpu") is None and activation != "prelu":
-        pytest.skip("the registration is the same for every backend: one case will do")
-    problem = scan_problem(op, B=3, T=5, N=4, D=6, activation=activation, inputs=inputs, gap=1e-4)
+@pytest.mark.parametrize(("activation", "inputs", "checkpoint_every", "backend"), SCAN_CHECKS)
+def test_opcheck_scans(op: str, activation: str, inputs: str, checkpoint_every: int, backend: str) -> None:
+    """With lengths and a clip beside a weight, with a leak and resets for modrelu."""
+    leak = int(activation == "modrelu")
+    problem = scan_problem(op, B=3, T=5, N=4, D=6, activation=activation, inputs=inputs, leak=leak, gap=1e-4)
+    problem = with_resets(problem) if leak else problem
     fwd, bwd = getattr(NAMESPACE, f"{op}_fwd").default, getattr(NAMESPACE, f"{op}_bwd").default
     options: dict[str, Any] = {"checkpoint_every": checkpoint_every, "backend": backend}
     if inputs != "dense":
         options |= {"lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
-    torch.library.opcheck(fwd, tuple(scan_args(op, leaf_tensors(problem), activation, **options)))
+    leaves = problem.map(lambda t: t.clone().requires_grad_(t.is_floating_point()))
+    torch.library.opcheck(fwd, tuple(leaves.args(**options)))
     args = problem.args(**options)
     hs, ckpt, pre = fwd(*args)
     args = args._replace(x=args.x if problem.weight is not None or checkpoint_every else None)
@@ -59,8 +65,11 @@ def test_opcheck_scans(op: str, backend: str, activation: str, inputs: str, chec
 @pytest.mark.parametrize("op", SCANS)
 @pytest.mark.parametrize(("activation", "inputs"), [("tanh", "dense"), ("prelu", "tokens"), ("modrelu", "features")])
 def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
-    problem = scan_problem(op, B=3, T=5, N=4, activation=activation, inputs=inputs)
-    for options in ({}, {"checkpoint_every": 2, "lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}):
+    problem = with_resets(scan_problem(op, B=3, T=5, N=4, activation=activation, inputs=inputs))
+    assert problem.reset_state is not None
+    state = problem.reset_state.requires_grad_()
+    every = {"checkpoint_every": 2, "lengths": some_lengths(3, 5, "any"), "message_clip": 0.5}
+    for options in ({}, {"resets": problem.resets, "reset_state": state, **every}):
         expected = gradients(problem, call_functional, **options)
         actual = gradients(problem, compiled(call_functional), **options)
         for a, e in zip(actual, expected, strict=True):
