@@ -6,25 +6,11 @@ import itertools
 
 import pytest
 import torch
-from helpers import some_lengths
+from helpers import assert_same_bits, some_lengths
 from modal_problem import Problem, compare
-from torch import Tensor
 
 from orthokern.ops._checks import ID_DTYPES
 from orthokern.ops.modal import cpu, reference
-
-
-def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    """Same names, shapes and dtypes; differences relative in norm below the bound; integers equal."""
-    for name, right in expected.items():
-        result = actual[name]
-        assert result.shape == right.shape and (bound > 0 or result.dtype == right.dtype), name
-        if right.dtype == torch.int64:
-            assert torch.equal(result, right), name
-            continue
-        error = (result.double() - right.double()).norm() / (right.double().norm() + 1e-30)
-        assert error <= bound, f"{name}: {error:.2e}"
-
 
 CASES = [
     *itertools.product((1, 3, 17), (1, 63, 65), (1, 3), (2, 9)),
@@ -49,10 +35,10 @@ def test_cpu_agrees_with_the_reference(
     args = problem if lengths is None else problem.poisoned(lengths)
     options = {"reduction": "sum" if T == 63 else "mean", "lengths": lengths}
     expected = problem.loss(reference, **options)
-    assert_near(args.loss(cpu, **options), expected, 1e-11)
+    compare(args.loss(cpu, **options), expected)
     only = args.loss(cpu, need_grad=False, **options)
-    assert_near(only, {name: expected[name] for name in ("loss", "hits")}, 1e-12)
-    assert_near(problem.scan(cpu), problem.scan(reference), 1e-12)
+    compare(only, {name: expected[name] for name in only})
+    compare(problem.scan(cpu), problem.scan(reference))
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -71,9 +57,10 @@ def test_long_sequences_keep_their_digits_in_float32(blanks: bool) -> None:
     if blanks:
         problem.x[10:] = 0
         problem.target[10:] = 0
-    expected = problem.to(torch.float64).loss(reference)
-    del expected["hits"]
-    assert_near(problem.loss(cpu), expected, 1e-7)
+    expected, actual = problem.to(torch.float64).loss(reference), problem.loss(cpu)
+    for name in expected.keys() - {"hits"}:
+        error = (actual[name] - expected[name]).norm() / expected[name].norm()
+        assert error <= 1e-7, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", ID_DTYPES)
@@ -81,7 +68,7 @@ def test_every_dtype_of_ids(dtype: torch.dtype) -> None:
     problem = Problem(3, 70, 3, 5)
     narrow = problem.map(lambda t: t if t.is_floating_point() else t.to(dtype))
     for backend in (cpu, reference):
-        assert_near(narrow.loss(backend), problem.loss(cpu), 1e-12)
+        compare(narrow.loss(backend), problem.loss(cpu))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -92,6 +79,6 @@ def test_threads_divide_the_work(threads: int, B: int) -> None:
     problem = Problem(5, 700, B, tokens=B != 3)
     torch.set_num_threads(threads)
     loss = problem.loss(cpu, lengths=lengths)
-    assert_near(loss, problem.loss(reference, lengths=lengths), 1e-11)
-    assert_near(problem.loss(cpu, lengths=lengths), loss, 0)
-    assert_near(problem.scan(cpu), problem.scan(reference), 1e-11)
+    compare(loss, problem.loss(reference, lengths=lengths))
+    assert_same_bits(problem.loss(cpu, lengths=lengths), loss)
+    compare(problem.scan(cpu), problem.scan(reference))
