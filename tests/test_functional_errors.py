@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import refused
-from torch import Tensor
 
 from orthokern import cpu, dispatch
 from orthokern import functional as f
@@ -202,18 +200,6 @@ def test_linear_cross_entropy(changes: dict[str, Any], message: str, backend: st
         "target": torch.zeros(T, B).long(),
     }
     assert refused(lambda: f.linear_cross_entropy(**{**arguments, **changes}, backend=backend)).startswith(message)
-
-
-def test_ops_refuse_values_without_the_public_function() -> None:
-    """Kernels index with these numbers: the op itself checks them too."""
-    zeros: list[Tensor] = [torch.zeros(*shape) for shape in ((N, N), (B, N), (N, D))]
-    args = ScanArgs(torch.full((T, B), D), None, None, *zeros, None, None, "tanh")
-    with pytest.raises(InputError, match=re.escape("the input holds 7: token ids must be in [0, 7)")):
-        torch.ops.orthokern.dense_scan_fwd(*args)
-    with pytest.raises(InputError, match=re.escape("lengths holds 5: lengths must be in [1, T] = [1, 4]")):
-        torch.ops.orthokern.dense_scan_fwd(*args._replace(lengths=torch.tensor([1, 5, 2])))
-    with pytest.raises(InputError, match="target holds 9"):
-        torch.ops.orthokern.linear_cross_entropy_fwd(torch.zeros(2, N), torch.zeros(9, N), None, torch.tensor([0, 9]))
 
 
 def test_matrices_of_a_loss() -> None:

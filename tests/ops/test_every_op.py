@@ -6,6 +6,7 @@ The opcheck of an op is in the file of the op.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -40,30 +41,24 @@ def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["factored_scan", "dense_scan", "leak", "kanai", "torch"])
 def test_other_gradients_without_that_of_h0(name: str, resets: bool, rows: tuple[int, int], N: int) -> None:
     """The last product of a backward is left out where h0 needs no gradient. No other gradient changes."""
-    torch.manual_seed(0)
     (T, B), gru = rows, name in ("kanai", "torch")
     width = 3 * N if gru else N
-    options: dict[str, object] = {"resets": torch.rand(T, B) < 0.5, "reset_state": torch.randn(B, N)} if resets else {}
-    x, h0, w = torch.randn(T, B, width), torch.randn(B, N), torch.randn(width, N) / N**0.5
-    tensors = [x, w, torch.rand(N)]
-    if gru:
-        options["variant"] = name
+    h0, w = torch.randn(B, N), (torch.randn(width, N) / N**0.5).requires_grad_()
+    x, s = torch.randn(T, B, width, requires_grad=True), torch.rand(N, requires_grad=True)
+    options: dict[str, Any] = {"variant": name} if gru else {"activation": "tanh"}
+    if resets:
+        options |= {"resets": torch.rand(T, B) < 0.5, "reset_state": torch.randn(B, N, requires_grad=True)}
     if name == "leak":
         options["leak"] = torch.rand(N).clamp(0.1).requires_grad_()
-    if resets:
-        options["reset_state"] = options["reset_state"].requires_grad_()  # type: ignore[attr-defined]
-    leaves = [
-        t.requires_grad_() for t in (*tensors, *options.values()) if isinstance(t, Tensor) and t.is_floating_point()
-    ]
+    leaves = [t for t in (x, w, s, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
 
     def grads(h0: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, s = tensors
         if gru:
             hs = functional.gru_scan(x, w, h0, **options)
         elif name == "dense_scan":
-            hs = functional.dense_scan(x, w, h0, activation="tanh", **options)
+            hs = functional.dense_scan(x, w, h0, **options)
         else:
-            hs = functional.factored_scan(x, w, s, w, h0, activation="tanh", **options)
+            hs = functional.factored_scan(x, w, s, w, h0, **options)
         return torch.autograd.grad(hs.sin().sum(), leaves, allow_unused=True)
 
     for a, b in zip(grads(h0), grads(h0.clone().requires_grad_()), strict=True):
@@ -77,7 +72,6 @@ def test_compiled_training_step() -> None:
         hs = functional.factored_scan(x, u, functional.spectrum(s, 0.1), u, activation="tanh")
         return 3.0 * functional.linear_cross_entropy(functional.modrelu(hs, b), w, target)
 
-    torch.manual_seed(0)
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((6, 6), (6,), (5, 6), (6,))]
     x, target = torch.randn(4, 3, 6), torch.randint(0, 5, (4, 3))
     expected, actual = (function(*leaves, x, target) for function in (loss_of, compiled(loss_of)))
@@ -96,6 +90,9 @@ def test_compiled_code_checks_values_too() -> None:
     problem.x[1, 1] = 4
     with pytest.raises(InputError, match=r"lengths holds 9: lengths must be in \[1, T\] = \[1, 3\]"):
         run(problem, list(problem.inputs()), lengths=torch.tensor([3, 9]))
+    readout, target = torch.ones(4, 5), torch.tensor([3, 4])
+    with pytest.raises(InputError, match=r"target holds 4: class ids must be in \[0, 4\)"):
+        compiled(functional.linear_cross_entropy)(torch.ones(2, 5), readout, target)
     with pytest.raises(InputError, match="m holds 16 NaN or infinite values of 16"):
         compiled(functional.cayley)(torch.full((4, 4), torch.nan), torch.zeros(4, 4), 0.1)
 
@@ -139,7 +136,6 @@ def test_tensors_with_the_negative_bit() -> None:
     def negative(x: Tensor) -> Tensor:
         return torch._neg_view(-x)
 
-    torch.manual_seed(0)
     x, h, bias = torch.randn(3, 4), torch.randn(1, 3, 8), torch.randn(5)
     for module in (RNN(4, 8), GRU(4, 8), FactorizedRNN(4, 8)):
         frozen = module.frozen()
