@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def check_scan(problem: ScanProblem, dtype: torch.dtype, backend: str, **options
     torch.set_num_threads(2 if problem.h0.shape[0] > 3 else 1)
     inexact = problem.to(dtype)
     before, actual = inexact.clone(), run_scan(inexact, backend, **options)
-    assert_scan_parity(inexact, actual, lambda p, **o: run_scan(p, "reference", **o), options)
+    assert_scan_parity(inexact, actual, functools.partial(run_scan, backend="reference"), options)
     assert_unchanged(inexact, before)
     addresses = [t.untyped_storage().data_ptr() for t in actual.values() if t.numel()]
     given = {t.untyped_storage().data_ptr() for t in inexact.inputs() if t is not None}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from orthokern import dispatch, functional
 from orthokern._scan_contract import GruArgs, GruGradients, ScanArgs, ScanGradients, started
 from orthokern.errors import InputError
-from orthokern.ops.activations import NAMES, PARAMETER
+from orthokern.ops.activations import PARAMETER
 from orthokern.reference._scan import input_term
 from orthokern.reference.activations import activation_fwd
 
@@ -87,14 +86,11 @@ class ScanProblem(Problem):
         options = {"resets": self.resets, "reset_state": self.reset_state, "leak": self.leak, **options}
         return scan_args(self.op, self.inputs(), self.activation, **options)
 
-    def input_names(self) -> tuple[str, ...]:
-        """Their names."""
-        matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
-        return ("x", *matrices, "h0", "weight", "bias", "act_param")
-
     def grad_names(self) -> tuple[str, ...]:
-        """The names of the results of the backward."""
-        return tuple(f"grad_{name}" for name in (*self.input_names(), "reset_state", "leak", "norm"))
+        """The names of the results of the backward, the inputs first, as in ``inputs``."""
+        matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
+        names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "leak", "norm")
+        return tuple(f"grad_{name}" for name in names)
 
     def to(self, dtype: torch.dtype) -> ScanProblem:
         """A copy in another dtype."""
@@ -222,20 +218,6 @@ def scan_problem(
     raise AssertionError("no problem without units on a kink: make it smaller")
 
 
-def scan_cases(sizes: list[dict[str, int]]) -> Iterator[tuple[str, dict[str, object]]]:
-    """(id, keyword arguments of ``scan_problem``) for every size, activation and kind of input.
-
-    oplu works on pairs: it gets the next even N if N is odd.
-    """
-    kinds = ("dense", "features", "tokens")
-    for size, (index, activation), kind in itertools.product(sizes, enumerate(NAMES), kinds):
-        case: dict[str, object] = dict(size)
-        if activation == "oplu" and size["N"] % 2:
-            case["N"] = size["N"] + 1
-        case |= {"activation": activation, "inputs": kind, "param_size": "1" if (index + size["T"]) % 2 else "N"}
-        yield f"{''.join(f'{k}{case[k]}' for k in size)}-{activation}-{kind}", case
-
-
 def scan_needs(need_x: bool = True, need_params: bool = True) -> Any:
     """The argument ``needs`` of a scan's backward."""
     params = need_params
@@ -266,15 +248,10 @@ def run_scan(
     hs, ckpt, pre = fwd(*args)
     x_needed = problem.weight is not None or checkpoint_every > 0
     args = args._replace(x=args.x if x_needed else None, backend=bwd_backend or backend)
-    grads = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(), *args)
-    return {"hs": hs, "ckpt": ckpt, "pre": pre, **named_gradients(problem, grads)}
-
-
-def named_gradients(problem: ScanProblem, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The results of a backward op by the names of `grad_names`."""
-    x, first, scale, second, *others = grads
+    x, first, scale, second, *others = bwd(problem.grad_hs, ckpt if checkpoint_every else hs, pre, *scan_needs(), *args)
     matrices = (second, scale, first) if problem.op == "factored_scan" else (second,)
-    return dict(zip(problem.grad_names(), (x, *matrices, *others), strict=True))
+    grads = dict(zip(problem.grad_names(), (x, *matrices, *others), strict=True))
+    return {"hs": hs, "ckpt": ckpt, "pre": pre, **grads}
 
 
 def with_resets(problem: ScanProblem, share: float = 0.3, *, state: bool = True, gap: float = 1e-5) -> ScanProblem:
