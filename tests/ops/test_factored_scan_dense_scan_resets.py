@@ -12,7 +12,9 @@ import torch
 from checks import check_scan
 from helpers import (
     SCANS,
+    GruProblem,
     ScanProblem,
+    assert_same_bits,
     call_functional,
     each,
     leaf_tensors,
@@ -118,21 +120,22 @@ def test_lengths_and_resets_are_cuts(op: str, activation: str) -> None:
             check_against_cuts(problem, lengths, 0.3, (4, 20))
 
 
-@pytest.mark.parametrize("op", SCANS)
+@pytest.mark.parametrize("op", [*SCANS, "gru_scan"])
 def test_reset_state_defaults_to_h0_and_then_to_zeros(op: str) -> None:
-    problem = with_resets(scan_problem(op, B=3, T=6, N=5))
-    resets = problem.resets
-    x, *matrices, h0, _, _, _ = problem.inputs()
-    scan = getattr(functional, op)
-    one, other = h0.clone().requires_grad_(), h0.clone().requires_grad_()
-    scan(x, *matrices, one, resets=resets).backward(problem.grad_hs)
-    apart, both = h0.clone().requires_grad_(), scan(x, *matrices, other, resets=resets, reset_state=other)
-    both.backward(problem.grad_hs)
-    scan(x, *matrices, h0, resets=resets, reset_state=apart).backward(problem.grad_hs)
-    torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
-    assert apart.grad is not None and apart.grad.abs().max() > 0 and not torch.equal(one.grad, apart.grad)
-    zeros = torch.zeros_like(h0)
-    assert torch.equal(scan(x, *matrices, resets=resets), scan(x, *matrices, zeros, resets=resets, reset_state=zeros))
+    gru = GruProblem.random("kanai", 6, 3, 5, bias=False).with_resets()
+    problem = gru if op == "gru_scan" else with_resets(scan_problem(op, B=3, T=6, N=5))
+    x, *matrices = gru.inputs()[:2] if op == "gru_scan" else (problem.x, *problem.matrices)
+
+    def run(h0: Tensor | None, **options: Any) -> Tensor:
+        return getattr(functional, op)(x, *matrices, h0, resets=problem.resets, **options)
+
+    h0, apart, both = (problem.h0.clone().requires_grad_() for _ in range(3))
+    run(h0).backward(problem.grad_hs)
+    run(both, reset_state=apart).backward(problem.grad_hs)
+    assert h0.grad is not None and apart.grad is not None and both.grad is not None and apart.grad.abs().max() > 0
+    torch.testing.assert_close(h0.grad, apart.grad + both.grad)
+    zeros = torch.zeros_like(problem.h0)
+    assert torch.equal(run(None), run(zeros, reset_state=zeros))
 
 
 @each(*SCANS)
@@ -182,8 +185,7 @@ def test_any_byte_but_zero_is_a_reset(op: str) -> None:
         run_scan(dataclasses.replace(problem, resets=resets, reset_state=state), "cpu")
         for resets in (flags.view(torch.bool), flags > 0)
     )
-    for name, tensor in plain.items():
-        assert torch.equal(viewed[name], tensor), name
+    assert_same_bits(viewed, plain)
 
 
 @pytest.mark.parametrize("N", [9, 260])

@@ -55,18 +55,6 @@ def test_resets_and_lengths_are_cuts(variant: str, state: bool) -> None:
     assert_same_bits(actual, p.with_poisoned_padding(lengths).run("reference", lengths=lengths))
 
 
-def test_reset_state_defaults_to_h0_and_then_to_zeros() -> None:
-    p = GruProblem.random("kanai", 6, 3, 5).with_resets()
-    h0, apart, both = (p.h0.clone().requires_grad_() for _ in range(3))
-    functional.gru_scan(p.x, p.w, h0, resets=p.resets).backward(p.grad_hs)
-    functional.gru_scan(p.x, p.w, both, resets=p.resets, reset_state=apart).backward(p.grad_hs)
-    assert h0.grad is not None and apart.grad is not None and both.grad is not None and apart.grad.abs().max() > 0
-    torch.testing.assert_close(h0.grad, apart.grad + both.grad)
-    zeros = torch.zeros_like(p.h0)
-    wanted = functional.gru_scan(p.x, p.w, zeros, resets=p.resets, reset_state=zeros)
-    assert torch.equal(functional.gru_scan(p.x, p.w, resets=p.resets), wanted)
-
-
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 SIZES = [(7, 3, 63), (5, 2, 1), (1, 3, 8), (4, 1, 16), (5, 4, 17), (3, 26, 33), (4, 20, 130), (3, 5, 200), (2, 230, 20)]
