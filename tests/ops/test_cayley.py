@@ -18,15 +18,10 @@ NAMESPACE = torch.ops.orthokern
 # ------------------------------------------------------------------------------------------------------------ reference
 
 
-def basis(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64, generator=generator))[0]
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (4, 4), (5, 3), (9, 2), (6, 1), (3, 5, 4), (2, 3, 4, 4)], ids=str)
 @pytest.mark.parametrize("lr", [1e-3, 1.0, -0.5])
 def test_cayley_is_the_textbook_form_and_orthogonal(shape: tuple[int, ...], lr: float) -> None:
-    m, g = basis(*shape), torch.randn(*shape, dtype=torch.float64)
+    m, g = bases(shape, torch.float64)
     a = g @ m.mT - m @ g.mT
     eye = torch.eye(shape[-2], dtype=torch.float64)
     expected = torch.linalg.inv(eye + lr / 2 * a) @ (eye - lr / 2 * a) @ m
@@ -62,7 +57,7 @@ def test_thin_steps_of_any_size_stay_orthonormal(
     op: str, backend: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     """Also where the columns of [M, G] are dependent, and where g^T g leaves the range of the dtype."""
-    m, random = basis(*shape).to(dtype), torch.randn(shape, dtype=dtype)
+    m, random = bases(shape, dtype)
     symmetric = random[: shape[1]] + random[: shape[1]].mT
     limit = 1e-5 if dtype == torch.float32 else 1e-7
     for g in (random, m.clone(), m @ symmetric, random[:, :1] @ random[:1], m @ symmetric + 1e-4 * random):
@@ -78,8 +73,7 @@ def test_thin_steps_of_any_size_stay_orthonormal(
 @pytest.mark.parametrize("backend", served("cayley"))
 def test_opcheck_cayley(backend: str) -> None:
     for shape, lr in (((5, 5), torch.tensor(0.1)), ((2, 6, 3), torch.rand(2, dtype=torch.float64))):
-        m = torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
-        torch.library.opcheck(NAMESPACE.cayley.default, (m, torch.randn_like(m), lr, backend))
+        torch.library.opcheck(NAMESPACE.cayley.default, (*bases(shape, torch.float64), lr, backend))
 
 
 def test_a_rate_of_numpy() -> None:
@@ -88,8 +82,7 @@ def test_a_rate_of_numpy() -> None:
 
 
 def test_compiled_cayley() -> None:
-    m = torch.linalg.qr(torch.randn(2, 6, 4))[0]
-    g = torch.randn_like(m)
+    m, g = bases((2, 6, 4), torch.float32)
     for lr in (0.1, torch.rand(2)):
         torch.testing.assert_close(compiled(functional.cayley)(m, g, lr), functional.cayley(m, g, lr))
     torch.testing.assert_close(
@@ -98,8 +91,8 @@ def test_compiled_cayley() -> None:
 
 
 def test_cayley_has_no_derivative_but_the_reference_does() -> None:
-    m = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0].requires_grad_()
-    g = torch.randn(4, 4, dtype=torch.float64)
+    m, g = bases((4, 4), torch.float64)
+    m.requires_grad_()
     with pytest.raises(RuntimeError, match="pass backend='reference'"):
         functional.cayley(m, g, 0.1).sum().backward()
     functional.cayley(m, g, 0.1, backend="reference").sum().backward()
