@@ -162,7 +162,6 @@ def test_an_exponential_is_orthogonal_whatever_the_process_allows(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_activation_and_readout_in_float32(dtype: torch.dtype) -> None:
     """A layer of torch before them returns 16 bits."""
-    torch.manual_seed(0)
     x, target = torch.randn(5, 6).to(dtype).requires_grad_(), torch.randint(4, (5,))
     activation, readout = ModReLU(6), LinearCrossEntropy(6, 4)
     parameters = [*activation.parameters(), *readout.parameters()]
