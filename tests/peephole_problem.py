@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from checks import assert_unchanged
 from comparison import assert_matches_reference
 from helpers import Problem
 from torch import Tensor
@@ -54,13 +55,12 @@ def check_peephole(problem: PeepholeProblem, dtype: torch.dtype, backend: str, d
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
     inexact = problem.map(lambda t: t.to(dtype))
     there = inexact.map(lambda t: t.to(device))
-    untouched = there.map(torch.clone)
+    untouched = there.clone()
     exact, plain = inexact.map(Tensor.double).run("reference"), inexact.run("reference")
     for name, tensor in there.run(backend).items():
         gradient = name.startswith("grad")
         assert_matches_reference(tensor.cpu(), exact[name], plain[name], name=name, gradient=gradient)
-    for before, after in zip(untouched.inputs(), there.inputs(), strict=True):
-        assert torch.equal(before, after)
+    assert_unchanged(there, untouched)
 
 
 def check_lstm(device: str, N: int, lengths: tuple[int, ...]) -> None:
