@@ -54,7 +54,7 @@ def check_gru(
     problem: GruProblem, dtype: torch.dtype, run: Callable[..., dict[str, Tensor]], lengths: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The parity of all results of one problem, by a function of a problem and lengths; returns them."""
-    inexact = problem.map(lambda t: t.to(dtype))
+    inexact = problem.to(dtype)
     before, actual = inexact.clone(), run(inexact, lengths=lengths)
     expected, plain = (p.run("reference", lengths=lengths) for p in (inexact.map(Tensor.double), inexact))
     for name, tensor in actual.items():

@@ -42,6 +42,10 @@ class Problem:
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         return type(self)(**{field.name: one(getattr(self, field.name)) for field in fields})
 
+    def to(self, dtype: torch.dtype) -> Self:
+        """A copy in another dtype."""
+        return self.map(lambda t: t.to(dtype))
+
     def clone(self) -> Self:
         """A copy, including token ids."""
         copy = self.map(torch.clone)
@@ -91,10 +95,6 @@ class ScanProblem(Problem):
         matrices = ("u", "s", "v") if self.op == "factored_scan" else ("w",)
         names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "leak", "norm")
         return tuple(f"grad_{name}" for name in names)
-
-    def to(self, dtype: torch.dtype) -> ScanProblem:
-        """A copy in another dtype."""
-        return self.map(lambda t: t.to(dtype))
 
     def strided(self) -> ScanProblem:
         """A copy with the same values and no contiguous tensor; 1-element tensors are unchanged."""

@@ -53,7 +53,7 @@ class PeepholeProblem(Problem):
 
 def check_peephole(problem: PeepholeProblem, dtype: torch.dtype, backend: str, device: str = "cpu") -> None:
     """Parity of everything that comes out of one problem, with the reference on the CPU."""
-    inexact = problem.map(lambda t: t.to(dtype))
+    inexact = problem.to(dtype)
     there = inexact.map(lambda t: t.to(device))
     untouched = there.clone()
     exact, plain = inexact.map(Tensor.double).run("reference"), inexact.run("reference")

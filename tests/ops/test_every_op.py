@@ -5,12 +5,14 @@ The opcheck of an op is in the file of the op.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import pytest
 import torch
-from helpers import call_functional, compiled, gradients, scan_problem
+from helpers import DTYPES, SHORT, GruProblem, call_functional, compiled, gradients, on_threads, scan_problem
+from peephole_problem import PeepholeProblem
 from torch import Tensor
 
 from orthokern import InputError, dispatch, functional
@@ -63,6 +65,23 @@ def test_other_gradients_without_that_of_h0(name: str, resets: bool, rows: tuple
 
     for a, b in zip(grads(h0), grads(h0.clone().requires_grad_()), strict=True):
         assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=SHORT.get)
+@pytest.mark.parametrize("op", ["kanai", "torch", "peephole_scan"])
+def test_threads_that_share_the_columns_change_no_bit(isa: str, op: str, dtype: torch.dtype) -> None:
+    """Few sequences with weights of more than 256 KiB: states, and gates and pre-activations that the backward reads;
+    and more threads than there are processors."""
+    for steps, batch in ((9, 1), (5, 2)):
+        if op == "peephole_scan":
+            problem = PeepholeProblem.random(steps, batch, 263).to(dtype)
+            forward = functools.partial(torch.ops.orthokern.peephole_scan_fwd, *problem.inputs(), "cpu")
+        else:
+            args = GruProblem.random(op, steps, batch, 263).to(dtype).args(backend="cpu")
+            forward = functools.partial(torch.ops.orthokern.gru_scan_fwd, *args)
+        first, *others = on_threads((1, 3, 7), forward)
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 def test_compiled_training_step() -> None:
