@@ -18,7 +18,7 @@ from orthokern._scan_contract import Readout
 from orthokern.errors import InputError
 from orthokern.reference import linear_cross_entropy as reference
 
-NAMESPACE = torch.ops.orthokern
+run = torch.ops.orthokern.linear_cross_entropy_fwd
 op_module = importlib.import_module("orthokern.ops.linear_cross_entropy")  # the package has the function of that name
 
 
@@ -62,7 +62,6 @@ def test_linear_cross_entropy(reduction: str, with_bias: bool, rows: int, monkey
     ("R", "N", "C"), [(1, 1, 1), (1, 7, 3), (33, 128, 9), (7, 63, 10), (500, 16, 65), (9001, 5, 2), (20, 250, 130)]
 )
 def test_linear_cross_entropy_parity(op: str, backend: str, dtype: torch.dtype, R: int, N: int, C: int) -> None:
-    run = torch.ops.orthokern.linear_cross_entropy_fwd
     hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((R, N), (C, N), (C,)))
     target = torch.randint(0, C, (R,))
     for b in (bias, None):
@@ -86,7 +85,6 @@ def test_linear_cross_entropy_parity(op: str, backend: str, dtype: torch.dtype, 
 @each("linear_cross_entropy")
 def test_extreme_logits(op: str, backend: str) -> None:
     """logsumexp must not overflow, and a certain prediction has loss 0 and no gradient."""
-    run = torch.ops.orthokern.linear_cross_entropy_fwd
     hidden, weight = torch.tensor([[1.0], [-1.0]]), torch.tensor([[1000.0], [-1000.0], [0.0]])
     right, wrong = torch.tensor([0, 1]), torch.tensor([1, 0])
     loss, *grads = run(hidden, weight, None, right, "sum", True, backend)
@@ -112,7 +110,6 @@ def test_a_scaled_float16_loss_keeps_small_gradients() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sums_over_many_rows_are_as_exact_as_the_results(op: str, backend: str, threads: int) -> None:
     """Parts of a float32 sum over so many rows are added up in float64."""
-    run = torch.ops.orthokern.linear_cross_entropy_fwd
     rows = 300_000
     torch.set_num_threads(threads)
     hidden, weight = torch.rand(rows, 3), torch.randn(3, 3)
@@ -133,10 +130,9 @@ def test_opcheck_linear_cross_entropy(backend: str, with_bias: bool) -> None:
     hidden, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((7, 4), (5, 4)))
     bias = torch.randn(5, dtype=torch.float64, requires_grad=True) if with_bias else None
     target = torch.randint(0, 5, (7,))
-    fwd = NAMESPACE.linear_cross_entropy_fwd.default
-    torch.library.opcheck(fwd, (hidden, weight, bias, target, "mean", True, backend))
+    torch.library.opcheck(run.default, (hidden, weight, bias, target, "mean", True, backend))
     plain = [None if t is None else t.detach() for t in (hidden, weight, bias)]
-    torch.library.opcheck(fwd, (*plain, target, "sum", False, backend))
+    torch.library.opcheck(run.default, (*plain, target, "sum", False, backend))
 
 
 def readout() -> tuple[Tensor, Tensor, Tensor, Tensor]:
