@@ -179,10 +179,13 @@ def scan_problem(
     """A random problem, float64, without pre-activations nearer than ``gap`` to a kink.
 
     Args:
+        N: oplu, which works on pairs, gets the next even number.
+        K: the rank for factored_scan, N by default.
         leak: its number of elements, 1 or N; 0 for none.
         inputs: "dense" (x is e), "features" or "tokens".
         param_size: "1" or "N", the size of act_param.
     """
+    N += N % 2 if activation == "oplu" else 0
     K = N if K is None else K
     for attempt in range(200):
         generator = torch.Generator().manual_seed(1000 * seed + attempt)

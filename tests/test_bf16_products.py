@@ -165,13 +165,8 @@ def check(problem: ScanProblem, **options: Any) -> None:
             assert error(exact[name], t) > ROUNDED, name
 
 
-def problem_of(op: str, sizes: dict[str, int], activation: str, inputs: str, **more: Any) -> ScanProblem:
-    size: dict[str, Any] = dict(sizes)
-    if activation == "oplu" and size["N"] % 2:
-        size["N"] += 1
-    if op == "dense_scan":
-        size.pop("K")
-    return scan_problem(op, D=11, activation=activation, inputs=inputs, gap=1e-5, **size, **more).to(torch.float32)
+def problem_of(op: str, sizes: dict[str, int], activation: str, inputs: str) -> ScanProblem:
+    return scan_problem(op, D=11, activation=activation, inputs=inputs, gap=1e-5, **sizes).to(torch.float32)
 
 
 @needs_bf16

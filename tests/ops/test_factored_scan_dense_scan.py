@@ -64,7 +64,7 @@ LARGE = [
 def scan_params(sizes: list[dict[str, int]], one_kind: bool = False) -> list[Any]:
     """(op, case, dtype, backend) for every op, backend, dtype, size, activation and kind of input.
 
-    case: keyword arguments of ``scan_problem``; oplu, which works on pairs, gets the next even N.
+    case: keyword arguments of ``scan_problem``.
     one_kind: to save time, only one kind of input for each size and activation, in turn.
     """
     params = []
@@ -73,12 +73,9 @@ def scan_params(sizes: list[dict[str, int]], one_kind: bool = False) -> list[Any
         for index, (size, activation, kind) in enumerate(itertools.product(own, NAMES, KINDS)):
             if one_kind and index % 3 != (index // 3) % 3:
                 continue
-            case: dict[str, Any] = {**size, "N": size["N"] + (activation == "oplu" and size["N"] % 2)}
-            name = f"{''.join(f'{k}{case[k]}' for k in size)}-{activation}-{kind}"
-            if op == "dense_scan":
-                case.pop("K")
+            name = f"{''.join(f'{letter}{number}' for letter, number in size.items())}-{activation}-{kind}"
             param_size = "1" if (NAMES.index(activation) + size["T"]) % 2 else "N"
-            case |= {"activation": activation, "inputs": kind, "param_size": param_size}
+            case = {**size, "activation": activation, "inputs": kind, "param_size": param_size}
             for backend, dtype in itertools.product(backends(op), DTYPES):
                 label = f"{op}-{backend.id}-{SHORT[dtype]}-{name}"
                 params.append(pytest.param(op, case, dtype, *backend.values, id=label, marks=backend.marks))

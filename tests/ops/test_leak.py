@@ -27,8 +27,7 @@ B, N = 5, 10
 
 
 def leaky(op: str, T: int, **options: Any) -> ScanProblem:
-    rank = {"K": 4} if op == "factored_scan" else {}
-    return scan_problem(op, B=B, T=T, N=N, **{"leak": N, "inputs": "features", **rank, **options})
+    return scan_problem(op, B=B, T=T, N=N, K=4, **{"leak": N, "inputs": "features", **options})
 
 
 @pytest.mark.parametrize("op", SCANS)

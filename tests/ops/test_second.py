@@ -49,13 +49,11 @@ class Case:
 
 def scan_case(op: str, activation: str, inputs: str, **options: Any) -> Case:
     """T = 4, B = 3, N = 5 (oplu 6), K = 3; options: of the functional; with resets, from a state that is a leaf."""
-    K = {"K": 3} if op == "factored_scan" else {}
-    N = 6 if activation == "oplu" else 5
-    problem = scan_problem(op, B=3, T=4, N=N, D=2, activation=activation, inputs=inputs, gap=1e-3, **K)
+    problem = scan_problem(op, B=3, T=4, N=5, K=3, D=2, activation=activation, inputs=inputs, gap=1e-3)
     fixed = problem.act_param if activation == "leaky_relu" else None  # which is not learned
     given = [None if t is fixed else t for t in problem.inputs()]
     if "resets" in options:
-        given.append(torch.randn(3, N, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
+        given.append(torch.randn(problem.h0.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
 
     def call(x: Tensor, *rest: Tensor | None, backend: str | None) -> Tensor:
         matrices, others = rest[: len(problem.matrices)], rest[len(problem.matrices) :]
