@@ -29,8 +29,7 @@ def test_a_compiler_meets_the_reference_as_an_op(monkeypatch: pytest.MonkeyPatch
     expected = gradients(problem, call_functional, backend="reference")
     for default, options in (("auto", {"backend": "reference"}), ("reference", {})):
         monkeypatch.setattr(dispatch, "_process_default", default)
-        for a, e in zip(gradients(problem, compiled(call_functional), **options), expected, strict=True):
-            torch.testing.assert_close(a, e)
+        torch.testing.assert_close(gradients(problem, compiled(call_functional), **options), expected)
         stepped = compiled(lambda m, g, o=options: functional.cayley(m, g, 0.1, **o))(m, g)
         torch.testing.assert_close(stepped, functional.cayley(m, g, 0.1))
         activated = compiled(lambda x, o=options: functional.activation(x, "tanh", **o))(g)
@@ -95,8 +94,7 @@ def test_compiled_training_step() -> None:
     x, target = torch.randn(4, 3, 6), torch.randint(0, 5, (4, 3))
     expected, actual = (function(*leaves, x, target) for function in (loss_of, compiled(loss_of)))
     torch.testing.assert_close(actual, expected)
-    for a, e in zip(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(a, e)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaves), torch.autograd.grad(expected, leaves))
 
 
 def test_compiled_code_checks_values_too() -> None:

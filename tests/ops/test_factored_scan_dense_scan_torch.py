@@ -72,8 +72,7 @@ def test_compiled_scans(op: str, activation: str, inputs: str) -> None:
     for options in ({}, {"resets": problem.resets, "reset_state": state, **every}):
         expected = gradients(problem, call_functional, **options)
         actual = gradients(problem, compiled(call_functional), **options)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_compiled_with_any_length() -> None:
@@ -83,8 +82,7 @@ def test_compiled_with_any_length() -> None:
     for B, T in ((3, 5), (4, 7), (6, 9)):  # equal sizes would count as one symbol: none is N or D
         problem = scan_problem("factored_scan", B=B, T=T, N=8, D=11, activation="prelu", inputs="tokens")
         expected, actual = gradients(problem, call_functional), gradients(problem, run)
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e)
+        torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 1
 
 
@@ -96,8 +94,7 @@ def test_compiled_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, actual = (
         gradients(problem, run) for run in (call_functional, compiled(call_functional, backend="inductor"))
     )
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e)
+    torch.testing.assert_close(actual, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- autograd
@@ -155,5 +152,4 @@ def test_a_message_clip_beyond_the_range_of_the_dtype_has_no_effect(dtype: torch
         loss = functional.dense_scan(x, w, backend="reference", **options).sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         results.append((grad, *torch.autograd.grad(grad.square().sum(), x)))
-    for plain, clipped in zip(*results, strict=True):
-        assert torch.equal(plain, clipped)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
