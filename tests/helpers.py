@@ -96,12 +96,6 @@ class ScanProblem(Problem):
         names = ("x", *matrices, "h0", "weight", "bias", "act_param", "reset_state", "leak", "norm")
         return tuple(f"grad_{name}" for name in names)
 
-    def strided(self) -> ScanProblem:
-        """A copy with the same values and no contiguous tensor; 1-element tensors are unchanged."""
-        copy = self.map(strided)
-        copy.x = strided(self.x)
-        return copy
-
 
 def scan_args(op: str, inputs: Sequence[Tensor | None], activation: str, **options: Any) -> ScanArgs:
     """From inputs as `ScanProblem.inputs` returns them; options: fields of ScanArgs."""

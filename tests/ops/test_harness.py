@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from checks import check_scan
-from helpers import each, scan_problem, with_resets
+from helpers import SCANS, each, scan_problem, with_resets
 
 from orthokern import dispatch
 from orthokern._scan_contract import ScanGradients
 
 
-@each("factored_scan", "dense_scan")
+@each(*SCANS)
 @pytest.mark.parametrize("field", [field for field in ScanGradients._fields if field != "leak"])
 def test_harness_rejects_a_wrong_gradient(op: str, backend: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of one gradient, wrong by a hundredth of a percent of the largest."""
