@@ -274,9 +274,6 @@ def some_lengths(B: int, T: int, order: str, seed: int = 0) -> Tensor:
     return lengths if order == "any" else lengths.sort(descending=order == "falling").values
 
 
-with_poisoned_padding = ScanProblem.with_poisoned_padding
-
-
 @dataclasses.dataclass
 class GruProblem(Problem):
     """Inputs and a cotangent of gru_scan: x [T, B, 3N], w [3N, N], h0 [B, N], bias [3N] or None, grad_hs [T, B, N]."""

@@ -39,8 +39,7 @@ def test_precisions_of_clusters(op: str, size: str, precision: str, override: An
     N, K, overrides = TENSOR_CLUSTERS[size]
     override({"path": CLUSTER, "tensor": 1, **overrides})
     inputs = KINDS[list(TENSOR_CLUSTERS).index(size)]
-    rank = {"K": K} if op == "factored_scan" else {}
-    problem = scan_problem(op, B=9, T=3, N=N, inputs=inputs, gap=-1.0, **rank)
+    problem = scan_problem(op, B=9, T=3, N=N, K=K, inputs=inputs, gap=-1.0)
     exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
     actual = run(inexact, precision=precision)
     for name, expected in exact.items():

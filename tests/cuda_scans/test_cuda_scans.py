@@ -34,14 +34,13 @@ def test_parity_of_every_path(op: str, activation: str, path: str, override: Any
     index = NAMES.index(activation) + list(PATHS).index(path)
     n, inputs = (33, 9, 100, 140)[index % 4] if path.startswith("resident") else 33, KINDS[index % 3]
     n += n % 2 if activation == "oplu" else 0
-    rank = {"K": (n, 7)[index % 2]} if op == "factored_scan" else {}
     # more steps than inputs are fetched ahead, than squares are summed, and than flags are read at a time
     B, T = 5, 70 if path == "low-rank" else (4, 19)[index % 2]
     lengths = some_lengths(B, T, ("any", "rising", "falling")[index % 3], seed=index)
     lengths -= (lengths == T).long() * (index % 4 == 0)  # nobody has the last step
-    options: dict[str, Any] = {"activation": activation, "inputs": inputs, "param_size": "N1"[index % 2], **rank}
+    options: dict[str, Any] = {"activation": activation, "inputs": inputs, "param_size": "N1"[index % 2]}
     for leak in (0, (1, n)[index % 2]):
-        problem = scan_problem(op, B=B, T=T, N=n, leak=leak, gap=1e-6, **options)
+        problem = scan_problem(op, B=B, T=T, N=n, K=(n, 7)[index % 2], leak=leak, gap=1e-6, **options)
         if not leak:
             check(problem)
         check(problem, lengths=lengths if index % 3 or not leak else None, message_clip=(0.0, 0.3)[index % 2])
@@ -94,7 +93,7 @@ def test_parity_of_the_path_that_is_chosen(op: str, index: int, N: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_parity_of_large_clusters(op: str, N: int, K: int, overrides: dict[str, int], override: Any) -> None:
     override({"path": CLUSTER, **overrides})
-    check(scan_problem(op, B=7, T=3, N=N, **({"K": K} if op == "factored_scan" else {})))
+    check(scan_problem(op, B=7, T=3, N=N, K=K))
 
 
 @pytest.mark.parametrize(("K", "size", "group"), [(1, 4, 2), (3, 8, 1), (13, 8, 4)])

@@ -56,8 +56,8 @@ def scan_options(index: int) -> dict[str, Any]:
 def test_scans_in_windows(op: str, inputs: str, override: Any, replays: Any) -> None:
     override("library")
     for index, activation in enumerate(("tanh", "prelu", "oplu", "modrelu", "identity")):
-        rank = {"K": 9 if index % 2 else 34} if op == "factored_scan" else {}
-        problem = scan_problem(op, B=5, T=STEPS, N=34, activation=activation, inputs=inputs, gap=1e-6, **rank)
+        options: dict[str, Any] = {"activation": activation, "inputs": inputs, "gap": 1e-6}
+        problem = scan_problem(op, B=5, T=STEPS, N=34, K=9 if index % 2 else 34, **options)
         before = replays[0]
         check(problem, algorithm="sequential", **scan_options(index))
         assert replays[0] >= before + 2
@@ -79,8 +79,7 @@ def test_gru_in_windows(variant: str, override: Any, replays: Any) -> None:
 def test_bf16_in_windows(op: str, override: Any, replays: Any) -> None:
     """As precise as asked, and no more; buffers of float32 in between."""
     override("library")
-    rank = {"K": 9} if op == "factored_scan" else {}
-    problem = scan_problem(op, B=5, T=STEPS, N=34, gap=-1.0, **rank)
+    problem = scan_problem(op, B=5, T=STEPS, N=34, K=9, gap=-1.0)
     exact, inexact = run_scan(problem, "reference"), problem.to(torch.float32)
     results = [run(inexact, precision=precision) for precision in ("bf16", "ieee", "bf16")]
     assert_same_bits(results[0], results[2])

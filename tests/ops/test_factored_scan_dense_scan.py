@@ -30,7 +30,6 @@ from helpers import (
     scan_problem,
     some_lengths,
     strided,
-    with_poisoned_padding,
     with_resets,
 )
 
@@ -248,7 +247,7 @@ def test_gradients_of_the_factors_without_m(index: int, sizes: tuple[int, int, i
     plain = scan_problem("factored_scan", B=B, T=T, N=N, K=K, activation=activation, inputs=inputs, gap=1e-7)
     shorter = (T - torch.arange(B) % 2).clamp_min(1)
     for problem, lengths, every in itertools.product((plain, with_resets(plain)), (None, shorter), (0, 3)):
-        poisoned = problem if lengths is None else with_poisoned_padding(problem, lengths)
+        poisoned = problem if lengths is None else problem.with_poisoned_padding(lengths)
         options = {"lengths": lengths, "checkpoint_every": every}
         actual = run_scan(poisoned, "cpu", **options)
         assert_scan_parity(problem, actual, functools.partial(run_scan, backend="reference"), options)

@@ -22,7 +22,6 @@ from helpers import (
     scan_args,
     scan_problem,
     some_lengths,
-    with_poisoned_padding,
     with_resets,
 )
 from torch import Tensor
@@ -79,7 +78,7 @@ def check_against_cuts(problem: ScanProblem, lengths: Tensor, clip: float, every
     squares, norms = iter(expected[len(wanted) :]), torch.zeros(len(problem.x), dtype=torch.float64)
     for states in sequences:
         norms[: len(states)] += torch.stack([next(squares).square().sum() for _ in states])
-    poisoned = with_poisoned_padding(problem, lengths)
+    poisoned = problem.with_poisoned_padding(lengths)
     options: dict[str, Any] = {"lengths": lengths, "message_clip": clip, "resets": problem.resets}
 
     def op(inputs: list[Tensor | None], **more: Any) -> Tensor:
