@@ -132,8 +132,8 @@ class CustomOp:
 
     def register_autograd(self, backward: Function, *, setup_context: Function | None = None) -> None:
         """Register the derivative, backward(ctx, saved tensors, *gradients of the results) -> gradients of the first
-        arguments, None where there is none; the arguments after those have no gradient. Those that are not needed are
-        dropped.
+        arguments, None where there is none; the arguments after those have no gradient. A gradient that is not needed
+        may be among them; autograd gets None for it.
 
         setup_context(ctx, inputs, output) is as that of torch.autograd.Function; inputs are all arguments.
         """

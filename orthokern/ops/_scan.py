@@ -30,6 +30,10 @@ class ScanOp(Recurrence):
     arguments, gradients, others = ScanArgs, ScanGradients, ("ckpt", "pre")
     saved = "Tensor states", "Tensor? pre"
 
+    def _by_reference(self, args: ScanArgs) -> Tensor:
+        # torch's autograd saves what it needs: states for a backward of this package would be memory for nothing
+        return super()._by_reference(args._replace(checkpoint_every=0))
+
     def _check_values(self, args: ScanArgs, T: int) -> None:
         super()._check_values(args, T)
         if args.weight is not None:

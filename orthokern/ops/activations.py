@@ -111,14 +111,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, act_param)
 
 
-def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, saved: tuple[Any, ...], grad_y: Tensor) -> Any:
     x, act_param = saved
     if recording():
         reference = dispatch.leaf("activations", "reference")
-        grads = reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
-    else:
-        grads = torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
-    return tuple(grads)
+        return reference.activation_bwd(grad_y, x, act_param, activation=ctx.activation)
+    return torch.ops.orthokern.activation_bwd(grad_y, x, act_param, ctx.activation, ctx.backend)
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -104,8 +104,8 @@ def resolve(passed: Settings, defaults: Settings, presets: Mapping[str, Settings
     and the defaults."""
     if "iterations" in passed and "epochs" in defaults:
         if "epochs" in passed:
-            both = f"--epochs {passed['epochs']} and --iterations {passed['iterations']}"
-            raise InputError(f"{both}: give one of the two")
+            lengths = f"--epochs {passed['epochs']} and --iterations {passed['iterations']}"
+            raise InputError(f"{lengths}: give one of the two")
         passed = {"epochs": None, **passed}
     if stored is None:
         settings = {**defaults, **presets.get(passed.get("preset") or "", {}), **passed}
