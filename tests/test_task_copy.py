@@ -48,6 +48,13 @@ def test_scalar_inputs(marker: list[str], tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines()[-1].startswith("not solved: recall accuracy")
 
 
+def test_an_evaluation_reads_what_fits_into_one_batch() -> None:
+    """All of its sequences at T = 5, however many are wrong, so that best values do not come from few of them."""
+    task = build("copy", [*SMALL, "--goal", "100"])
+    evaluation = task.evaluate(1)
+    assert evaluation["accuracy"] < 0.5 and evaluation["sequences"] == 200
+
+
 def test_seeds_and_streams(tmp_path: Path) -> None:
     """The same seed gives the same run, another seed another; evaluating more often changes nothing else."""
     for name, options in {"a": [], "b": [], "c": ["--seed", 1], "d": ["--eval-every", 3]}.items():

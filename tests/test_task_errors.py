@@ -33,8 +33,9 @@ adding | --T 5 --preset paper --model lstm --nonlinearity relu | --nonlinearity 
 adding | --T 5 --model gru --learned-h0 | --learned-h0: only with --model factorized or rnn or exprnn or nnrnn or
 adding | --T 5 --optimizer adam --alpha 0.9 | --alpha 0.9: only with --optimizer rmsprop or with --geodesic rmsprop, not
 copy | --T 5 --model rotation --init identity | --init identity: only with --model factorized or rnn or lstm
-copy | --T 5 --model lstm --max-angle 0.1 | --max-angle 0.1: only with --init henaff or cayley or torus or with
+copy | --T 5 --model lstm --max-angle 0.1 | --max-angle 0.1: only with --model factorized or rnn or exprnn or
 adding | --T 5 --max-angle 0.1 | --max-angle 0.1: only with --init henaff or cayley or torus or with --model rotation
+adding | --T 5 --model nnrnn --init cayley --max-angle 0.1 | --max-angle 0.1: only with --model factorized or rnn
 copy | --T 5 --model lstm --last-step-gradient | --last-step-gradient: only with --model factorized or rnn or exprnn
 copy | --T 5 --marker 9 | --marker 9: only with --input scalar, not onehot
 copy | --T 5 --model rnn --geodesic-lr 0 | --geodesic-lr 0: only with --model factorized, not rnn

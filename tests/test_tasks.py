@@ -163,7 +163,8 @@ def test_a_run_goes_on_with_its_data_only(
     short = [option for option in options if not more or option not in ("--length", "40")]
     assert run(name, *short, *more, *bucket, "--iterations", 3, "--out", folder) == 0
     assert run(name, "--resume", folder, "--data", moved, "--iterations", 4) == 0
-    file = moved / ("train-labels-idx1-ubyte" if name == "pixel_mnist" else "ptb.train.txt")
+    changed = {"pixel_mnist": "t10k-labels-idx1-ubyte", "char_lm": "ptb.train.txt"}
+    file = moved / changed.get(task, "ptb.valid.txt")
     content = file.read_bytes()
     file.write_bytes(
         content[:8] + content[9:] + content[8:9] if name == "pixel_mnist" else content.replace(b"black", b"clack")
@@ -172,6 +173,14 @@ def test_a_run_goes_on_with_its_data_only(
     told = "checkpoint.pt was trained on other data than "
     assert_refused(capsys, told, command(name).main, "--resume", folder, "--data", moved, "--iterations", 5)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_recorded_loss_has_no_penalty(tmp_path: Path, small: dict[str, list[str]]) -> None:
+    for name, options in {"plain": [], "penalized": ["--weight-decay", 1]}.items():
+        assert run("adding", *small["adding"], *options, "--iterations", 1, "--out", tmp_path / name) == 0
+    (plain,), (penalized,) = records(tmp_path / "plain"), records(tmp_path / "penalized")
+    assert penalized["penalty"] > 1
+    assert penalized["loss"] == pytest.approx(plain["loss"], rel=1e-6)
 
 
 def test_accumulated_sentences_have_the_mean_over_their_characters(small: dict[str, list[str]]) -> None:

@@ -96,8 +96,8 @@ class RunRecord:
 
 
 def load_run(folder: Path | str) -> RunRecord:
-    """Reads the configuration and records of a run. A run without metrics.jsonl, which is written after the first
-    iteration, has no records.
+    """Reads the configuration and records of a run. A run that has not finished its first iteration has no
+    records.
 
     Example::
 

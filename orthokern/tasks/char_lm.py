@@ -188,7 +188,7 @@ class CharTask(DataTask, RecurrentTask):
         return {**super().diagnose(), "time_steps": self.steps}  # number of steps of the norms through time
 
     def progress_text(self, metrics: dict[str, Any]) -> str:
-        bits = (metrics["loss"] - metrics.get("penalty", 0.0)) / math.log(2.0)
+        bits = metrics["loss"] / math.log(2.0)
         return f"{bits:.3f} bits per character, accuracy {100 * metrics['accuracy']:.1f} %"
 
     def result_text(self, evaluation: dict[str, float]) -> str:
@@ -207,7 +207,8 @@ class CharLm(CharTask):
         if settings.batch > len(data.train):
             raise InputError(f"--batch {settings.batch}: there are {len(data.train)} training sentences")
         self.parts = {"validation": data.validation, "test": data.test}
-        self.data_digest = digest(data.train.tokens, data.train.offsets)
+        parts = data.train, data.validation, data.test
+        self.data_digest = digest(*(tensor for part in parts for tensor in (part.tokens, part.offsets)))
         self.time_steps = int(data.train.lengths.max())
         generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self.batches = data.train.batches(settings.batch, generator, bucket=settings.bucket)
@@ -220,6 +221,7 @@ class CharLm(CharTask):
         drawn = [next(self.batches) for _ in range(count)]
         targets = sum(len(batch.targets) for batch in drawn)
         self.steps = len(drawn[0].batch_sizes)
+        self.time_steps = round(sum(len(batch.batch_sizes) for batch in drawn) / count)
         for batch in drawn:
             weight = len(batch.targets) * count / targets
             batch = batch.to(self.device)
@@ -242,7 +244,7 @@ class CharStream(CharTask):
     def __init__(self, settings: CharOptions) -> None:
         super().__init__(settings)
         data = load_ptb_stream(settings.data)
-        self.data_digest = digest(data.train)
+        self.data_digest = digest(data.train, data.validation, data.test)
         assert settings.bptt is not None  # see _task
         self.length = settings.bptt
         rows = {"train": stream_rows(data.train, settings.batch)}

@@ -46,6 +46,7 @@ from orthokern.tasks.network import build_recurrence
 from orthokern.tasks.recurrent import DrawnOptions, DrawnTask
 from orthokern.training.options import changed, option
 
+EVALUATION_STEPS = 500_000  # time steps times sequences that an evaluation reads together
 RECURRENCES = (RNN, ExpRNN, FactorizedRNN, NonNormalRNN)  # modules with a `loss` method
 GEODESIC_RATE_TIMES_T, LARGEST_GEODESIC_RATE = 1e-2, 1e-4
 SPECTRUM_RATE_TIMES_T, LARGEST_SPECTRUM_RATE = 2e-2, 1e-3
@@ -224,7 +225,7 @@ class CopyExperiment(DrawnTask):
         return self.reaches(metrics["accuracy"], self.settings.goal) or super().wants_evaluation(iteration, metrics)
 
     def evaluation_batch(self) -> int:
-        return self.settings.batch
+        return max(self.settings.batch, EVALUATION_STEPS // self.time_steps)
 
     def needed(self) -> float:
         return self.settings.goal

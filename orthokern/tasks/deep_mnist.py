@@ -108,7 +108,6 @@ class DeepMnist(DigitsTask):
     def __init__(self, settings: DeepOptions) -> None:
         super().__init__(settings)
         self.load()
-        self.loss_label += " and penalty" if settings.penalty else ""
         self.penalty = OrthogonalPenalty(settings.penalty)
         model = DeepNetwork(settings)
         self.train_with(model, optimizer_for(model, lr=settings.lr, **euclidean(settings)))

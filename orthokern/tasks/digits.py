@@ -59,7 +59,7 @@ class DigitsTask(DataTask):
         # an incomplete last batch is left out; its images are read in other epochs
         self.batches_per_epoch = count // settings.batch
         self.iterations_per_epoch = count_epochs(settings, self.batches_per_epoch)
-        self.data_digest = digest(*self.train_set)
+        self.data_digest = digest(*self.train_set, *self.validation_set, *self.test_set)
         if getattr(settings, "standardize", False):
             mean, deviation = pixel_statistics(self.train_set[0].cpu())
             self.scaling = mean.to(self.device), deviation.to(self.device)

@@ -143,7 +143,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def digest(*data: Tensor) -> int:
-    """A checksum of training data, for `Task.data_digest`."""
+    """A checksum of data, for `Task.data_digest`."""
     result = 0
     for part in data:
         result = zlib.crc32(part.detach().cpu().contiguous().numpy().data, result)

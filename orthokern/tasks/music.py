@@ -94,7 +94,8 @@ class MusicTask(GruTask):
     def __init__(self, settings: MusicOptions) -> None:
         super().__init__(settings)
         self.data = load_music(settings.data, settings.collection)
-        self.data_digest = digest(self.data.train.notes, self.data.train.offsets)
+        parts = self.data.train, self.data.validation, self.data.test
+        self.data_digest = digest(*(tensor for part in parts for tensor in (part.notes, part.offsets)))
         generator = torch.Generator().manual_seed(stream_seed(settings.seed, "train"))
         self.windows = self.data.train.windows(settings.batch, settings.window, generator)
         self.iterations_per_epoch = count_epochs(settings, self.windows.per_epoch)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from orthokern import init
 from orthokern._activations import ACTIVATIONS
+from orthokern.errors import InputError
 from orthokern.functional import PRECISIONS
 from orthokern.nn import GRU, LSTM, RNN, ExpRNN, FactorizedRNN, NonNormalRNN, PeepholeLSTM, RotationRNN
 from orthokern.nn.factorized import APPLY
@@ -126,6 +127,9 @@ class NetworkOptions(RunOptions):
     def complete(self) -> None:
         super().complete()
         check_effect(self, _REQUIRED)
+        if self.model in (*GATED, "nnrnn") and self.max_angle not in (None, type(self).max_angle):
+            models = " or ".join(name for name in MODELS if name not in (*GATED, "nnrnn"))
+            raise InputError(f"--max-angle {self.max_angle:g}: only with --model {models}, not {self.model}")
 
 
 def build_recurrence(inputs: int, settings: NetworkOptions, *, bias: bool = True) -> nn.Module:

@@ -40,7 +40,7 @@ CURVES = ("inverse", "exponential", "cosine")  # schedules that depend on the it
 SCHEDULES = ("constant", *CURVES, "plateau")
 SCHEDULE_HELP = (
     "factor of all rates in iteration i: constant; inverse: 1 / (1 + D i); exponential: exp(-D i); cosine:"
-    " to D at the last iteration; plateau: decrease if held-out evaluations do not improve"
+    " to D at the end; plateau: decrease if held-out evaluations do not improve"
 )
 
 

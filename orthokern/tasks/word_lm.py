@@ -85,7 +85,7 @@ class WordLm(GruTask):
     def __init__(self, settings: WordOptions) -> None:
         super().__init__(settings)
         self.data = load_words(settings.data)
-        self.data_digest = digest(self.data.train)
+        self.data_digest = digest(self.data.train, self.data.validation, self.data.test)
         words = len(self.data.vocabulary)
         self.streams = stream_rows(self.data.train, settings.batch).to(self.device)  # [L, B]
         self.time_steps = min(settings.window, len(self.streams) - 1)

@@ -141,6 +141,7 @@ def _iterate(state: RunState, settings: LoopSettings, stop: StopRequest, progres
             record["epoch"] = round(state.iteration / task.iterations_per_epoch, 4)
         record |= metrics
         if finite:
+            record["loss"] = metrics["loss"] = loss - metrics.get("penalty", 0.0)
             if task.average is not None:
                 task.average.update()
             if diagnose:

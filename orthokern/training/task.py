@@ -30,9 +30,9 @@ class Task(ABC):
         loss_label: name and unit of the loss in plots.
         baseline: loss of the best guess without memory, shown with the loss; None if the task has none.
         goal: accuracy to reach, a fraction, shown with the accuracy; None if the task has none.
-        time_steps: time steps per sequence, for "µs per time step".
+        time_steps: time steps per sequence, for "µs per time step"; if batches differ, of the last iteration.
         device: device of the model.
-        data_digest: a checksum of the training data, which must be the same in a resumed run; None for generated data.
+        data_digest: a checksum of all data, which must be the same in a resumed run; None for generated data.
         iterations_per_epoch: iterations per epoch, with the setting "accumulate" taken into account; None if there are
             no epochs.
         evaluation_seconds: time for one evaluation or test, for `in_time`; set by the loop if the run has a time limit.
@@ -144,7 +144,7 @@ class Task(ABC):
     def progress_text(self, metrics: dict[str, Any]) -> str:
         """The numbers shown in the progress bar, one line."""
         baseline = f" (baseline {self.baseline:.4g})" if self.baseline is not None else ""
-        return f"loss {metrics['loss'] - metrics.get('penalty', 0.0):.4g}{baseline}"
+        return f"loss {metrics['loss']:.4g}{baseline}"
 
     @abstractmethod
     def summary(self, reached: bool, iteration: int, seconds: float, evaluation: dict[str, float] | None) -> str:
