@@ -133,6 +133,7 @@ class Runner:
         if dry:
             self.case_command += ["--dry-run", "--build", str(build or folder / "build")]
         self.records: list[Record] = []
+        self.running: set[subprocess.Popen[bytes]] = set()
 
     def record(self, name: str, status: str, since: float, **more: Any) -> None:
         seconds = round(time.monotonic() - since, 1)
@@ -147,6 +148,7 @@ class Runner:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
+        self.running.add(process)
         return process, log
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
@@ -154,6 +156,7 @@ class Runner:
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait inside the driver
             process.wait(ENDING)
+        self.running.discard(process)
 
     def run_command(self, stage: Stage) -> None:
         since = time.monotonic()
@@ -221,7 +224,7 @@ class Runner:
         """All stages, group after group. A build that fails ends the run."""
         for group in sorted({stage.group for stage in plan}):
             threads = [
-                threading.Thread(target=self.run_cases if stage.cases else self.run_command, args=(stage,))
+                threading.Thread(target=self.run_cases if stage.cases else self.run_command, args=(stage,), daemon=True)
                 for stage in plan
                 if stage.group == group
             ]
@@ -345,6 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             runner.run(chosen(plan, options.only))
         finally:
+            for process in tuple(runner.running):  # after a signal
+                runner.end(process)
             text = report(runner.records, chip, options.dry_run)
             write_bundle(options.bundle, folder, runner.records, text)
     print(text[:10_000])

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import orthokern
 from orthokern import cpu, init
+from orthokern._files import write_atomically
 from orthokern.training.rundir import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -313,4 +314,4 @@ def write_results(folder: Path, rows: Sequence[Row]) -> Path:
 def dump_results(path: Path, date: str, here: Mapping[str, Any], rows: Sequence[Row]) -> None:
     lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
     head = json.dumps({"schema": 2, "date": date, "conditions": here}, ensure_ascii=False)
-    path.write_text(f'{head[:-1]},\n "rows": [\n  {lines}\n]}}\n', encoding="utf-8")
+    write_atomically(path, f'{head[:-1]},\n "rows": [\n  {lines}\n]}}\n'.encode())

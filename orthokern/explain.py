@@ -113,6 +113,8 @@ def _device(name: torch.device | str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise InputError(f"unknown device {str(name)!r}; accepted: cpu, cuda, cuda:0 and so on")
+    if device.type == "cuda" and torch.cuda.is_available() and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"no device {str(name)!r}; there are {torch.cuda.device_count()}")
     return device
 
 

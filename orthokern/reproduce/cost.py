@@ -83,7 +83,7 @@ def _measure(
         for w, change in zip(projection.matrices, growth, strict=False):
             w.add_(change)
         expected = None
-        if i % SVD_EVERY == 0:
+        if i % SVD_EVERY == 0 or i == WARM_UP:
             before = projection.matrices[0].clone()
             expected = _timed(times["naive SVD"], partial(_naive, before, projection.limit))
         _timed(times["projection"], projection.step)

@@ -151,11 +151,11 @@ def trained_for(settings: Mapping[str, Any], done: int, plan: Mapping[str, Any])
 
 def machine_of(config: Mapping[str, Any]) -> str:
     """The machine of a run, from its config.json."""
-    machine, threads = config.get("machine"), config.get("threads")
+    machine, settings = config.get("machine"), config.get("settings", {})
     processor = machine.get("processor", "unknown") if isinstance(machine, dict) else "unknown"
-    if config.get("settings", {}).get("device") != "cpu":
+    if settings.get("device") != "cpu":
         return f"a GPU beside {processor}"
-    return f"{processor}, {threads} thread{'' if threads == 1 else 's'}"
+    return f"{processor}, {settings.get('threads')} thread{'' if settings.get('threads') == 1 else 's'}"
 
 
 def _row(experiment: Experiment, run: Run, plan: Plan) -> tuple[Row, RunRecord | None]:

@@ -152,7 +152,9 @@ def _expanded(
 ) -> Iterator[Run]:
     """The runs of an `[[experiment.runs]]` table."""
     if "from" in block:
-        yield from (run for run in experiments[block["from"]].runs if re.search(block["matching"], run.name))
+        for run in experiments[block["from"]].runs:
+            if re.search(block["matching"], run.name):
+                yield replace(run, labels={**block.get("labels", {}), **run.labels})
         return
     over = block.get("over", {})
     combinations = itertools.product(block.get("rows", [()]), *over.values())

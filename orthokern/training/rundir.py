@@ -50,9 +50,6 @@ class RunFolder:
             "task": task,
             "settings": settings,
             **(facts or {}),
-            "device": settings.get("device"),
-            "seed": settings.get("seed"),
-            "threads": settings.get("threads"),
             "versions": {
                 "orthokern": __version__,
                 "torch": str(torch.__version__),
@@ -77,7 +74,6 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Writes config.json; called again if a resumed run has changed settings."""
-        self.config["threads"] = self.config["settings"].get("threads")
         write_atomically(self.path / "config.json", json.dumps(self.config, indent=2).encode() + b"\n")
 
     @classmethod
