@@ -87,10 +87,6 @@ PYBIND11_MODULE(_C, m) {
         BufferPool::scratch().release();
       },
       "Return unused memory to the system.");
-  m.def(
-      "cache_bytes",
-      [] { return py::make_tuple(BufferPool::results().live_bytes(), BufferPool::results().waiting_bytes()); },
-      "Bytes of results in use and waiting.");
 
 #define ORTHOKERN_BIND(name, Args, fields) bind(m, #name, &CpuKernels::name, &Args::fields<Arguments>)
   ORTHOKERN_CPU_KERNELS(ORTHOKERN_BIND);

@@ -75,9 +75,6 @@ class BufferPool {
     peak_bytes_ = live_bytes_;
   }
 
-  size_t live_bytes() const { return live_bytes_; }
-  size_t waiting_bytes() const { return waiting_bytes_; }
-
  private:
   static constexpr size_t kHugePage = 2 << 20;
 

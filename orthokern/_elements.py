@@ -7,17 +7,20 @@ One function for each struct of arguments in ``csrc/cpu/ops.h``, whose comments 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from orthokern._activations import ACTIVATIONS
+from orthokern._scan_contract import Readout, ScanArgs
 from orthokern.errors import InputError
 
 Sizes = Mapping[str, int]
 
 
+_SCAN_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; its other tensors have one dtype
 _PARAMETRIC = {row.number: name for name, row in ACTIVATIONS.items() if row.parameter is not None}
 
 
@@ -164,6 +167,51 @@ def _cached(kernel: str, names: tuple[str, ...], values: tuple[int, ...]) -> dic
     if sizes.get("T", 1) < 1:
         raise InputError(f"{kernel}: the tensors have no time steps: accepted are T >= 1")
     return _Elements(ELEMENTS[kernel](sizes))
+
+
+def check_readout(hidden: Tensor, readout: Readout) -> None:
+    """`check` of the tensors of a readout of hidden [R, N]."""
+    (rows, N), C = hidden.shape, len(readout.weight)
+    elements = elements_of("linear_cross_entropy_fwd", {"rows": rows, "N": N, "C": C})
+    dtypes = {"weight": hidden.dtype, "bias": hidden.dtype, "target": torch.int64}
+    for name, dtype in dtypes.items():
+        if (tensor := getattr(readout, name)) is not None:
+            check("linear_cross_entropy_fwd", name, tensor, dtype, hidden.device.type, elements[name])
+
+
+def expected(args: Any, steps: int, saved: Iterable[str], dtype: torch.dtype) -> list[Any]:
+    """(name, dtype, number of elements) of each field of the arguments of a scan of ``steps`` steps (``ScanArgs``,
+    ``GruArgs`` or ``PeepholeInputs``), and of the tensors ``saved`` of a backward; no dtype for an option. InputError
+    if the two factors of W differ in shape."""
+    (B, N), ids = args.h0.shape, False
+    more: tuple[int, ...] = ()
+    if isinstance(args, ScanArgs):
+        first, second, weight = args.first, args.second, args.weight
+        ids = weight is not None and args.x is not None and not args.x.is_floating_point()
+        act_size, leak_size = (-1 if t is None else t.shape[0] for t in (args.act_param, args.leak))
+        K, D = 0 if first is None else second.shape[1], N if weight is None else weight.shape[1]
+        if first is not None and first.numel() == second.numel() and first.shape != second.shape:
+            shapes = f"{list(first.shape)} and {list(second.shape)}"
+            raise InputError(f"{args.op}: first and second have shapes {shapes}: accepted is one shape [N, K]")
+        more = (K, D, act_size, leak_size, args.checkpoint_every, ACTIVATIONS[args.activation].number)
+    return _expected(args.op, args.__class__, tuple(saved), ids, dtype, (B, steps, N, *more))
+
+
+@functools.lru_cache(maxsize=1024)
+def _expected(
+    op: str, kind: Any, saved: tuple[str, ...], ids: bool, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> list[Any]:
+    letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every", "activation")
+    elements = elements_of(f"{op}_bwd", dict(zip(letters, sizes, strict=False)))
+    result: list[Any] = []
+    for name in (*kind._fields, *saved):
+        if name not in saved and "Tensor" not in str(kind.__annotations__[name]):
+            result.append((name, None, 0))
+        elif name == "x" and ids:
+            result.append((name, torch.int64, elements["tokens"]))
+        else:
+            result.append((name, _SCAN_DTYPES.get(name, dtype), elements[name]))
+    return result
 
 
 def check(kernel: str, name: str, tensor: Tensor, dtype: torch.dtype, device_type: str, elements: int) -> None:

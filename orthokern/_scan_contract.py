@@ -52,11 +52,6 @@ def join_tensors(args: Any, tensors: Iterable[Tensor | None]) -> Any:
     return args._make([next(saved) if value is _SAVED else value for value in args])
 
 
-def contiguous(args: Any) -> Any:
-    """The arguments of an op with contiguous tensors."""
-    return args._make([value.contiguous() if isinstance(value, Tensor) else value for value in args])
-
-
 def types_of(args: Any) -> dict[str, str]:
     """The types of the fields of a named tuple, as they are written there."""
     return {name: getattr(hint, "__forward_arg__", hint) for name, hint in args.__annotations__.items()}

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: list[set[str]] = [
     {"_C"},
     {"_version", "errors", "_native", "_activations", "_products", "_autocast", "_memory", "_decompositions"},
-    {"_scan_contract", "_elements"},
+    {"_scan_contract"},
+    {"_elements"},
     {"_gru_parameters", "_map_gradients"},  # what the leaves share
     {"_gpu_scans"},
     {"reference", "cpu", "cuda", "triton_kernels"},  # the leaves

@@ -25,7 +25,6 @@ A product is summed on the FMA units over the columns that a thread holds, then 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern import _gpu_scans
-from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates, contiguous
+from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 from orthokern.triton_kernels.activations import parameter, parameter_kind
@@ -235,7 +234,8 @@ class Scan(_gpu_scans.Scan):
             self.maps = first.mT.contiguous(), args.scale, second
         N, K = second.shape
         self.plan = plan(N, K, 1 if first is None else 2, second.dtype)
-        self.bound = second.new_full((1,), self.clip) if self.clip < math.inf else None
+        largest = torch.finfo(second.dtype).max
+        self.bound = second.new_full((1,), self.clip) if self.clip <= largest else None
 
     def run(self, steps: int, *, time: int = 0, **tensors: Tensor | None) -> None:
         if not steps or not self.sequences:
@@ -287,10 +287,11 @@ class Scan(_gpu_scans.Scan):
 
 def scan_fwd(args: ScanArgs) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    return _gpu_scans.scan_fwd(Scan, contiguous(args))
+    return _gpu_scans.scan_fwd(Scan, _gpu_scans.checked(args, args.time_steps)[0])
 
 
 def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    grad_hs, states, pre = grad_hs.contiguous(), states.contiguous(), None if pre is None else pre.contiguous()
-    return _gpu_scans.scan_bwd(Scan, contiguous(args), grad_hs, states, pre, needs)
+    saved = {"grad_hs": grad_hs, "states": states, "pre": pre}
+    args, (grad_hs, states, pre) = _gpu_scans.checked(args, len(grad_hs), **saved)
+    return _gpu_scans.scan_bwd(Scan, args, grad_hs, states, pre, needs)

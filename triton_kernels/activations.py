@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._elements import check
 from orthokern.triton_kernels._activation import apply, chain
 
 # Elements of a tile. Memory bandwidth is the limit; 8 elements per thread in 4 warps keep enough loads in flight.
@@ -112,10 +113,20 @@ def blocks(R: int, N: int) -> tuple[int, int]:
     return TILE // block_n, block_n
 
 
+def _check(x: Tensor, **others: Tensor | None) -> None:
+    """InputError for a tensor whose size is not that of the call."""
+    N = x.shape[-1]
+    for name, tensor in others.items():
+        if tensor is not None:
+            elements = x.numel() if name == "grad_y" else 1 if tensor.numel() == 1 else N
+            check("activation", name, tensor, x.dtype, x.device.type, elements)
+
+
 def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> Tensor:
     """See ``orthokern.ops.activations``; tensors are contiguous, identity returns x itself."""
     if activation == "identity":
         return x
+    _check(x, act_param=act_param)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         N = x.shape[-1]
@@ -141,6 +152,7 @@ def activation_fwd(x: Tensor, act_param: Tensor | None, *, activation: str) -> T
 
 def activation_bwd(grad_y: Tensor, x: Tensor, act_param: Tensor | None, *, activation: str) -> tuple[Tensor, Tensor]:
     """See ``orthokern.ops.activations``."""
+    _check(x, grad_y=grad_y, act_param=act_param)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return grad_x, x.new_zeros(0 if act_param is None else act_param.shape)

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._gpu_scans import new_results
+from orthokern._gpu_scans import checked, new_results
 from orthokern._gru_parameters import parameter_gradients
-from orthokern._scan_contract import GruArgs, GruGradients, GruStates, contiguous
+from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.triton_kernels._activation import tanh
 from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
 
@@ -215,10 +215,10 @@ def gru_scan_bwd_kernel(
 
 def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``; N is at most 128."""
-    args = contiguous(args)
+    assert args.x is not None
+    T, (B, N), new = args.x.shape[0], args.h0.shape, new_results(args)
+    args, _ = checked(args, T)
     x, h0 = args.x, args.h0
-    assert x is not None
-    T, (B, N), new = x.shape[0], h0.shape, new_results(args)
     states = GruStates(new(T, B, N), new(T, B, 3 * N), None if args.kanai else new(T, B, N))
     with torch.cuda.device_of(h0):
         gru_scan_fwd_kernel[(B,)](
@@ -229,8 +229,9 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
-    args, grad_hs, states = contiguous(args), grad_hs.contiguous(), contiguous(states)
-    h0, (T, B, N), new = args.h0, grad_hs.shape, new_results(args)
+    T, (B, N), new = len(grad_hs), args.h0.shape, new_results(args)
+    args, (grad_hs, *saved) = checked(args._replace(x=None), T, grad_hs=grad_hs, **states._asdict())
+    h0, states = args.h0, GruStates(*saved)
     grad_x, grad_h0, square = new(T, B, 3 * N), torch.empty_like(h0), h0.new_zeros(T, B)
     factor = new(T, B, N) if needs.w or needs.bias else None
     grad_state = None if args.resets is None or args.reset_state is None else torch.empty_like(args.reset_state)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from orthokern._elements import check_readout
 from orthokern._products import ieee_products
 from orthokern._scan_contract import LinearLoss, Readout
 
@@ -144,6 +145,7 @@ def fused_blocks(C: int) -> tuple[int, int, int]:
 @ieee_products()
 def linear_cross_entropy_fwd(hidden: Tensor, readout: Readout, *, need_grad: bool = True) -> LinearLoss:
     """See ``orthokern.ops.linear_cross_entropy``; tensors are float32 and contiguous."""
+    check_readout(hidden, readout)
     weight, bias, target, reduction = readout
     rows, C = hidden.shape[0], weight.shape[0]
     mean = reduction == "mean"

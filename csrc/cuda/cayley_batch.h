@@ -36,15 +36,7 @@ __device__ __forceinline__ Quad<T> quad(const T* p) {
   return *reinterpret_cast<const Quad<T>*>(p);
 }
 template <class T>
-struct Accuracy;
-template <>
-struct Accuracy<float> {
-  static constexpr float unit = 5.96e-8f;
-};
-template <>
-struct Accuracy<double> {
-  static constexpr float unit = 1.11e-16f;
-};
+constexpr float kUnit = sizeof(T) == 4 ? 5.96e-8f : 1.11e-16f;  // relative error of a rounding
 
 // acc[r][c] += sum over k < depth of a(i, k) b(k, j), for the thread's rows i = 4 (thread / 16) + r and columns j = 4
 // (thread % 16) + c of the tile. a and b return 0 outside their matrix. *_along_k: whether elements with consecutive k
@@ -177,7 +169,7 @@ struct Work : Matrices<T> {
     if (state == kSeries) {
       const float norm = sqrtf(
           static_cast<float>(sum_of(squares_of(done + 1), tiles * tiles)));  // |X^(done + 1)|_F, if M is orthogonal
-      const float tolerance = Accuracy<T>::unit / 2048 * sqrtf(static_cast<float>(N));
+      const float tolerance = kUnit<T> / 2048 * sqrtf(static_cast<float>(N));
       const float bound = exp2f(log2f(norm * sqrtf(0.5f)) / (done + 1));  // of |X|_2
       // For a random X this bound is up to about four times the norm.
       float expected = norm * bound / 4;

@@ -21,14 +21,6 @@ using ClusterAddress = uintptr_t;
 using ClusterAddress = uint32_t;  // in the window shared::cluster
 #endif
 
-// Whether the target architecture has clusters. Code guarded by it is not compiled for the others. A device with
-// clusters may run code without them (compiled_for).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kHasClusters = false;
-#else
-constexpr bool kHasClusters = true;
-#endif
-
 }  // namespace orthokern::cuda
 
 #ifdef ORTHOKERN_CUDA_HOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orthokern._elements import check_readout
 from orthokern._products import add_product, ieee_products, product
 from orthokern._scan_contract import LinearLoss, Readout
 from orthokern.cpu._call import call, new
@@ -37,6 +38,7 @@ _LOGITS = 32 << 20  # bytes of a chunk's logits, about
 @ieee_products()
 def _large_readout(hidden: Tensor, readout: Readout, need_grad: bool) -> LinearLoss:
     """`linear_cross_entropy_fwd` for many classes; every chunk of logits is overwritten by its gradient."""
+    check_readout(hidden, readout)
     weight, bias, target, reduction = readout
     rows, classes = hidden.shape[0], weight.shape[0]
     scale = 1.0 / rows if reduction == "mean" else 1.0

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from orthokern import _native
-from orthokern._activations import ACTIVATIONS
-from orthokern._elements import check, elements_of
-from orthokern._scan_contract import ScanArgs
+from orthokern._elements import check, expected
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = getattr(_native.module, "cuda", None)
@@ -23,7 +21,6 @@ if not AVAILABLE and not REASON:
     REASON = f"not in this build: {_native.build['cuda_reason']}"
 
 DTYPES = {torch.float32: 0, torch.float64: 1}
-_ARGUMENT_DTYPES = {"lengths": torch.int64, "resets": torch.bool}  # of a scan; the others are float32
 # Planner overrides for tests: the fields of ScanOverrides and GruOverrides in csrc/cuda.
 overrides: dict[str, int] = {}
 
@@ -45,17 +42,11 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
     """The arguments of a scan of ``steps`` steps (``ScanArgs``, ``GruArgs`` or ``PeepholeInputs``) and the tensors
     ``saved`` of a backward, in the form that kernels need. InputError for a tensor whose size is not that of the call:
     its ``data`` was exchanged."""
-    device, (B, N) = args.h0.device, args.h0.shape
-    more: tuple[int, ...] = ()
-    ids = args.x is not None and not args.x.is_floating_point()
-    if isinstance(args, ScanArgs):
-        act_size, leak_size = (-1 if t is None else t.shape[0] for t in (args.act_param, args.leak))
-        K, D = 0 if args.first is None else args.second.shape[1], N if args.weight is None else args.weight.shape[1]
-        more = (K, D, act_size, leak_size, args.checkpoint_every, ACTIVATIONS[args.activation].number)
+    device = args.h0.device
     index = args.h0.get_device() if device.type == DEVICE else None
     copies = {}
-    expected = _expected(args.op, args.__class__, tuple(saved), ids, (B, steps, N, *more))
-    for (name, dtype, count), tensor in zip(expected, (*args, *saved.values()), strict=True):
+    tensors = (*args, *saved.values())
+    for (name, dtype, count), tensor in zip(expected(args, steps, saved, torch.float32), tensors, strict=True):
         if tensor is None or dtype is None:
             continue
         known = tensor.dtype is dtype and tensor.get_device() == index and tensor.numel() == count
@@ -65,22 +56,6 @@ def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list
                 check(f"{args.op}_bwd", name, tensor, dtype, device.type, count)
     results = [copies.pop(name, tensor) for name, tensor in saved.items()]
     return args._replace(**copies) if copies else args, results
-
-
-@functools.lru_cache(maxsize=1024)
-def _expected(op: str, kind: Any, saved: tuple[str, ...], ids: bool, sizes: tuple[int, ...]) -> list[Any]:
-    """(name, dtype, number of elements) of the arguments and the saved tensors of a scan; no dtype for an option."""
-    letters = ("B", "T", "N", "K", "D", "act_param_size", "leak_size", "checkpoint_every", "activation")
-    elements = elements_of(f"{op}_bwd", dict(zip(letters, sizes, strict=False)))
-    result: list[Any] = []
-    for name in (*kind._fields, *saved):
-        if name not in saved and "Tensor" not in str(kind.__annotations__[name]):
-            result.append((name, None, 0))
-        elif name == "x" and ids:
-            result.append((name, torch.int64, elements["tokens"]))
-        else:
-            result.append((name, _ARGUMENT_DTYPES.get(name, torch.float32), elements[name]))
-    return result
 
 
 def address(tensor: Tensor) -> int:
@@ -93,7 +68,7 @@ def addressed(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor | None]) ->
     return {**sizes, **{key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}}
 
 
-def _stream(device: torch.device) -> int | None:
+def stream(device: torch.device) -> int | None:
     """The address of the current stream. ``torch.cuda.current_stream`` also makes an object, at many times the cost."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else None
 
@@ -103,7 +78,7 @@ def call(name: str, device: torch.device, sizes: Mapping[str, Any], tensors: Map
 
     The native functions restore the current device (csrc/cuda/launch.h, DeviceGuard).
     """
-    getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0, "stream": _stream(device)})
+    getattr(kernels, name)({**addressed(sizes, tensors), "device": device.index or 0, "stream": stream(device)})
 
 
 def prepared(
@@ -111,7 +86,7 @@ def prepared(
 ) -> Callable[..., None]:
     """The native function `name` with these arguments, for calls that differ in a few sizes."""
     function = getattr(kernels, name)
-    args = {**addressed(sizes, tensors), "device": device.index or 0, "stream": _stream(device)}
+    args = {**addressed(sizes, tensors), "device": device.index or 0, "stream": stream(device)}
     return lambda **own: function({**args, **own})
 
 

@@ -88,7 +88,7 @@ def run(
         buffers = None
         if steps >= 2 * _WINDOW and max(t.numel() for t in tensors.values()) <= _LARGEST_MAP and _may_record(device):
             layout = tuple((name, t.dtype, tuple(t.shape), t.stride()) for name, t in tensors.items())
-            buffers = _kept(op, variant, device, _stream_address(device), layout)
+            buffers = _kept(op, variant, device, native.stream(device) or 0, layout)
             if not buffers.lock.acquire(blocking=False):  # another thread uses them
                 buffers = None
         if buffers is None:
@@ -121,10 +121,6 @@ def _store(
         opening(steps)
 
 
-def _stream_address(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 def _may_record(device: torch.device) -> bool:
     """Whether steps may be launched as graphs: not on a CPU, in tests, and not into a graph that the caller captures,
     which must contain the steps themselves. Nor in the first run of a program of torch.compile(mode="reduce-overhead"),
@@ -149,7 +145,7 @@ def _recorded(device: torch.device, function: Callable[[], None]) -> Callable[[]
     if not _recording.acquire(blocking=False):
         return None
     try:
-        stream, pool, first = _stream_and_pool(device, _stream_address(device))
+        stream, pool, first = _stream_and_pool(device, native.stream(device) or 0)
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         # A capture begins with a change of the state of torch's generator: after the work of the main stream, which may
         # read it, and not by tensors of inference mode.

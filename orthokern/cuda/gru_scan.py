@@ -116,8 +116,7 @@ def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) 
     tensors = {"grad_hs": grad_hs, **states._asdict()}
     args, ready = native.ready_args(args._replace(x=None), len(grad_hs), **tensors)
     saved, h0, hs = dict(zip(tensors, ready, strict=True)), args.h0, ready[1]
-    T, B, N = hs.shape
-    new = new_results(args)
+    T, (B, N), new = len(grad_hs), h0.shape, new_results(args)
     grad_x, factor, grad_h0 = new(T, B, 3 * N), new(T, B, N), torch.empty_like(h0)
     scan = _Scan(args, T, backward=True)
     norms = h0.new_zeros(T, scan.plan["norm_columns"]) if needs.norm else None

@@ -43,7 +43,7 @@ def peephole_scan_bwd(
     inputs: PeepholeInputs, grad_hs: Tensor | None, grad_cs: Tensor | None, states: PeepholeStates
 ) -> PeepholeGradients:
     """See ``orthokern.ops.peephole_scan``."""
-    T, B, N = states.hs.shape
+    T, (B, N) = len(states.hs), inputs.h0.shape
     saved = {"grad_hs": grad_hs, "grad_cs": grad_cs, **states._asdict()}
     (_, w, peephole, h0, c0), ready = native.ready_args(inputs, T, **saved)
     grad_hs, grad_cs, hs, cs, gates = ready

@@ -177,7 +177,7 @@ def _cayley(m: Tensor, g: Tensor, lr: Tensor, backend: str | None = None) -> Ten
     if not m.is_cuda:  # on a GPU this would synchronise with the host
         check_finite("m", m)
         check_finite("g", g)
-    rate = float(lr) if lr.ndim == 0 and lr.device.type == "cpu" else lr
+    rate = float(lr) if lr.ndim == 0 and not (m.is_cuda and lr.is_cuda) else lr
     leaf, scaled, rate = _prepared(m, g, rate, backend)
     stepped: Tensor = leaf.cayley(contiguous(m), contiguous(scaled), rate)
     return stepped

@@ -77,12 +77,12 @@ def chain(
         left = 1 - y.abs()
         return grad_y * left * left, None
     if activation == "modrelu":
-        grad_x = grad_y * (y != 0)
+        grad_x = grad_y.masked_fill(y == 0, 0.0)
         return grad_x, grad_x * torch.sign(y)
     assert x is not None
     if activation == "oplu":
         return _swap_pairs(grad_y, _oplu_swaps(x)), None
     if activation in ("prelu", "leaky_relu"):
         assert act_param is not None
-        return torch.where(x > 0, grad_y, act_param * grad_y), grad_y * torch.clamp(x, max=0)
+        return torch.where(x > 0, grad_y, act_param * grad_y), torch.where(x > 0, 0.0, grad_y * x)
     raise ValueError(f"unknown activation {activation!r}")

@@ -3,6 +3,8 @@ the reference, and the registration of the op."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from checks import activation_by, check_activation, check_special_values, check_tanh
@@ -61,6 +63,11 @@ def test_activations_at_their_kinks() -> None:
     assert reference.activation_fwd(zero, bias, activation="modrelu").tolist() == [0, 0]
     assert derivative("modrelu", bias.expand(2), -bias) == [0, 0]  # |x| + b = 0 does not pass
     assert derivative("oplu", one) == [1, 2]  # a tie is not swapped
+    infinite, silent = torch.full((2,), math.inf).double(), -one
+    for name, x, param in (("modrelu", zero, -bias), ("prelu", one, slope), ("relu", silent, None)):
+        grad_x, grad_param = reference.activation_bwd(infinite, x, param, activation=name)
+        passed = grad_param if name == "prelu" else grad_x
+        assert (passed == 0).all()  # no gradient passes, however large it is
     x = torch.tensor([1.0, 3.0, 3.0, 1.0])
     assert reference.activation_fwd(x, None, activation="oplu").tolist() == [3, 1, 3, 1]
 

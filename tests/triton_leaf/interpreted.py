@@ -21,11 +21,12 @@ import pytest
 import torch
 from checks import assert_scan_parity, check_gru, check_padding
 from float_products import FloatProducts
-from helpers import GruProblem, ScanProblem, scan_needs, scan_problem, some_lengths, with_resets
+from helpers import GruProblem, ScanProblem, gru_needs, scan_needs, scan_problem, some_lengths, with_resets
 from torch import Tensor
 
 from orthokern import _gpu_scans
 from orthokern._scan_contract import ScanGradients
+from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
 from orthokern.ops.gru_scan import VARIANTS
 from orthokern.triton_kernels import _matrix, gru_scan
@@ -219,6 +220,35 @@ def test_what_is_not_needed_is_empty_and_nothing_is_written_to(op: str) -> None:
             assert before is None or torch.equal(before, after)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_of_another_size_are_an_error(op: str) -> None:
+    """The kernels would read and write past their ends."""
+    problem = with_resets(contiguous(scan_problem(op, B=3, T=4, N=6, K=5, inputs="features", activation="prelu")))
+    args = problem.args(lengths=torch.tensor([4, 2, 3]))
+    scan = leaf(op, "triton")
+    states = getattr(scan, f"{op}_fwd")(args)
+    saved = {"grad_hs": problem.grad_hs, "states": states.hs, "pre": states.pre}
+    tensors = {name: tensor for name, tensor in {**args._asdict(), **saved}.items() if isinstance(tensor, Tensor)}
+    for name in tensors.keys() - {"h0", "second"}:  # which define the sizes
+        tensor = tensors[name]
+        shorter = {name: tensor[:-1] if name == "weight" else tensor[..., :-1].contiguous()}
+        changed, own = (args._replace(**shorter), saved) if name in args._fields else (args, {**saved, **shorter})
+        with pytest.raises(InputError, match=f"^{op}_bwd: {name} must have {tensor.numel()} elements, got "):
+            getattr(scan, f"{op}_bwd")(changed, *own.values(), scan_needs())
+    if op == "factored_scan":
+        with pytest.raises(InputError, match=r"first and second have shapes \[5, 6\] and \[6, 5\]"):
+            scan.factored_scan_fwd(args._replace(first=args.first.mT.contiguous()))
+    with pytest.raises(InputError, match="x must be torch.float64, got torch.int64"):
+        getattr(scan, f"{op}_fwd")(args._replace(x=torch.zeros(4, 3, dtype=torch.int64), weight=None))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_message_clip_beyond_the_range_of_the_dtype_has_no_effect(op: str) -> None:
+    problem = contiguous(scan_problem(op, B=2, T=2, N=4).to(torch.float32))
+    plain, clipped = run(problem), run(problem, message_clip=1e39)
+    assert all(torch.equal(plain[name], clipped[name]) for name in GRADS)
+
+
 # ------------------------------------------------------------------------------------------------------------------ GRU
 
 
@@ -239,6 +269,16 @@ def test_gru_parity(variant: str, resident: bool) -> None:
         check_gru(problem, DTYPES[(turn + index + 1) % 2], run_gru, lengths)
         cut = problem.with_resets(state=index != 1, seed=index + turn)
         check_gru(cut, DTYPES[(turn + index) % 2], run_gru, lengths if index % 2 else None)
+
+
+def test_a_gru_with_tensors_of_another_size_is_an_error() -> None:
+    problem, gru = GruProblem.random("torch", 3, 2, 4), leaf("gru_scan", "triton")
+    args = problem.args()
+    states = gru.gru_scan_fwd(args)
+    with pytest.raises(InputError, match="^gru_scan_bwd: grad_hs must have 12 elements, got 24"):
+        gru.gru_scan_bwd(args._replace(h0=args.h0[:1], x=None), problem.grad_hs, states, gru_needs())
+    with pytest.raises(InputError, match="^gru_scan_fwd: x must be torch.float64, got torch.int64"):
+        gru.gru_scan_fwd(args._replace(x=torch.zeros(3, 2, 12, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

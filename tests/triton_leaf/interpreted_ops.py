@@ -15,6 +15,7 @@ from interpreted import DTYPES, leaf
 from torch import Tensor
 
 from orthokern._scan_contract import Readout
+from orthokern.errors import InputError
 from orthokern.ops.activations import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # the interpreter's NumPy
@@ -30,6 +31,17 @@ def test_activation_parity(activation: str, dtype: torch.dtype) -> None:
         return ours.activation_fwd(x, param, activation=activation), *gradients
 
     check_activation(activation, dtype, run, [(2,), (1, 2), (7, 64), (3, 5, 34), (0, 4), (3, 300), (300, 6)])
+
+
+def test_tensors_of_another_size_are_an_error() -> None:
+    activations, readout = leaf("activations", "triton"), leaf("linear_cross_entropy", "triton")
+    x = torch.randn(3, 4)
+    with pytest.raises(InputError, match="^activation: act_param must have 4 elements, got 3"):
+        activations.activation_fwd(x, torch.ones(3), activation="prelu")
+    with pytest.raises(InputError, match="^activation: grad_y must have 12 elements, got 8"):
+        activations.activation_bwd(x[:2], x, None, activation="tanh")
+    with pytest.raises(InputError, match="^linear_cross_entropy_fwd: target must have 3 elements, got 2"):
+        readout.linear_cross_entropy_fwd(x, Readout(torch.randn(5, 4), None, torch.zeros(2, dtype=torch.int64), "sum"))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
