@@ -207,6 +207,17 @@ def test_optimizer_state_at_a_move(mode: str) -> None:
     optimizer.step()
 
 
+def test_the_previous_gradient_of_rprop_moves_with_the_base() -> None:
+    rnn = make()
+    optimizer = torch.optim.Rprop(rnn.parameters(), lr=1e-2)
+    rnn.track_optimizer(optimizer)
+    loss_of(rnn, torch.randn(4, 2, 3, dtype=F64)).backward()
+    optimizer.step()
+    at, previous = rnn.skew_l0.detach().clone(), optimizer.state[rnn.skew_l0]["prev"].clone()
+    rnn.rebase()
+    assert torch.equal(optimizer.state[rnn.skew_l0]["prev"], transported(previous, at))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_generator_out_of_range(kind: Kind) -> None:
     """Of which the exponential is NaN."""

@@ -191,6 +191,8 @@ def test_kept_arguments_follow_the_buffers(kind: str) -> None:
         same(x.T.contiguous().T, h)
     frozen.negative_slope = 0.7
     same(x, h)
+    frozen.nonlinearity = "relu"
+    same(x, h)
     frozen.load_state_dict({name: tensor + 0.1 for name, tensor in frozen.state_dict().items()})
     same(x, h)
     frozen.double()

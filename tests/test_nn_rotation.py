@@ -41,6 +41,19 @@ def test_states_and_gradients(options: dict[str, Any]) -> None:
         assert (rnn.eigenvalues().abs() - 1).abs().max() <= options["margin"] + 1e-12
 
 
+def test_padding_has_no_effect() -> None:
+    """Radii above 1 would make its states infinite, and NaN is not read."""
+    rnn = nn.RotationRNN(3, 8, margin=0.5, horizon=10)
+    torch.nn.init.constant_(rnn.radius_l0, 4.0)
+    x, lengths = torch.randn(400, 2, 3), torch.tensor([5, 7])
+    gradients = []
+    for steps in (7, 400):
+        states, last = rnn(x[:steps], lengths=lengths)
+        gradients.append(torch.autograd.grad((states.sum(), last.sum()), list(rnn.parameters())))
+        x[7:] = torch.nan
+    torch.testing.assert_close(*gradients)
+
+
 def test_the_scale_of_the_input() -> None:
     """At, around and far from a radius of 1, and its derivative."""
     radius = torch.tensor([0.5, 0.999, 1 - 1e-10, 1.0, 1.001, 1.9], dtype=torch.float64, requires_grad=True)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from orthokern import _autocast, functional
 from orthokern._activations import ACTIVATIONS
 from orthokern._autocast import widened
-from orthokern._scan_contract import ScanArgs
+from orthokern._scan_contract import ScanArgs, running, without_padding
 from orthokern.errors import InputError, integer, number, one_of, require
 from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import above_zero, at_least_zero, check_backend, compute_weights, flag, share
@@ -200,6 +200,7 @@ class Recurrent(Layers):
         """x, or with noise the input term of x plus the noise [T,B,N]; options then have no weight and bias."""
         if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
+        x = without_padding(x, running(len(x), options["lengths"]))
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
         term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)

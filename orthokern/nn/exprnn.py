@@ -56,7 +56,7 @@ __all__ = ["INITS", "ExpRNN"]
 
 INITS = ("henaff", "cayley", "torus", "orthogonal", "identity")
 OPTIMIZER_STATES = ("transport", "reset", "keep")
-FIRST_MOMENTS = ("momentum_buffer", "exp_avg")  # names in torch.optim
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg", "prev")  # names in torch.optim; prev is a gradient, of Rprop
 FLATTEST = 0.1
 
 # Modules -> the optimizers that step their A. A torch optimizer knows parameters but not modules, and
@@ -182,7 +182,8 @@ class _Exponential(Recurrent):
     def track_optimizer(self, optimizer: Optimizer) -> None:
         """Apply `optimizer_state` to this optimizer at moves of the base that come before its first step.
 
-        The module finds an optimizer by itself when the optimizer takes a step.
+        With `rebase_every`, the module finds an optimizer by itself when the optimizer takes a step. Before `rebase` is
+        called by hand, the optimizer must be known to the module by this method, or come from ``optimizer_for``.
 
         Raises InputError if the optimizer does not train this module's skew parameters.
         """

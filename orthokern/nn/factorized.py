@@ -15,6 +15,7 @@ from orthokern.errors import InputError, integer, one_of, require
 from orthokern.nn._checks import at_least_zero, largest_deviation, warn_unless_orthonormal
 from orthokern.nn._margin import ModelMargin
 from orthokern.nn._recurrent import Recurrent, RecurrentOptions
+from orthokern.ops._checks import own_parameter
 from orthokern.ops._dispatcher import no_dispatch_modes
 from orthokern.ops._linear import linear
 
@@ -184,8 +185,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
         for name, m in self._bases():
             if not bool(m.isfinite().all()):
                 raise InputError(f"{name} has NaN or infinite entries; accepted: finite numbers")
-        for _, m in self._bases():
-            m.copy_(polar(m.double()))
+        for name, m in self._bases():
+            own_parameter(self, name).copy_(polar(m.double()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

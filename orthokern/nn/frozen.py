@@ -28,6 +28,9 @@ __all__ = ["FrozenGRU", "FrozenRNN", "FrozenRotationRNN"]
 Call = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
+_SETTINGS = ("leak", "negative_slope", "backend", "nonlinearity", "precision", "variant")  # that prepared calls hold
+
+
 class _Frozen(Layers):
     """The common base class: buffers instead of parameters, no gradients, and `step`."""
 
@@ -49,6 +52,7 @@ class _Frozen(Layers):
     def forward(self, input: Any, hx: Tensor | None = None, **options: Any) -> Any:
         """Like the forward of the original module, without gradients."""
         if torch.compiler.is_compiling():  # no_grad would add regions of another grad mode to the program
+            options = {name: _detached(value) for name, value in options.items()}
             return super().forward(_detached(input), _detached(hx), **options)
         with torch.no_grad():
             return super().forward(input, hx, **options)
@@ -117,7 +121,7 @@ class _Frozen(Layers):
         B, dtype = x.shape[0], weight.dtype
         own = self.__dict__
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()]
-        key = (B, dtype, own.get("leak"), own.get("negative_slope"), own.get("backend"), *addresses)
+        key = (B, dtype, *[own.get(name) for name in _SETTINGS], *addresses)
         calls = self._calls.get(key)
         if calls is None and (calls := self._prepare(x, key)) is None:
             return None

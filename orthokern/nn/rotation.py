@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from orthokern._autocast import keeps_dtype
+from orthokern._scan_contract import running, without_padding
 from orthokern.errors import InputError, integer, number, require
 from orthokern.nn._base import LayerOptions, Layers
 from orthokern.nn._checks import check_backend, draw, flag
@@ -156,6 +157,8 @@ class RotationRNN(ModelMargin, Layers):
     ) -> Tensor:
         weight, bias, re, im = factors
         resets, state = (None, None) if cuts is None else (cuts.resets, cuts.reset_state)
+        if (alive := running(len(x), lengths)) is not None:  # states of padding stay finite, also for radii above 1
+            x, resets = without_padding(x, alive), ~alive if resets is None else resets | ~alive
         rest = (resets, h0 if state is None else state, self.backend)
         if x.is_floating_point():
             states = scan(x, re, im, h0, weight, bias, *rest)

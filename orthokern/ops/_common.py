@@ -92,7 +92,7 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
     Not checked on a GPU, where reading the values would synchronise with the host.
     """
-    if lengths is None or lengths.is_cuda:
+    if lengths is None or lengths.is_cuda or lengths.is_meta:
         return
     low, high = values(lengths).aminmax()
     least, most = int(low), int(high)
@@ -102,7 +102,7 @@ def check_lengths(lengths: Tensor | None, T: int) -> None:
 
 def check_leak(leak: Tensor | None) -> None:
     """Raise InputError unless every value of a scan's leak is in (0, 1]. Not checked on a GPU, as in check_lengths."""
-    if leak is None or leak.is_cuda:
+    if leak is None or leak.is_cuda or leak.is_meta:
         return
     low, high = values(leak).detach().aminmax()
     if not (float(low) > 0 and float(high) <= 1):
@@ -114,7 +114,7 @@ def check_tokens(x: Tensor | None, weight: Tensor | None, lengths: Tensor | None
 
     Not checked on a GPU, as in check_lengths; the kernels there turn a wrong id into NaN.
     """
-    if x is not None and weight is not None and not x.is_floating_point() and not x.is_cuda:
+    if x is not None and weight is not None and not x.is_floating_point() and not (x.is_cuda or x.is_meta):
         x = without_padding(x, running(x.shape[0], lengths))
         check_range("the input", x, weight.shape[-1], "token ids")
 

@@ -254,7 +254,10 @@ class GeodesicRMSprop(GeodesicSGD):
     ) -> tuple[Tensor, float | Tensor, Tensor]:
         if isinstance(shrink, Tensor) or shrink != 1.0:
             g = g * shrink
-        averages = [self.state[p].setdefault("square_avg", torch.zeros_like(p)) for p in bases]
+        for p in bases:
+            if "square_avg" not in self.state[p]:
+                self.state[p]["square_avg"] = torch.zeros_like(p)
+        averages = [self.state[p]["square_avg"] for p in bases]
         v = _stack(averages).mul(group["alpha"]).addcmul_(g, g, value=1.0 - group["alpha"])
         return g / (v.sqrt() + group["eps"]), 1.0, v
 

@@ -54,9 +54,11 @@ def test_layouts() -> None:
 @pytest.mark.parametrize("nonlinearity", ["identity", "tanh"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("ids", [False, True])
-def test_padding_is_not_read(nonlinearity: str, layers: int, ids: bool) -> None:
-    """By no layer: neither NaN nor ids out of range."""
-    rnn, readout = FactorizedRNN(3, 8, layers, nonlinearity=nonlinearity, dtype=torch.float64), nn.Linear(8, 4).double()
+@pytest.mark.parametrize("noise", [0.0, 1e-30])
+def test_padding_is_not_read(nonlinearity: str, layers: int, ids: bool, noise: float) -> None:
+    """By no layer: neither NaN nor ids out of range. The noise is below the precision."""
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "noise": noise, "dtype": torch.float64}
+    rnn, readout = FactorizedRNN(3, 8, layers, **options), nn.Linear(8, 4).double()
     lengths, padding = torch.tensor([9, 5]), torch.arange(9)[:, None] >= torch.tensor([9, 5])
     x = torch.randint(3, (9, 2)) if ids else torch.randn(9, 2, 3, dtype=torch.float64)
     target = torch.randint(4, (9, 2))

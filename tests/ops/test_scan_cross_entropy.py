@@ -162,6 +162,24 @@ def test_chunks_of_a_nonlinear_scan(activation: str, message_clip: float, monkey
         assert (a - b).norm() <= 1e-13 * b.norm()
 
 
+def test_vmap() -> None:
+    """Over recurrent matrices and over readouts, with padding."""
+    x, w, readouts = randn(6, 3, 4, seed=1), randn(2, 4, 4, seed=2) / 4, randn(2, 5, 4, seed=3)
+    target = torch.arange(18).view(6, 3) % 5
+
+    for lengths in (None, torch.tensor([6, 2, 4])):
+
+        def loss(w: Tensor, readout: Tensor, lengths: Tensor | None = lengths) -> tuple[Tensor, Tensor]:
+            result = functional.scan_cross_entropy(x, w, readout, target, lengths=lengths)
+            return result.loss, result.hits
+
+        for dims, tensors in (((0, None), (w, readouts[0])), ((None, 0), (w[0], readouts)), ((0, 0), (w, readouts))):
+            actual = torch.vmap(loss, in_dims=dims)(*tensors)
+            each = [tuple(t[i] if d == 0 else t for t, d in zip(tensors, dims, strict=True)) for i in range(2)]
+            expected = tuple(map(torch.stack, zip(*(loss(*one) for one in each), strict=True)))
+            torch.testing.assert_close(actual, expected)
+
+
 def test_the_answer_depends_on_the_arguments_alone() -> None:
     """A basis that is given changes bits at most; the same one gives the same bits, and one's own is a fixed point."""
     _, arguments = problem(IDS, 20, 20, 30, 3)

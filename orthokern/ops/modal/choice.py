@@ -133,8 +133,8 @@ def why_never(call: Call) -> str | None:
         return "torch.func transforms the call, and the host has to read the modes of one W"
     if by_reference("auto"):
         return "forward mode computes a derivative of the call"
-    if detect_fake_mode(call.matrix) is not None:
-        return "its tensors are fake, and the host has to read the modes of W"
+    if device.type == "meta" or detect_fake_mode(call.matrix) is not None:
+        return "its tensors have no values, and the host has to read the modes of W"
     return None
 
 

@@ -43,6 +43,8 @@ class ScanLoss(NamedTuple):
 def _hits(rows: Tensor, readout: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
     """Whether the largest logit is that of the target: bool, the shape of target [...]; rows [..., N]."""
     flat = rows.detach().flatten(0, -2)
+    if torch._C._are_functorch_transforms_active():  # which may not write into a plain tensor
+        return linear(flat, readout, bias).argmax(-1).view(target.shape) == target
     # One tensor for all parts: results that are kept between parts would leave holes of a part's size in the heap.
     classes = flat.new_empty(flat.shape[:1], dtype=torch.int64)  # len() would be a constant of an exported program
     step = max(1, LOGITS // len(readout))
@@ -61,9 +63,8 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
         hits = _hits(hs, weight, bias, target).sum(1)
     else:
         rows, ids = hs[alive], target[alive]
-        right = torch.zeros_like(alive)
-        right[alive] = _hits(rows, weight, bias, ids)
-        hits = right.sum(1)
+        right = _hits(rows, weight, bias, ids).to(torch.int64)
+        hits = right.new_zeros(len(alive)).index_add(0, alive.nonzero()[:, 0], right)
     return linear_cross_entropy(rows, weight, bias, ids, reduction=reduction, backend=backend), hits
 
 
