@@ -102,7 +102,7 @@ class CopyOptions(DrawnOptions):
 
     def complete(self) -> None:
         if vars(self)["margin"] == "by T":
-            # Figure 1: up to T = 1000 wide margins learn faster; at T = 10000 only margins up to 0.001 learn fast
+            # Figure 1, at the paper's rates: wide margins learn faster up to T = 1000, and not at all at T = 10000
             self.margin = 0.1 if self.T <= 2000 else 0.001
         self.fill(
             geodesic_lr=min(GEODESIC_RATE_TIMES_T / self.T, LARGEST_GEODESIC_RATE),
