@@ -50,15 +50,15 @@ class LearnedOrthogonality:
 def learned_orthogonal_(
     W: Tensor, lr: float = 0.1, tol: float = 1e-6, max_steps: int = 1000, *, guard: bool = True
 ) -> LearnedOrthogonality:
-    """Make matrices orthogonal by gradient descent on ||W W^T - I||_F^2, each until it is below the tolerance (Manchev
-    and Spratling, section II-A, eq. 16 to 18).
+    """Make matrices orthogonal by gradient descent on ||W W^T - I||_F^2, until this value is below `tol` for each
+    (Manchev and Spratling, section II-A, eq. 16 to 18).
 
         W <- W - 4 lr (W W^T - I) W          (n <= m; else W <- W - 4 lr W (W^T W - I): the smaller Gram matrix)
 
     Args:
         W: [..., n, m] float32 or float64, in place; every matrix on its own. Rows become orthonormal if n <= m, columns
             otherwise.
-        lr: the rate, above 0 and below 0.25 (from there on an orthogonal matrix repels).
+        lr: the rate, above 0 and below 0.25 (from 0.25 on, orthogonal matrices are unstable fixed points).
         tol: a matrix is done when ||W W^T - I||_F^2 is below it.
         max_steps: largest number of steps per matrix.
         guard: first scale down a matrix that may be outside of the region from which the descent converges. False is

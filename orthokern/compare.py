@@ -129,9 +129,9 @@ def _faster(ratio: float) -> str:
 def compare(module: nn.Module, *inputs: Any, rounds: int = 11, backend: str | None = None, seed: int = 0) -> Comparison:
     """Run a model and its conversion on the same inputs, and compare times, memory and results.
 
-    The results of both are compared with those of the same model in float64, so that their difference can be compared
-    with the rounding error of torch itself. The function works on copies: the module itself is not changed. Dropout is
-    disabled in both models.
+    The results of both are compared with those of the same model in float64. This relates their difference to the
+    rounding error of torch itself. The function works on copies: the module itself is not changed. Dropout is disabled
+    in both models.
 
     Args:
         module: the model, in the mode (train or eval) to compare.
@@ -304,7 +304,9 @@ def _errors(theirs: nn.Module, ours: nn.Module, run: _Run) -> tuple[Errors, Erro
         scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         of_torch = run.results(copy.deepcopy(theirs).float(), torch.float32)
     if not len(of_torch[0]) == len(of_ours[0]) == len(exact[0]):
-        raise InputError("the model returns another number of tensors in float64: nothing to compare")
+        raise InputError(
+            f"the model returns {len(exact[0])} tensors in float64, {len(of_torch[0])} in float32: nothing to compare"
+        )
     if not any(t.numel() for t in exact[0]):
         raise InputError("the outputs of the model are empty, as for a batch of no sequences: nothing to compare")
     if not any(bool(t.isfinite().any()) for t in exact[0]):

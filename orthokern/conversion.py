@@ -91,10 +91,9 @@ def convert(module: nn.Module, *, inplace: bool = False, backend: str | None = N
     Scripted and quantized modules are not in the report.
 
     There are six differences: the new modules are not instances of torch's, and lack its private attributes; under
-    torch.autocast they return float32, because their states are float32; their output must not be changed in place
-    before the backward, as by ReLU(inplace=True), since the backward reads it: torch raises "modified by an inplace
-    operation"; torch.fx needs a Tracer whose ``is_leaf_module`` is true for them; they cannot be scripted; and a GRU
-    cannot have 16-bit parameters.
+    torch.autocast they return float32, because their states are float32; the backward reads their output: after a
+    change in place, as by ReLU(inplace=True), torch raises "modified by an inplace operation"; torch.fx needs a Tracer
+    whose ``is_leaf_module`` is true for them; they cannot be scripted; and a GRU cannot have 16-bit parameters.
 
     Args:
         module: the model, on a CPU or a CUDA device, with float32 or float64 recurrent parameters.

@@ -5,9 +5,9 @@ A wrong argument raises ``InputError`` (one line: argument, value, accepted valu
 "triton", "cuda", "auto" or None, which means the environment variable ORTHOKERN_BACKEND, or "auto" without it. An
 explicit backend that does not support the call raises ``BackendUnavailable``.
 
-Dtypes are float32 and float64; on the reference backend, the scans, the GRU, the activations and
-``linear_cross_entropy`` also take float16 and bfloat16. All sizes are at least 1 (a batch of 0 is accepted by
-orthokern.nn only). Token ids, lengths and leaks are checked on a CPU; on a GPU a wrong id gives NaN.
+Dtypes are float32 and float64; on the reference backend, ``factored_scan``, ``dense_scan``, the GRU, the activations
+and ``linear_cross_entropy`` also take float16 and bfloat16. Sizes of the scans are at least 1 (orthokern.nn also
+accepts a batch of 0). Token ids, lengths and leaks are checked on a CPU; on a GPU a wrong id gives NaN.
 
 All functions have derivatives of any order, in reverse and forward mode and under torch.func. A backend computes the
 values and the first derivatives in reverse mode, the reference all others. Exceptions: ``cayley`` is differentiable
@@ -125,7 +125,7 @@ def oplu(x: Tensor, *, backend: str | None = None) -> Tensor:
 def prelu(x: Tensor, weight: Tensor, *, backend: str | None = None) -> Tensor:
     """max(x, 0) + weight min(x, 0) (He et al. 2015), as torch.nn.functional.prelu: several weights apply along dim 1.
 
-    x [..., N] with weight [1], [N], or [B, N, ...] with weight [N]. For weights along the last dim of a larger x:
+    x [..., N] with weight [1]; [N] or [B, N, ...] with weight [N]. For weights along the last dim of a larger x:
     ``activation(x, "prelu", weight)``.
 
     Example::
@@ -324,15 +324,16 @@ def explain_scan_cross_entropy(
         activation: as there, but the identity by default.
         T, B, classes: sizes of the call, each at least 1.
         ids: whether the inputs are token ids.
-        others: whether the call has further arguments that the choice depends on, as ``lengths=True``; the names are
-            those of ``--features`` in ``python -m orthokern.explain --help``.
+        others: whether the call has one of the arguments lengths, message_clip, resets and leak, for example
+            ``lengths=True``.
 
     Returns:
-        ("modal", the condition of the eigenvectors), or (another algorithm, the reason why it is not modal).
+        ("modal", a text with the number of modes and the condition of the eigenvectors), or (another algorithm, a text
+        with the reason).
 
     Raises:
         InputError: a size below 1, an unknown name, or an algorithm that is not possible for the call.
-        BackendUnavailable: no backend has this algorithm, as in the call.
+        BackendUnavailable: no backend supports the call with this algorithm.
 
     Example::
 

@@ -134,10 +134,10 @@ def cayley_(t: Tensor, generator: torch.Generator | None = None, *, max_angle: f
     """Fill t [..., N, N] with W = (I + A)^-1 (I - A), A with blocks (0, s; -s, 0), s = -tan(u/2), u ~ U(0, max_angle)
     (Helfrich, Willmott and Ye 2018, with pi/2).
 
-    s = -sqrt((1 - cos u) / (1 + cos u)), and this Cayley map turns it into a rotation by exactly u: every block
-    rotates by an angle in (0, max_angle), so W has eigenvalues exp(+-iu), and with pi/2 none near -1. With the same s
-    in the exponential, as in expRNN, the angle is tan(u/2). For an odd N the last diagonal entry is 1. max_angle is in
-    (0, pi]; Note [The largest angle].
+    s = -sqrt((1 - cos u) / (1 + cos u)), and its Cayley map is a rotation by exactly u. Every angle is in (0,
+    max_angle), so W has the eigenvalues exp(+-iu). With pi/2, none is near -1. With the same s in the exponential, as
+    in expRNN, the angle is tan(u/2). For an odd N the last diagonal entry is 1. max_angle is in (0, pi]; Note [The
+    largest angle].
 
     Example::
 
@@ -233,9 +233,10 @@ def learned_(t: Tensor, generator: torch.Generator | None = None, *, std: float 
     result = learned_orthogonal_(w, tol=8.0 * min(t.shape[-2:]) * torch.finfo(w.dtype).eps ** 2)
     missed = int((~result.converged).sum())
     if missed:
-        start = "Glorot's" if std is None else f"std {std:g}, which is too small to grow from"
+        start = "the Glorot-uniform start" if std is None else f"std {std:g}"
         raise InputError(
-            f"learned_: {missed} of {result.converged.numel()} matrices did not become orthogonal from {start}"
+            f"learned_: {missed} of {result.converged.numel()} matrices did not become orthogonal from {start}; "
+            "accepted: another seed, or a larger std"
         )
     return t.copy_(w)
 

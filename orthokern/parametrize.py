@@ -4,7 +4,8 @@
 
 Each class takes the tensor to constrain, of which it reads the shape, dtype and device. `right_inverse` computes the
 parameters of the nearest matrix that satisfies the constraint (for SchurForm see there), so that a layer keeps its
-weight as far as possible, and ``layer.weight = w`` works. It runs once, in float64; only `forward` is used in training.
+weight as far as possible, and ``layer.weight = w`` works. It runs at every assignment, in float64; only `forward` is
+used in training.
 An object holds the base or the signs of one weight: create one for every layer. The parameters are
 ``layer.parametrizations.weight.original``, or ``original0``, ``original1``, ... in the order of `forward`.
 

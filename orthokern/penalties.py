@@ -58,7 +58,8 @@ def modulus_penalty(module: nn.Module, norm: str = "l2") -> Tensor:
 def triangular_decay(module: nn.Module) -> Tensor:
     """The sum of ||T||_F^2 over all NonNormalRNNs in a module: the non-normal part is kept small.
 
-    nnRNN trains with an optimizer's weight_decay = c on T alone, which adds c T to the gradient: c / 2 times this.
+    nnRNN uses an optimizer's weight_decay = c on T only, which adds c T to the gradient. This equals c / 2 times this
+    sum in the loss.
 
     Args:
         module: a NonNormalRNN, or any module that contains some.
@@ -133,10 +134,10 @@ class OrthogonalPenalty:
 
     Args:
         strength: lambda, at least 0.
-        squared: False for lambda ||W W^T - I||_F, which the code released with the paper computes for recurrent
-            networks, whereas the paper's text squares it: the strengths of its Tables I and II are for this form. Its
-            gradient, 2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an
-            orthogonal W it is taken as zero.
+        squared: False for lambda ||W W^T - I||_F. The code released with the paper computes this form for recurrent
+            networks; the paper's text squares it. The strengths of its Tables I and II are for this form. Its gradient,
+            2 lambda (W W^T - I) W / ||W W^T - I||_F, does not vanish as W becomes orthogonal; at an orthogonal W it is
+            taken as zero.
         on: which matrices of a module are penalised, one or both of LAYERS. "recurrent": W [N, N] of every
             recurrence that `orthogonal_penalty` knows. "feedforward": the attribute `weight` [n, m] of every other
             module, except embeddings and norms. Others, as those of torch.nn.GRU, are not penalised.
@@ -223,8 +224,8 @@ def spectrum_prior(module: nn.Module) -> Tensor:
     of v, gamma = 1 / (2 v)).
 
     Args:
-        module: a FactorizedRNN, whose s_i are signed for a margin above 1 or None, and are pulled towards +1; or an
-            RNN, whose singular values are computed; or any module that contains some.
+        module: a FactorizedRNN, whose s_i may be negative for a margin above 1 or None, and whose prior mean is then +1
+            too; or an RNN, whose singular values are computed; or any module that contains some.
 
     Returns:
         The sum, a 0-dim tensor; for factorized recurrences with a gradient for the spectrum parameters only.

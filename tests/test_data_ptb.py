@@ -114,7 +114,7 @@ REFUSED = {
         "line 2: character '\u00e9' is outside the alphabet",
     ),
     "Latin-1": (word_file(GOOD) + b" caf\xe9 \n", "line 3: byte 0xe9 is not UTF-8; expected: text"),
-    "cut off": (word_file(GOOD)[:-4], "does not end with a line end: is it cut off"),
+    "cut off": (word_file(GOOD)[:-4], "is incomplete: its last line has no line end"),
     "damaged char file": (
         char_file(LINES)[:60] + b"q" + char_file(LINES)[60:],
         "has _ for the space between words; expected: a space after every character",

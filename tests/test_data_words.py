@@ -43,7 +43,7 @@ def test_only_a_newline_ends_a_line(tmp_path: Path, mark: str) -> None:
     [
         ({"train": b""}, "ptb.train.txt is empty: 0 bytes"),
         ({"valid": "\u00a0\n\u2003\n".encode()}, "ptb.valid.txt is empty"),
-        ({"test": b" the dog"}, "ptb.test.txt does not end with a line end: is it cut off?"),
+        ({"test": b" the dog"}, "ptb.test.txt is incomplete: its last line has no line end"),
         ({"test": b" the\n d\xffg \n"}, "ptb.test.txt line 2: byte 0xff is not UTF-8"),
         ({"valid": b" the\n the <eos> dog\n"}, "ptb.valid.txt line 2: the word '<eos>'"),
         ({"train": b" the cat dog a \n"}, "'bird', which the training file lacks"),

@@ -110,7 +110,7 @@ def test_text() -> None:
     [
         ({"hidden_size": 7}, r"hidden_size must be even \(pairs of units\), got 7"),
         ({"margin": 1}, r"margin must be a number in \[0, 1\), or None, got 1"),
-        ({"margin": 0.1}, "horizon must be an integer with a margin: states of radius 1 grow, got None"),
+        ({"margin": 0.1}, "horizon must be an integer of at least 1 if margin is given, got None"),
         ({"horizon": 0}, "horizon must be an integer of at least 1"),
         ({"radii": (0.9, 1)}, r"radii must be \(low, high\) with 0 <= low < high < 1, got \(0.9, 1\)"),
         ({"radii": 0.9}, r"radii must be two numbers \(low, high\), got 0.9"),

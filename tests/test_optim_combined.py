@@ -247,7 +247,7 @@ def test_combined_behaves_as_an_optimizer() -> None:
 def test_groups_are_added_to_a_part() -> None:
     optimizer = optimizer_for(FactorizedRNN(2, 4))
     q, w = basis(3, 3), nn.Parameter(torch.ones(2))
-    with pytest.raises(InputError, match="add the group to one of the parts of the optimizer: geodesic, euclidean"):
+    with pytest.raises(InputError, match="has no groups of its own; add the group to a part: geodesic, euclidean"):
         optimizer.add_param_group({"params": [w]})
     optimizer.parts["geodesic"].add_param_group({"params": [q], "param_names": ["q"], "lr": 0.1})
     optimizer.parts["euclidean"].add_param_group({"params": [w], "param_names": ["w"], "lr": 0.1})

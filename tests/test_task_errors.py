@@ -68,7 +68,7 @@ pixel_mnist |  | --data is needed: the folder with the four MNIST files
 pixel_mnist | --data {mnist}/.. | has it
 pixel_mnist | --data {mnist} --validation 260 | 260
 pixel_mnist | --data {mnist} --validation 200 --batch 61 | --batch 61: there are 60 training images
-pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 2, 4, 7 or 14
+pixel_mnist | --data {mnist} --pool 3 | --pool 3: images of 28 x 28 can be pooled by 1, 2, 4, 7 or 14
 pixel_mnist | --data {mnist} --validation 60 --batch 20 --epochs 9007199254740992 | is not an integer from 1 to 1000000
 char_lm | --data {mnist} | ptb.train.txt
 char_lm | --data {ptb} --length 4 | no sentence of at most
@@ -77,7 +77,7 @@ char_lm | --data {ptb} --schedule exponential | --schedule exponential with --lr
 char_lm | --data {ptb} --batch 60 --accumulate 3 | --accumulate 3: accepted: at most 2, the batches of an epoch
 char_lm | --data {ptb} --batch 121 | --batch 121: there are 120 training sentences
 char_lm | --data {short} --bptt 5 --batch 2 | the validation text has 6 characters; with --bptt it is read
-char_lm | --data {ptb} --bptt 5 --batch 3000 | tokens in 3000 rows: a row needs 2 at least
+char_lm | --data {ptb} --bptt 5 --batch 3000 | rows, the batch, must be at most
 random_permutation | --init glorot-uniform | needs margin=None
 random_permutation | --sigma 0.1 | --sigma 0.1: only with --model rnn, not factorized
 deep_mnist | --data {mnist} --init orthogonal --sigma 0.1 | --sigma 0.1: only with --init normal or learned, not

@@ -1,7 +1,8 @@
 """Generators of synthetic sequence tasks, and readers of standard data sets.
 
-Generators take a `torch.Generator` on the CPU, so that a seed gives the same data on every device, and return tensors
-with time first ([T, B]). Readers check their files: a missing, damaged or wrong file causes a one-line error.
+Generators take a `torch.Generator` on the CPU, so that a seed gives the same data on every device, and return inputs
+with time first ([T, B] or [T, B, D]). Readers check their files: a missing, damaged or wrong file causes a one-line
+error.
 """
 
 from orthokern.data.adding import AddingTask

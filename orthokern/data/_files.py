@@ -31,5 +31,5 @@ def text_of(path: Path, content: bytes) -> str:
     if not text.strip():
         raise InputError(f"{path} is empty: {len(content)} bytes; expected: one sentence per line")
     if not text.rstrip(" ").endswith("\n"):
-        raise InputError(f"{path} does not end with a line end: is it cut off? expected: one sentence per line")
+        raise InputError(f"{path} is incomplete: its last line has no line end; expected: one sentence per line")
     return text

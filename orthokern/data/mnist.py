@@ -57,8 +57,8 @@ class Mnist:
 
 
 def load_mnist(folder: str | Path, *, validation: int = 10_000) -> Mnist:
-    """Reads and checks the four MNIST files, which may be compressed by gzip. They are on the CPU, 55 MB for the
-    standard files; `train` and `validation` share their memory.
+    """Reads and checks the four MNIST files, which may be compressed by gzip. The tensors are on the CPU and take 55 MB
+    for the standard files; `train` and `validation` share memory.
 
     Args:
         folder: folder of the files.

@@ -66,5 +66,5 @@ def stream_rows(tokens: Tensor, rows: int) -> Tensor:
     rows = integer("rows", rows)
     length = len(tokens) // rows
     if length < 2:
-        raise InputError(f"{len(tokens)} tokens in {rows} rows: a row needs 2 at least; choose a smaller batch")
+        raise InputError(f"rows, the batch, must be at most {len(tokens) // 2} for {len(tokens)} tokens, got {rows}")
     return tokens[: length * rows].view(rows, length).T.contiguous()

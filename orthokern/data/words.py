@@ -44,7 +44,8 @@ class Words:
 
 def load_words(folder: str | Path) -> Words:
     """Reads and checks ptb.train.txt, ptb.valid.txt and ptb.test.txt in a folder. The result is on the CPU. Words of
-    the validation and test files that are not in the training file become <unk>.
+    the validation and test files that are not in the training file become <unk>, which the training file must then
+    contain.
 
     Example::
 

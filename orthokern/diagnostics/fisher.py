@@ -35,8 +35,8 @@ class FisherMemory:
 
 
 def fisher_memory(v: Tensor, u: Tensor, noise: float = 1.0, *, steps: int | None = None) -> FisherMemory:
-    """The Fisher memory of h_t = V h_{t-1} + u x_t + noise: J_kl = (V^k u)^T C^-1 V^l u (eq. 12 of the
-    report, which has V^k twice).
+    """The Fisher memory of h_t = V h_{t-1} + u x_t + noise: J_kl = (V^k u)^T C^-1 V^l u (Jahagirdar et al. 2019, eq.
+    12, which has V^k twice).
 
     C = e sum_k V^k V^kT is the covariance of the states for noise of variance e, the solution of C = V C V^T + e I. It
     is computed by doubling, C <- C + V C V^T, V <- V^2, on the triangular factor L of C = L L^T (each step is a QR

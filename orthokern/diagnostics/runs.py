@@ -23,7 +23,7 @@ class RunRecord:
 
     Attributes:
         path: the folder.
-        config: the content of config.json: task, settings, versions, device, seed.
+        config: the content of config.json: task, settings, facts for the plots, versions, machine, command, start.
         settings: all settings of the run, by name.
         task: the name of the task.
         records: the records of metrics.jsonl, ordered by "iteration"; [] before the end of the first iteration.
@@ -118,7 +118,7 @@ def load_run(folder: Path | str) -> RunRecord:
         hint = f"; it holds {inside} run folder(s): give those, as {path}/*" if inside else ""
         raise InputError(f"{path} is not a run folder: no config.json there{hint}")
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("task"), str):
-        raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run")
+        raise InputError(f"{path / 'config.json'} is not the configuration of an orthokern run: no settings or task")
     records = read_metrics(path / "metrics.jsonl")
     return RunRecord(path, config, config["settings"], config["task"], records, read_object(path / "result.json"))
 

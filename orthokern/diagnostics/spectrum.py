@@ -90,7 +90,8 @@ def diagnose_recurrence(module: Any, *, eigenvalues: bool = True) -> dict[str, A
         `summarize_spectrum`; for a normal matrix they equal the singular values), "eigenvalue_angles" (as
         `angle_histogram`); for a factorized recurrence of rank K < N, without the N - K zeros. The first recurrence has
         these names. The names of the others end in "_l0_reverse", "_l1", ..., like the names of parameters.
-        "orthogonality_error": the largest |M^T M - I| of all bases, if the module has bases.
+        "orthogonality_error": the largest |M^T M - I| of all bases (of P in an ExpRNN or NonNormalRNN), if the module
+        has bases.
         All numbers of a matrix that is not finite are NaN, except the "spectrum" of a factorized recurrence, which is
         that of its parameter.
 

@@ -162,11 +162,12 @@ class Layers(nn.Module):
         return {name: self._roles.get(name.rpartition("_l")[0], "other") for name in names}
 
     def frozen(self) -> Layers:
-        """A copy for inference, in which everything that depends on parameters only is computed once.
+        """A copy for inference, in which values that depend only on parameters are precomputed where this saves
+        operations.
 
-        W is composed (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a FactorizedRNN, the eigenvalues of
-        a RotationRNN), biases are summed, and gains and input scales are multiplied in. Later changes of this module's
-        parameters have no effect on the copy.
+        W is composed, except at a low rank (the exponential of an ExpRNN or NonNormalRNN, the spectrum of a
+        FactorizedRNN, the eigenvalues of a RotationRNN), biases are summed, except in a GRU, and gains and input scales
+        are multiplied in. Later changes of this module's parameters have no effect on the copy.
 
         Returns:
             An ``orthokern.nn.frozen.FrozenRNN`` (``FrozenGRU`` for a GRU, ``FrozenRotationRNN`` for a RotationRNN):
@@ -174,8 +175,8 @@ class Layers(nn.Module):
             tensors are buffers, without gradients, on the same device; dropout is off.
 
         Raises:
-            orthokern.errors.OutOfRange, an InputError: A or gamma of an ExpRNN or NonNormalRNN is not finite, or A is
-                too large for an exponential. Other parameters are not checked.
+            orthokern.errors.OutOfRange, an InputError: on a CPU, A or gamma of an ExpRNN or NonNormalRNN is not finite,
+                or A is too large for an exponential. Other parameters are not checked.
             InputError: the module is an LSTM or a PeepholeLSTM.
 
         Example::
@@ -273,9 +274,9 @@ class Layers(nn.Module):
             reset_state: the states that a reset sets, of the shape of hx; None: the initial states, which are hx,
                 learned states or zeros. Pass zeros if hx is carried over from an earlier part of the sequences.
             lengths: int64 [B] in [1, T], the number of steps of each sequence, for an input with a batch that is not
-                packed; None: T for all. Later steps, which must be finite, have no effect, and their states are zeros;
-                h_n has the states after the last step of each sequence. A call with lengths can be exported, unlike one
-                with a PackedSequence.
+                packed; None: T for all. Later steps have no effect (in a GRU or LSTM their inputs must be finite), and
+                their states are zeros; h_n has the states after the last step of each sequence. A call with lengths can
+                be exported, unlike one with a PackedSequence.
 
         Returns:
             (output, h_n): output [T,B,N * directions] ([B,T,..] if batch_first; no B for one sequence; packed for
@@ -283,7 +284,7 @@ class Layers(nn.Module):
             recurrence (for the reverse direction the one at t = 0).
 
         Raises:
-            InputError: wrong dimensions, sizes, dtype or device; ids out of range; T of zero.
+            InputError: wrong dimensions, sizes, dtype or device; an id out of range (on a CPU); T is 0.
             BackendUnavailable: the requested backend does not support the call.
 
         Example::

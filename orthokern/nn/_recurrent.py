@@ -258,9 +258,9 @@ class Recurrent(Layers):
 
             loss, hits = rnn.loss(tokens, readout, targets)
 
-        computes ``readout.loss(rnn(tokens)[0], targets)`` with less memory, and by the backend of this module. With
-        nonlinearity "identity" it is also much faster: the recurrence then runs in the eigenbasis of its matrix, at
-        O(N) a step, with the full gradient of every parameter (``orthokern.functional.scan_cross_entropy``;
+        The loss is ``readout.loss(rnn(tokens)[0], targets)``, computed with less memory by the backend of this module.
+        With nonlinearity "identity" it is also much faster: the recurrence then runs in the eigenbasis of its matrix,
+        at O(N) a step, with the full gradient of every parameter (``orthokern.functional.scan_cross_entropy``;
         docs/modal.md). The eigenvectors are kept for the next call, and are part of the state_dict.
 
         Args:
@@ -355,8 +355,8 @@ class Recurrent(Layers):
             algorithm: the argument of the call.
 
         Returns:
-            ("modal", the condition of the eigenvectors) or ("sequential", why not modal), each as a phrase; "chunked"
-            as the first item for algorithm="chunked".
+            ("modal", a text with the condition of the eigenvectors) or ("sequential", a text with the reason);
+            "chunked" as the first item for algorithm="chunked".
 
         Raises:
             InputError: a size below 1, an unknown algorithm, or one that is not possible for the call.
@@ -401,7 +401,8 @@ class Recurrent(Layers):
                     setattr(self, name, basis.detach().to(device, torch.float64, copy=True))
             else:
                 errors.append(
-                    f"{prefix}{name} of shape {shape} is no basis of {N} units; accepted: [N, 2M], N <= 2M <= 2N"
+                    f"{prefix}{name} of shape {shape} is no basis of {N} units; "
+                    f"accepted: [{N}, 2 M] with {N} <= 2 M <= {2 * N}"
                 )
 
 

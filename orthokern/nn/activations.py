@@ -78,7 +78,7 @@ class OPLU(nn.Module):
     """Orthogonal permutation linear unit: adjacent pairs (x_2i, x_2i+1) -> (max, min) (Chernodub and Nowicki 2016).
 
     It is a permutation of the units that depends on the input, so it preserves norms, forward and backward; equal
-    entries are not swapped. x [..., N] with N even -> [..., N]; InputError for an odd N.
+    entries are not swapped. Input and output are [..., N] with an even N. Raises InputError for an odd N.
 
     Example::
 

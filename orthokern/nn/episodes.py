@@ -46,12 +46,15 @@ class EpisodeRNN(nn.Module):
         if missing or getattr(rnn, "bidirectional", False):
             why = f"without {missing[0]}" if missing else "and bidirectional, which resets exclude"
             raise InputError(
-                f"rnn is of type {type(rnn).__name__} {why}; accepted: as orthokern.nn.RNN, of one direction"
+                f"rnn is of type {type(rnn).__name__} {why}; "
+                "accepted: a module such as orthokern.nn.RNN, of one direction"
             )
         accepted = inspect.signature(rnn.forward).parameters
         if "resets" not in accepted and all(p.kind is not p.VAR_KEYWORD for p in accepted.values()):
             name = f"{type(rnn).__module__.partition('.')[0]}'s {type(rnn).__name__}"
-            raise InputError(f"rnn is {name}, whose forward takes no resets; accepted: as orthokern.nn.RNN or GRU")
+            raise InputError(
+                f"rnn is {name}, whose forward takes no resets; accepted: a module such as orthokern.nn.RNN or GRU"
+            )
         if recurrent not in (None, True, False):
             raise InputError(f"recurrent must be True, False or None, got {recurrent!r}")
         self.rnn = rnn

@@ -208,7 +208,9 @@ class _Exponential(Recurrent):
             return
         _followed[self].add(optimizer)
         if hasattr(optimizer, "_overlap_with_ddp"):  # its step also sets the parameters of other ranks
-            raise InputError("rebase_every is set, and the optimizer is a ZeroRedundancyOptimizer; accepted: others")
+            raise InputError(
+                "rebase_every is set, and the optimizer is a ZeroRedundancyOptimizer; accepted: one without shards"
+            )
         self._uses += 1
         if self.rebase_every is not None and self._uses >= self.rebase_every:
             self.rebase()
@@ -276,18 +278,18 @@ class ExpRNN(_Exponential):
     A is skew, from the strictly lower triangle of a parameter, so any optimizer keeps W orthogonal with determinant 1
     (expRNN: Lezcano-Casado and Martinez-Rubio 2019, "Cheap orthogonal constraints in neural networks"). With
     `rebase_every`, exp(A) is merged into the base B at intervals (dynamic trivialisation: Lezcano-Casado 2019); see
-    Note [Dynamic trivialisation] in this file. The interface is that of orthokern.nn.FactorizedRNN.
+    Note [Dynamic trivialisation] in this file. The interface is that of orthokern.nn.RNN.
 
     Args:
         input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
             uses nonlinearity="modrelu".
-        init: of A, and so of W: "henaff", "cayley" or "torus", see orthokern.init.skew_generator_; "orthogonal": W
-            uniform on the rotations; "identity": A = 0.
+        init: initialisation of A, and therefore of W: "henaff", "cayley" or "torus", see
+            orthokern.init.skew_generator_; "orthogonal": W uniform on the rotations; "identity": A = 0.
         max_angle: for init "henaff", "cayley" and "torus", the largest angle in radians by which W rotates per step, at
-            most pi; None: the published one, pi, 1 and pi.
-        rebase_every: K at least 1: move the base after every K-th step of the optimizer that trains A (any torch
-            optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B). Modules that
-            share skew_l0 must also share base_l0; share it again after a conversion that copies buffers.
+            most pi; None: the published values, pi, 1 and pi.
+        rebase_every: K at least 1: set B to B exp(A) and A to 0 after every K-th step of the optimizer that trains A
+            (any torch optimizer). None: never, W = exp(A) (for init "orthogonal", W = B exp(A) with the random B).
+            Modules that share skew_l0 must also share base_l0; share it again after a conversion that copies buffers.
         project_every: M at least 1: project the base to the orthogonal matrices every M moves.
         optimizer_state: the effect of a move on the state of the optimizers that train A: "transport" transforms first
             moments to gradients at the new base (Note [Optimizer state at a move] in the same file) and keeps second

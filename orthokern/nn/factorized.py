@@ -39,8 +39,8 @@ class FactorizedRNN(ModelMargin, Recurrent):
             parameter, without a bound.
         spectrum_map: "sigmoid" as above, or "tanh", s = m tanh(p) + 1; see orthokern.functional.spectrum. No effect
             for margin 0 or None.
-        rank: K <= N, columns of U and V; None for N. For K < N, W = U diag(s) V^T keeps the K numbers V^T h of a
-            state and drops the rest.
+        rank: K <= N, columns of U and V; None for N. For K < N, W = U diag(s) V^T depends on a state only through the K
+            numbers V^T h.
         apply: "factored" applies V^T, s and U in turn without forming W: 4NK flops per step and sequence. "composed"
             forms W once per forward: 2N^2 flops per step and sequence, fewer for K > N/2. The results agree up to
             rounding. The attribute is `apply_mode`, because `apply` is a method of torch.nn.Module.
@@ -57,7 +57,7 @@ class FactorizedRNN(ModelMargin, Recurrent):
     the sum has an effect), u_l0 [N,K], v_l0 [N,K], spectrum_l0 [K] (p, or s if margin is None); and slope_l0 [1],
     modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] as in orthokern.nn.RNN.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError with a message of one line for an invalid argument.
 
     Example::
 
@@ -169,10 +169,10 @@ class FactorizedRNN(ModelMargin, Recurrent):
     def orthonormalize(self) -> None:
         """Replace U and V of every recurrence by the nearest matrices with orthonormal columns (their polar factors).
 
-        For bases that something other than an optimizer of this package has changed, such as averaging over training
+        Use it after a change of the bases by anything but an optimizer of this package, such as averaging over training
         steps (torch.optim.swa_utils.AveragedModel): the mean of orthonormal matrices is not orthonormal.
 
-        Raises InputError for NaN or infinite entries.
+        Raises InputError for NaN or infinite entries, and for a basis that is computed from other parameters.
 
         Example::
 

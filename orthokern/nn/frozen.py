@@ -187,7 +187,8 @@ class FrozenRNN(_Frozen, Recurrent):
 
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
-    Gains are part of W, and b is the sum of all biases. A leak is kept; noise is not, even with `noise_in_eval`. The
+    Gains are part of W, and b is the sum of all biases. A leak is kept, as in orthokern.nn.RNN; noise is not, even with
+    `noise_in_eval`. The
     interface is that of the original module: layouts, layers, directions, packed input, initial states. There are no
     parameters and no gradients.
 
@@ -247,8 +248,8 @@ class FrozenRNN(_Frozen, Recurrent):
 
 
 class FrozenGRU(_Frozen, GRU):
-    """The result of ``GRU.frozen()``: the GRU with buffers of the same names instead of parameters, without gradients,
-    and with ``step``."""
+    """The result of ``GRU.frozen()``: a GRU whose parameters are buffers of the same names. It has ``step`` and no
+    gradients."""
 
     def __init__(self, source: GRU) -> None:
         names = [f"{stem}_{suffix}" for suffix in source._suffixes() for stem in source._shapes_of(suffix)]

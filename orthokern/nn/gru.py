@@ -39,8 +39,8 @@ class GRU(Layers):
     maintains this bound.
 
     Constructor, parameter names, layouts, outputs, gradients and, for the same seed, initial parameters are those of
-    torch.nn.GRU, whose state_dict can be loaded. ``variant="kanai"`` is another cell. It has no biases unless they are
-    requested, as in the paper, because with biases 0 is not a fixed point. The input may also be token ids.
+    torch.nn.GRU, whose state_dict can be loaded. ``variant="kanai"`` is another cell. As in the paper, it has no biases
+    unless they are requested, because h = 0 is not a fixed point with biases. The input may also be token ids.
 
     Args:
         input_size, hidden_size, *args, **options: num_layers, bias (default True for variant "torch"), batch_first,
@@ -49,7 +49,7 @@ class GRU(Layers):
         variant: "torch" or "kanai", see above.
         init: "kanai": every weight N(0, init_std^2) except W_hn, which is orthogonal (Haar), and biases 0 (section 4.1
             of the paper); "torch": all U(-1/sqrt(N), 1/sqrt(N)), for the same seed the values of torch.nn.GRU. None:
-            that of the variant.
+            the initialisation with the name of the variant.
         init_std: standard deviation for init "kanai"; None for 1/sqrt(N), as in the paper's language model. Its music
             models use 0.01/sqrt(N).
 
@@ -58,7 +58,7 @@ class GRU(Layers):
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [3N, D], weight_hh_l0 [3N, N], bias_ih_l0 [3N],
     bias_hh_l0 [3N], blocks in the order r, z, n; and h0_l0 [N] with learned_h0.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError with a message of one line for an invalid argument.
 
     Example::
 

@@ -19,7 +19,7 @@ class LinearCrossEntropy(nn.Module):
     softmax(y)[target].
 
     `loss` processes chunks of rows and computes the gradients in the same pass, so that the logits of a long sequence
-    are not stored. There is no ignore_index: leave out rows of padding, as `rnn.loss(..., lengths=lengths)` does, or
+    are not stored. There is no ignore_index. Leave out rows of padding by `rnn.loss(..., lengths=lengths)` or
     `readout.loss(hidden[mask], target[mask])`.
 
     Args:

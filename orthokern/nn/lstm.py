@@ -32,7 +32,7 @@ class LSTM(Layers):
     Args:
         input_size, hidden_size, *args, **options: num_layers, bias, batch_first, dropout, bidirectional, device and
             dtype, as in orthokern.nn.RNN; dtype is float32 or float64.
-        proj_size: 0.
+        proj_size: must be 0; projections are not supported.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [4N, D], weight_hh_l0 [4N, N], bias_ih_l0 [4N],
     bias_hh_l0 [4N], gates in the order input, forget, cell, output, all initially U(-1/sqrt(N), 1/sqrt(N)).

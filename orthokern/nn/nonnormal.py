@@ -52,18 +52,17 @@ class NonNormalRNN(_Exponential):
     """An RNN whose recurrent matrix V = P Theta P^T is in real Schur form: h_t = phi(gain V h_{t-1} + W_ih x_t + b).
 
     P = B exp(A) is orthogonal, A skew. Theta has the 2 x 2 blocks gamma_i [[cos t_i, -sin t_i], [sin t_i, cos t_i]] on
-    its diagonal, for an odd N a last real eigenvalue gamma, and a free part T below the blocks: the eigenvalues are
-    gamma_i exp(+-i t_i) whatever T is, and T makes V non-normal (nnRNN: Kerg, Goyette et al. 2019, "Non-normal
+    its diagonal (for odd N also a last real eigenvalue gamma) and a free part T below the blocks. The eigenvalues
+    gamma_i exp(+-i t_i) do not depend on T. T makes V non-normal (nnRNN: Kerg, Goyette et al. 2019, "Non-normal
     Recurrent Neural Network (nnRNN)"; Jahagirdar et al., its reproducibility report of 2019, eq. 7 and 8). V is formed
-    once per forward; the recurrence is orthokern.functional.dense_scan. The interface is that of
-    orthokern.nn.FactorizedRNN.
+    once per forward; the recurrence is orthokern.functional.dense_scan. The interface is that of orthokern.nn.RNN.
 
     Args:
         input_size, hidden_size, *args, **options: as in orthokern.nn.RNN; dtype is float32 or float64. The literature
             uses nonlinearity="modrelu".
-        init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (The last commit of the released
-            code does not initialise the memory of A, which is mostly 0; earlier commits draw A by name, as here.)
-            Angles theta are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
+        init: of A, and so of P, as in orthokern.nn.ExpRNN; or "legacy": A = 0, P = I. (In the last commit of the
+            released code, A is uninitialised memory, mostly 0. Earlier commits draw A by name, as here.) Angles theta
+            are U(0, 2 pi), moduli gamma 1, T 0, so that V is orthogonal initially.
         triangular: False omits T, for a normal V.
         max_angle, rebase_every, project_every, optimizer_state: of A and the base B, as in orthokern.nn.ExpRNN.
 
@@ -73,7 +72,7 @@ class NonNormalRNN(_Exponential):
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], skew_l0 [N,N] (its strictly
     lower triangle is used), gamma_l0 [ceil(N/2)], theta_l0 [floor(N/2)] in radians, triangle_l0 [N,N] (only its mask is
     used); and slope_l0 [1], modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] as in orthokern.nn.RNN. Buffers: base_l0
-    [N,N]. Penalties of the literature: orthokern.penalties.modulus_penalty and triangular_decay.
+    [N,N]. The published penalties are orthokern.penalties.modulus_penalty and triangular_decay.
 
     Raises InputError for a bad argument, and in forward on a CPU for a gamma or A that is not finite, or an A that is
     too large.

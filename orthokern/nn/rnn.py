@@ -51,16 +51,17 @@ class RNN(Recurrent):
             "bf16". See orthokern.functional.factored_scan.
         message_clip: c > 0 clips the gradient of every pre-activation to [-c, c], element by element and in every step
             of the backward; 0 (the default) does not clip. See orthokern.functional.factored_scan.
-        gain: factor > 0 of the recurrent matrix alone: the spectral radius of an orthogonal W. The parameters,
-            recurrent_matrix() and state_dict() do not include it. (The factor 1.05 in section 3.1.3 of Vorontsov et al.
-            2017 also multiplies the input and the bias, whose parameters can contain it.)
+        gain: factor > 0 that multiplies the recurrent matrix only. With an orthogonal W it is the spectral radius. The
+            parameters, recurrent_matrix() and state_dict() do not include it. (The factor 1.05 in section 3.1.3 of
+            Vorontsov et al. 2017 also multiplies the input and the bias, whose parameters can contain it.)
         leak: l in (0, 1], the share of phi in a step: h_t = (1 - l) h_{t-1} + l phi(...). In a network of leaky units
             it is dt / tau, the time step divided by the time constant. 1 (the default) is no leak.
-        learned_leak: learn one leak for each unit, initially ``leak``, below 1: the logistic function of the parameter
-            leak_logit_l0 [N]. For a fixed leak of each unit, set this parameter, and set its requires_grad to False.
-        noise: the standard deviation of Gaussian noise that training adds to every pre-activation in every step. 0 by
-            default. The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None for
-            torch's global one. torch.utils.checkpoint restores the global one only: with a generator of your own, use
+        learned_leak: learn one leak per unit, the logistic function of the parameter leak_logit_l0 [N]. Its initial
+            value is ``leak``, below 1. For a fixed leak of each unit, set this parameter, and set its requires_grad to
+            False.
+        noise: standard deviation of the Gaussian noise that is added to every pre-activation in every step of training.
+            0 by default. The attribute ``noise_generator`` is the torch.Generator, on the device of the module; None
+            for torch's global one. torch.utils.checkpoint restores only the global one. With another generator, use
             ``checkpoint_every`` instead. For a leaky network with noise of intensity sigma in continuous time, the
             standard deviation is sigma sqrt(2 / leak).
         noise_in_eval: add the noise after ``eval()`` too.
@@ -70,7 +71,7 @@ class RNN(Recurrent):
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], weight_hh_l0 [N,N], bias_ih_l0 [N],
     bias_hh_l0 [N]; and slope_l0 [1], modrelu_bias_l0 [N], leak_logit_l0 [N], h0_l0 [N] if the arguments select them.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError with a message of one line for an invalid argument.
 
     Example::
 

@@ -31,9 +31,9 @@ class RotationRNN(ModelMargin, Layers):
     A state of N/2 complex numbers is stored as N real ones, the real parts first. This is the recurrence of a linear
     recurrent unit (Orvieto et al., "Resurrecting recurrent neural networks for long sequences", 2023) and of a diagonal
     S5 layer. Every linear recurrence with a diagonalisable matrix has this form, in which a real
-    eigenvalue takes a pair of units. The module returns the states:
-    nonlinearities and mixing of units belong to layers above it, such as a torch.nn.Linear with an activation and a
-    residual connection. Layouts, layers, directions, resets and lengths are those of orthokern.nn.RNN.
+    eigenvalue takes a pair of units. The module returns the states. Apply nonlinearities and mixing of units in later
+    layers, such as a torch.nn.Linear with an activation and a residual connection. Layouts, layers, directions, resets
+    and lengths are those of orthokern.nn.RNN.
 
     The factor g normalises the input, so that the variance of a state does not depend on its radius. For an input of
     independent steps this variance is that of W_ih x_t + b::
@@ -45,20 +45,20 @@ class RotationRNN(ModelMargin, Layers):
         hidden_size: N, even.
         *args, **options: num_layers, bias, batch_first, dropout, bidirectional, device, dtype, learned_h0 and backend,
             as in orthokern.nn.RNN; dtype is float32 or float64.
-        margin: None: radii are below 1, r = exp(-exp(p)), and old inputs are forgotten. A number m in [0, 1):
-            r = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m), initially 1, as the singular values of FactorizedRNN:
-            states remember, and a margin of 0 keeps them exactly.
+        margin: None: radii are below 1, r = exp(-exp(p)), and the effect of old inputs decays. A number m in [0, 1): r
+            = 2 m (sigmoid(p) - 1/2) + 1 in (1 - m, 1 + m), initially 1, as the singular values of FactorizedRNN: states
+            decay or grow slowly, and with a margin of 0 their norm is constant without input.
         horizon: the number of steps over which g normalises, usually the length of the sequences; it is required with
             a margin. None: infinite.
         radii: (low, high), 0 <= low < high < 1, the range from which r is drawn without a margin, uniformly over the
-            area of the ring. A unit of radius r forgets in about 1 / (1 - r) steps.
+            area of the ring. The state of a unit of radius r decays in about 1 / (1 - r) steps.
         max_angle: theta is initially U(0, max_angle), in radians. Small angles suit inputs that change slowly.
 
     Parameters, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], initially normal with the variance 1 / D;
     bias_l0 [N], initially 0; radius_l0 [N/2] (p) and angle_l0 [N/2] (theta), which optimizer_for trains without weight
     decay; and h0_l0 [N] with learned_h0.
 
-    Raises InputError, one line, for a bad argument.
+    Raises InputError with a message of one line for an invalid argument.
 
     Example::
 
@@ -89,7 +89,7 @@ class RotationRNN(ModelMargin, Layers):
         self.margin = None
         if margin is not None:
             self.margin = number("margin", margin, "a number in [0, 1), or None", lambda m: 0.0 <= m < 1.0)
-            require(horizon is not None, "horizon", "an integer with a margin: states of radius 1 grow", "None")
+            require(horizon is not None, "horizon", "an integer of at least 1 if margin is given", "None")
         self.horizon = None if horizon is None else integer("horizon", horizon)
         try:
             low, high = (float(r) for r in radii)

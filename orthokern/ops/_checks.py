@@ -74,7 +74,7 @@ def is_float(argument: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise InputError(
             f"{argument} has dtype {dtype_name(tensor.dtype)}: accepted are floating dtypes (float32, float64; "
-            "float16 and bfloat16 on the reference backend)"
+            "in most functions float16 and bfloat16 on the reference backend)"
         )
 
 

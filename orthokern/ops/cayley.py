@@ -51,9 +51,9 @@ def cayley(m: Tensor, g: Tensor, lr: float | Tensor, *, backend: str | None = No
         backend: see ``orthokern.functional``.
 
     Returns:
-        The new bases [..., N, K], orthonormal to about eps (1 + lr |g|). On a GPU, for K < N, lr |g| (Frobenius norm)
-        is at most 4, which is not checked. They are not differentiable (a backward raises a RuntimeError), except with
-        an explicit "reference", which runs plain differentiable torch code.
+        The new bases [..., N, K], orthonormal to about eps (1 + lr |g|). On a GPU, for K < N, this requires lr |g|
+        (Frobenius norm) of at most 4, which is not checked. They are not differentiable (a backward raises a
+        RuntimeError), except with an explicit "reference", which runs plain differentiable torch code.
 
     Raises:
         InputError: wrong shapes, dtypes, devices; NaN or infinity in m, g or lr (on a CPU; on a GPU they give NaN).

@@ -76,8 +76,8 @@ def factored_scan(
         hs, or with checkpoint_every = k: ckpt [ceil(T/k), B, N], the states entering each segment (ckpt[0] = h0), and
         x; pre [T, B, N], the a_t, for activations that need their input and with leak, without checkpoints; x if
         weight is given; all parameters, h0, lengths, resets, reset_state and leak. States are zero on padding, except a
-        ckpt that enters a segment directly after the end of a sequence. The backward op also computes the norms over
-        [B, N] of dL/dh_t, see ``_taps``.
+        ckpt that enters a segment directly after the end of a sequence. If a tap is open, the backward op also computes
+        the norms over [B, N] of dL/dh_t, see ``_taps``.
 
     Cost:
         Forward 4 T B N K flops (+ 2 T B N D for features), backward scan the same, gradients of u, s, v
@@ -90,7 +90,7 @@ def factored_scan(
         same inputs, machine and thread count give bit-identical results. On the CPU, float32 gradients of parameters
         over about 4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians:
         they do not grow if s is near 1 and the activation is nearly linear. The gradients of modrelu, relu, prelu and
-        oplu jump where a unit is at its threshold, so two precisions may differ there by whole terms.
+        oplu are discontinuous at the threshold of a unit, so two precisions may differ there by more than rounding.
 
     Example::
 

@@ -83,7 +83,7 @@ def gru_scan(
     Numerics:
         Accumulation in the dtype of w, fixed order of sums in the scans: bit-identical results for the same inputs,
         machine and thread count. The gradients of w and bias are torch's products and sums over all steps. The logistic
-        function is 1 / (1 + exp(-a)); its relative error is small until it underflows.
+        function is computed as 1 / (1 + exp(-a)); its relative error is small unless the result underflows.
 
     Example::
 

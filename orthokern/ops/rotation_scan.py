@@ -69,10 +69,10 @@ def rotation_scan(
         hs; with a weight, x.
 
     Cost:
-        4 N flops per step and sequence forward, and 8 N backward. The limit is memory traffic, per step and sequence
-        2 N values forward and 3 N backward. With a weight, 2 N D more flops forward and 2 or 4 N D backward. The CPU
-        kernel then reads or writes D values instead of N of those above, if the batch has a sequence for each thread
-        and there is no reset_state.
+        4 N flops per step and sequence forward, and 8 N backward. Memory traffic limits the speed. Per step and
+        sequence it is 2 N values forward and 3 N backward. With a weight, 2 N D more flops forward and 2 or 4 N D
+        backward. The CPU kernel then reads or writes D values instead of N of those above, if the batch has a sequence
+        for each thread and there is no reset_state.
 
     Numerics:
         Eigenvalues, states and adjoints are float64, and rounded once, to the dtype of x; so are sums over time. On the

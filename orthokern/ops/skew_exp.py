@@ -55,7 +55,7 @@ def skew_exp(x: Tensor, *, backend: str | None = None) -> Tensor:
     Cost:
         Forward: 7 + s products of 2 N^3 flops per matrix. Backward: 8 + 2 s, and s - 1 that are recomputed.
         s = ceil(log2(r / 3)) (float64: r / 1.09) for an r between 1.06 |A|_2 and 1.7 |A|_2 (N = 512); 0 for small A. On
-        a GPU always as many as for s = 8, which avoids a synchronisation with the host.
+        a GPU the number is always that for s = 8, which avoids a synchronisation with the host.
 
     Numerics:
         In the dtype of x. P^T P - I is a few units in the last place whatever the norm; the error of P itself is at

@@ -43,8 +43,8 @@ class GeodesicSGD(Optimizer):
     Note [Drift]
         Rounding M to float32 moves M^T M away from I, at N = 128 by about 2.5e-8 sqrt(steps). Every
         `correct_every` steps the error max|M^T M - I| of each basis is measured (one batched product). A basis above
-        `drift_tolerance` gets a Newton-Schulz step, M <- M (3/2 I - 1/2 M^T M), which reduces an error e to 3/4 e^2 and
-        moves M by e/2, orthogonally to the manifold, so that the descent along it is not affected.
+        `drift_tolerance` gets up to six Newton-Schulz steps, M <- M (3/2 I - 1/2 M^T M), which reduces an error e to
+        3/4 e^2 and moves M by e/2, orthogonally to the manifold, so that the descent along it is not affected.
         docs/orthogonality-drift.md shows the curves.
 
         A large step has a larger rounding error: with a = lr ||G||_F, it is at most about (6 a + 2 a^2) eps. So the
@@ -52,11 +52,11 @@ class GeodesicSGD(Optimizer):
         rates have an a of 1e-3. On a GPU, where a is not read, only the steps are counted.
 
     Note [No wait for the GPU]
-        For bases on a GPU (the same one for all of a group) a step reads nothing back: the norm and the clipping stay
-        on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits, and only
-        this step checks that gradients are finite; until then, such a gradient makes a basis NaN, as with torch's
-        optimizers. A captured step does not measure, and a replay is not counted in `steps`: replace a replay by an
-        ordinary step from time to time.
+        For bases on a GPU (the same one for all of a group) a step does not synchronise: the norm and the clipping are
+        computed on the device, and a step can be captured in a CUDA graph. Only a step that measures the drift waits,
+        and only this step checks that gradients are finite; until then, such a gradient makes a basis NaN, as with
+        torch's optimizers. A captured step does not measure the drift, and a replay is not counted in `steps`. Run an
+        ordinary step instead of a replay at intervals.
 
     Args:
         params: parameters [..., N, K] with K <= N and orthonormal columns, float32 or float64; or (name, parameter)
@@ -65,17 +65,17 @@ class GeodesicSGD(Optimizer):
         max_grad_norm: the largest joint gradient norm of a group, sqrt(sum over all bases of the group of ||G||_F^2);
             larger gradients are scaled down to it. None: no clipping. Since the step depends on lr * G only, clipping
             reduces the rate.
-        maximize: ascend.
+        maximize: maximise the loss instead of minimising it.
         correct_every: the largest number of steps between two measurements of the drift (Note [Drift]); 0: never.
         drift_tolerance: max|M^T M - I| above which a basis is corrected. The default is for float32; 1e-14 is suitable
             for float64.
         backend: of the Cayley step: None or "auto", "reference", "cpu", "triton", "cuda".
 
     Each group also has `steps` (the number of steps so far), `last_grad_norm` (the joint norm before clipping, 0
-    without gradients, nan before the first step; on a GPU a float64 tensor [], and float() of it waits) and
-    `last_drift` (at the last measurement, before correction; nan before the first). They are in the state_dict, as
-    numbers, so that a resumed run measures at the same steps. There is no state per parameter: `set_state_dict` of
-    torch.distributed.checkpoint needs `StateDictOptions(strict=False)`.
+    without gradients, nan before the first step; on a GPU a float64 tensor [], whose conversion by float()
+    synchronises) and `last_drift` (at the last measurement, before correction; nan before the first). They are in the
+    state_dict, as numbers, so that a resumed run measures at the same steps. There is no state per parameter:
+    `set_state_dict` of torch.distributed.checkpoint needs `StateDictOptions(strict=False)`.
 
     Raises:
         InputError: for other dtypes, for a parameter that is not [..., N, K] with K <= N or not orthonormal, and for
@@ -218,7 +218,8 @@ class GeodesicRMSprop(GeodesicSGD):
         params, lr: as in GeodesicSGD.
         alpha: decay of v per step, in [0, 1).
         eps: added to sqrt(v), above 0.
-        max_grad_norm (clips G before v sees it), maximize, correct_every, drift_tolerance, backend: as in GeodesicSGD.
+        max_grad_norm (clips G before v is updated), maximize, correct_every, drift_tolerance, backend: as in
+        GeodesicSGD.
 
     State per parameter: "square_avg", v, of the parameter's shape.
 

@@ -84,12 +84,12 @@ class CombinedOptimizer(Optimizer):
     does for NaN gradients), the parts after it do not step; such a part should come first.
 
     `param_groups` and `state` are new containers at each access, so that `optimizer.param_groups[1:] = []` and
-    `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`.
-    A scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
+    `optimizer.state.clear()` have no effect: change those of a part, `optimizer.parts["euclidean"].state.clear()`. A
+    scheduler that cycles the momentum (torch's OneCycleLR and CyclicLR) has no effect on the momentum of the geodesic
     part, which has none. These schedulers and SWALR replace the rates of all groups: pass one rate per group,
-    `max_lr=[group["lr"] for group in optimizer.param_groups]`. After a single number for groups that began with
-    different rates, `step` raises InputError. It cannot detect CyclicLR with `cycle_momentum=False`.
-    `eta_min` of the cosine schedules is one rate for all groups too: keep it below the smallest one.
+    `max_lr=[group["lr"] for group in optimizer.param_groups]`. If groups with different initial rates get a single
+    number, `step` raises InputError. It cannot detect this for CyclicLR with `cycle_momentum=False`. `eta_min` of the
+    cosine schedules is one rate for all groups too: keep it below the smallest one.
 
     Args:
         parts: name -> optimizer. LBFGS, which needs several evaluations per step, is not accepted.
@@ -118,7 +118,9 @@ class CombinedOptimizer(Optimizer):
         for name, part in parts.items():
             for p in (p for group in part.param_groups for p in group["params"]):
                 if seen.setdefault(p, name) != name:
-                    raise InputError(f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}")
+                    raise InputError(
+                        f"a parameter of shape {tuple(p.shape)} is in parts {seen[p]!r} and {name!r}; accepted: in one"
+                    )
         self.parts = dict(parts)
         self._complete = False
         # also before Optimizer.__init__: param_groups reads them
@@ -157,8 +159,8 @@ class CombinedOptimizer(Optimizer):
         The groups of `optimizer_for` have names, so torch accepts only groups with names."""
         if self._complete:  # else Optimizer.__init__ calls it, for groups that the parts already hold
             raise InputError(
-                f"add the group to one of the parts of the optimizer: {', '.join(self.parts)}; with the names of the "
-                "parameters, as from module.named_parameters(), if the part has names"
+                f"a CombinedOptimizer has no groups of its own; add the group to a part: {', '.join(self.parts)}; with "
+                "the names of the parameters, as from module.named_parameters(), if the part has names"
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -272,14 +274,15 @@ def optimizer_for(
             name. Each child then has a separate group, whose role is the name of the child.
         geodesic_lr: rate of the bases. None: the smaller of 0.4 / N, for the largest N, and 0.02 / `steps`, which
             docs/choosing.md explains.
-        steps: about the number of time steps over which the model has to remember, for the default of `geodesic_lr`.
+        steps: approximate number of time steps over which the model has to remember; used for the default of
+            `geodesic_lr`.
         spectrum_lr: rate of the spectra before the division; None for `lr`. Required if `lr` is a dict and the model
             has spectra.
         skew_lr: rate of the generators of an exponential; None for `lr`. Required if `lr` is a dict and the model has
             generators. The literature uses `lr` / 10.
         rotation_lr: rate of moduli and angles of eigenvalues (RotationRNN, NonNormalRNN); None for the rate of the
-            other parameters. Over the n steps that a state remembers, a change of an angle acts n times: for a
-            RotationRNN with a memory of many steps pass about 1 / n.
+            other parameters. If a state is remembered over n steps, a change of an angle is applied n times. For a
+            RotationRNN with a memory of many steps, pass about 1 / n.
         euclidean: an optimizer class, or a callable, with arguments (groups, lr=..., **euclidean_kwargs).
         basis_clip: clip the joint gradient norm of all bases of the model; None: no clipping.
         geodesic: GeodesicSGD or GeodesicRMSprop, or a callable with their arguments.

@@ -36,8 +36,9 @@ class SpectralNormProjection:
     """P_delta of Kanai et al. 2017 (eq. 11 to 15): after a step, large singular values are set to 2 - delta.
 
     For every constrained matrix W, the nearest matrix in Frobenius norm whose singular values are all at most 2 - delta
-    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. A result is only accepted with a
-    proof, up to the rounding of float64, that no singular value is above the threshold.
+    (lemma 5): W - sum over sigma_i > 2 - delta of (sigma_i - (2 - delta)) u_i v_i^T. A result of the first steps below
+    is accepted only with a proof, up to the rounding of float64, that no singular value is above the threshold; the
+    singular value decomposition of the last step has none.
 
     Note [Work]
         With G = W^T W in float64 and t the threshold:
@@ -58,9 +59,8 @@ class SpectralNormProjection:
         of G and its factorisation (worst cases grow with K |W|_F^2, not with |W|_2^2). Step 2 costs 2 K^2 k flops for
         each degree of a polynomial, a factorisation K^3 / 3 and G 2 M K^2.
 
-    A projection has references to the parameters: if a model gets new ones, as with
-    ``load_state_dict(..., assign=True)``, it needs a new projection. On a GPU every step reads numbers on the host, so
-    that a CUDA graph cannot contain it.
+    A projection holds references to the parameters. If they are replaced, as by ``load_state_dict(..., assign=True)``,
+    create a new projection. On a GPU every step synchronises with the host, so it cannot be captured in a CUDA graph.
 
     Args:
         constrained: a module: every orthokern.nn.GRU and torch.nn.GRU in it, with W_hn of all layers and directions and
@@ -69,7 +69,7 @@ class SpectralNormProjection:
             float32 or float64.
         delta: in (0, 2).
         threshold: which singular values are set to 2 - delta. "2-delta": those above 2 - delta, as in eq. 13. "2":
-            those above 2, as section 3.3 proposes to save work; values between the two stay.
+            those above 2, as section 3.3 proposes to save work; values from 2 - delta to 2 are not changed.
         inputs: "upper", the input matrices of the layers above the first; "all"; or "none". They get the bound of
             W_hn; eq. 10 bounds those of all layers by 2.
 

@@ -25,7 +25,8 @@ class Result:
         task: name of the task.
         folder: the run folder, with all records, the checkpoints and the plots.
         settings: all settings of the run, by name, defaults included.
-        exit_code: 0: goal reached or all iterations done; 3: diverged; 129, 130 or 143: interrupted.
+        exit_code: 0: goal reached, all iterations done or time limit reached; 3: diverged; 129, 130 or 143:
+        interrupted.
         message: the last line that the run prints.
         values: the numbers in result.json: "reached", "iteration", "seconds", the last evaluation, ...
         records: one dictionary for each iteration, as in metrics.jsonl.

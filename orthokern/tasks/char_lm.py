@@ -61,12 +61,12 @@ class CharOptions(StartOptions, DataOptions):
     )
     embedding: int | None = option(
         None,
-        "size of an embedding of the characters, by which the input weights are multiplied; initially N(0, 0.01) with "
-        "--start small, else U(-0.1, 0.1); none",
+        "size of an embedding of the characters, by which the input weights are multiplied; initially N(0, 0.01^2) "
+        "with --start small, else U(-0.1, 0.1); none: no embedding",
         metavar="D",
     )
     goal: float | None = option(
-        None, "stop at this number of bits per validation character; none", above=0.0, metavar="BITS"
+        None, "stop at this number of bits per validation character; none: do not stop", above=0.0, metavar="BITS"
     )
     hidden: int = 512
     nonlinearity: str = "modrelu"

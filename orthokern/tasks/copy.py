@@ -74,8 +74,8 @@ class CopyOptions(DrawnOptions):
     )
     start: str = option(
         "zero",
-        "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: both "
-        "Glorot-normal",
+        "zero: readout of zeros, bias of the blank at its log-odds; random: as in the paper; glorot-normal: input "
+        "weights and readout Glorot-normal",
         choices=("zero", "random", "glorot-normal"),
     )
     algorithm: str = option(
@@ -86,7 +86,7 @@ class CopyOptions(DrawnOptions):
     )
     learn_blank: bool = option(
         False,
-        "initialise and train the input column of the blank like the others (default: fixed at zero)",
+        "initialise and train the input column of the blank like the others (default: fixed at zero with --start zero)",
         only={"input": ("onehot",)},
     )
     nonlinearity: str = "identity"

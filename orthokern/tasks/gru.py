@@ -43,12 +43,12 @@ class GruOptions(DataOptions):
     input_scale: float = option(0.01, "factor of the output of the first, linear layer", above=0.0)
     delta: float | None = option(
         None,
-        "after every step no singular value of the recurrent matrices is above 2 - X",
+        "after every step no singular value of the candidate's recurrent matrix is above 2 - X",
         convert=real(above=0.0, below=2.0),  # not none, which would mean the default
         shown="0.2 without --clip",
         basic=True,
     )
-    clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0, basic=True)
+    clip: float | None = option(None, "clip the norm of the whole gradient; none: no clipping", above=0.0, basic=True)
     bias: bool = option(True, "use a readout without bias")
     batch: int = option(20, "sequences per batch", basic=True)
     window: int = option(35, "time steps of back-propagation; the state is carried to the next window", basic=True)

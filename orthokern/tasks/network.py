@@ -74,7 +74,7 @@ class NetworkOptions(RunOptions):
     nonlinearity: str = option(
         "tanh", ", ".join(NONLINEARITIES), choices=NONLINEARITIES, basic=True, only=_WITHOUT_GATES
     )
-    slope: float = option(0.25, "slope for negative values, of prelu the initial one", only={"nonlinearity": SLOPED})
+    slope: float = option(0.25, "slope for negative values (prelu: the initial slope)", only={"nonlinearity": SLOPED})
     gain: float = option(1.0, "factor of the recurrent matrix", above=0.0, only=_WITHOUT_GATES)
     margin: float | None = option(
         0.1,
@@ -92,8 +92,8 @@ class NetworkOptions(RunOptions):
     )
     max_angle: float | None = option(
         None,
-        "largest angle, in radians per step, of the initial matrix, in rotation too; none: that of --init, in rotation "
-        "pi",
+        "largest angle of the initial matrix in radians per step, also for rotation; none: that of --init (rotation: "
+        "pi)",
         above=0.0,
         high=math.pi,
         only={"init": WITH_ANGLES, "model": ("rotation",)},
@@ -107,7 +107,10 @@ class NetworkOptions(RunOptions):
     )
     learned_h0: bool = option(False, "learn the initial state, initially zero", only={"model": (*UNGATED, "rotation")})
     message_clip: float | None = option(
-        None, "clip every element of the adjoint at every time step; none", above=0.0, only=_WITHOUT_GATES
+        None,
+        "clip every element of the gradient of every pre-activation; none: no clipping",
+        above=0.0,
+        only=_WITHOUT_GATES,
     )
     precision: str = option(
         "ieee",

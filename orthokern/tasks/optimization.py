@@ -68,7 +68,7 @@ class DescentOptions(RunOptions):
     beta2: float = option(0.999, "decay of the running mean square", low=0.0, below=1.0, only=_ADAM)
     decoupled_decay: float = option(
         0.0,
-        "weight decay of AdamW; not of bounded spectra, generators, moduli and angles",
+        "weight decay of AdamW; not applied to bounded spectra, generators, moduli and angles",
         low=0.0,
         only=_ADAM,
         off=0.0,
@@ -76,15 +76,16 @@ class DescentOptions(RunOptions):
     momentum: float = option(0.9, "momentum", low=0.0, high=1.0, only={"optimizer": ("sgd",)})
     schedule: str = option("constant", SCHEDULE_HELP, choices=SCHEDULES)
     lr_decay: float = option(
-        0.0, "D, above 0; of cosine, at most 1", low=0.0, metavar="D", only={"schedule": CURVES}, off=0.0
+        0.0, "D: above 0; for cosine, 0 to 1", low=0.0, metavar="D", only={"schedule": CURVES}, off=0.0
     )
     plateau_factor: float = option(0.5, "factor of all learning rates", above=0.0, below=1.0, only=_PLATEAU)
-    patience: int = option(1, "after N evaluations in a row without a new best", only=_PLATEAU)
+    patience: int = option(1, "reduce the rates after N successive evaluations without a new best", only=_PLATEAU)
     warmup: int = option(0, "increase all learning rates linearly over N iterations", low=0)
-    clip: float | None = option(None, "clip the norm of the whole gradient; none", above=0.0)
+    clip: float | None = option(None, "clip the norm of the whole gradient; none: no clipping", above=0.0)
     average: float | None = option(
         None,
-        "evaluate, and keep as the best, a moving average of the parameters, whose decay in an iteration is D; none",
+        "moving average of the parameters with decay D per iteration, for evaluations and the best state; none: no "
+        "average",
         low=0.0,
         below=1.0,
         metavar="D",
@@ -113,7 +114,7 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
     )
     spectrum_lr: float | None = option(
         None,
-        "rate of the spectrum, divided by 2 margin (tanh: 4), and of radii and angles",
+        "rate of the spectrum, divided by 2 margin, and of radii and angles",
         low=0.0,
         shown="as --lr",
         only={"model": ("factorized", "rotation")},
@@ -130,9 +131,11 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         None, "rate of A in the orthogonal exp(A)", low=0.0, shown="a tenth of --lr", only={"model": EXPONENTIALS}
     )
     basis_clip: float | None = option(
-        None, "clip the joint norm of the gradients of U and V; none", above=0.0, only=FACTORIZED
+        None, "clip the joint norm of the gradients of U and V; none: no clipping", above=0.0, only=FACTORIZED
     )
-    weight_decay: float = option(0.0, "add X ||W||^2 of each weight matrix to the loss", low=0.0)
+    weight_decay: float = option(
+        0.0, "add X ||W||^2 of each input, readout and free recurrent matrix to the loss", low=0.0
+    )
     soft_orthogonality: float = option(
         0.0,
         "add X ||W^T W - I||^2 of the recurrent matrix to the loss",

@@ -53,7 +53,7 @@ class PixelOptions(StartOptions, DigitsOptions):
     def complete(self) -> None:
         super().complete()
         if self.pool not in (1, 2, 4, 7, 14):
-            raise InputError(f"--pool {self.pool}: images of 28 x 28 can be pooled by 2, 4, 7 or 14")
+            raise InputError(f"--pool {self.pool}: images of 28 x 28 can be pooled by 1, 2, 4, 7 or 14")
 
 
 class PixelModel(LastAnswerModel):

@@ -23,7 +23,7 @@ STARTS = ("torch", "small", "glorot", "glorot-normal", "learned")
 START_HELP = (
     "input weights: torch: as in torch.nn.RNN; small: U(-0.01, 0.01), biases 0, as the paper's released code; "
     "glorot, glorot-normal: Glorot-uniform or -normal, biases 0; learned: as --init learned, biases 0, and the "
-    "readout in some tasks; an lstm or a gru always uses torch"
+    "readout in some tasks; an lstm or a gru starts as in torch, with biases 0, and a forget bias of 1"
 )
 
 
@@ -36,7 +36,7 @@ class StartOptions(OptimizerOptions):
     sigma: float | None = option(
         None,
         "draw all matrices from a normal distribution of standard deviation X instead of by --init and --start, "
-        "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none",
+        "biases 0; a matrix whose --init or --start is learned is then made orthogonal; none: by --init and --start",
         above=0.0,
         only={"model": ("rnn",)},
     )
@@ -50,7 +50,7 @@ class DrawnOptions(OptimizerOptions):
     T: int = 1000  # declared by each task, because T has a different meaning in each
     eval_every: int = option(100, "evaluate every N iterations, 0 for never", low=0)
     eval_sequences: int = option(
-        200, "new sequences per evaluation; in `copy` fewer, where they show that the goal is missed"
+        200, "new sequences per evaluation; `copy` ends an evaluation once the goal can no longer be reached"
     )
     goal: float = 100.0  # declared by each task, a percentage in most
     iterations: int = changed(

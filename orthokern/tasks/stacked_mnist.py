@@ -33,10 +33,10 @@ class StackOptions(DigitsOptions, DescentOptions):
     permuted: bool = option(False, "read the pixels in one random order", basic=True)
     permutation_seed: int = option(0, "seed of the order", low=0, only={"permuted": (True,)})
     hidden: int = option(256, "units of the recurrence over pixels, an even number", basic=True)
-    stride: int = option(28, "pixels from one state that is used to the next; 784: the last state only", high=PIXELS)
+    stride: int = option(28, "use the state after every N-th pixel; 784: only the last state", high=PIXELS)
     width: int = option(96, "features of a step between the recurrences", basic=True)
     blocks: int = option(2, "further recurrences, each with a gated layer", low=0, basic=True)
-    units: int = option(128, "units of each of them, an even number")
+    units: int = option(128, "units of each further recurrence, an even number")
     margin: float | None = option(
         None, "radii of the rotations over pixels stay in 1 ± X, and start at 1; none: below 1", low=0.0, below=1.0
     )

@@ -35,7 +35,7 @@ class WordOptions(GruOptions):
 
     GROUP = "the task"
     data: str = data_option("the Penn Treebank's text files")
-    goal: float | None = option(None, "stop at this validation perplexity; none", above=1.0)
+    goal: float | None = option(None, "stop at this validation perplexity; none: do not stop", above=1.0)
     decay: float = option(1.1, "divisor of the learning rate after every epoch", low=1.0)
     decay_after: int = option(10, "epochs at the initial rate")
     hidden: int = 650

@@ -57,7 +57,7 @@ class RunOptions(Options):
     iterations: int = option(None, "stop after N iterations", shown="by --epochs", basic=True)
     minutes: float | None = option(
         None,
-        "stop after X minutes of training time (resumed parts count), then evaluate and test, each for at most a "
+        "stop after X minutes of wall time, over all resumed parts; then evaluate and test, each for at most a "
         "quarter of that time; schedules still span all iterations",
         above=0.0,
     )
@@ -91,8 +91,8 @@ class RunOptions(Options):
 
 
 EXIT_CODES = """\
-Exit code: 0 goal reached or all iterations done, 2 bad arguments or data, or a file cannot be written, 3 diverged,
-129, 130 or 143 interrupted (saved; --resume continues).
+Exit code: 0 goal reached, all iterations done or time limit reached, 2 bad arguments or data, or a file cannot be
+written, 3 diverged, 129, 130 or 143 interrupted (saved; --resume continues).
 """
 
 

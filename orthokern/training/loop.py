@@ -37,7 +37,8 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: 0: goal reached or all iterations done; 3: diverged; 129, 130 or 143: interrupted.
+        exit_code: 0: goal reached, all iterations done or time limit reached; 3: diverged; 129, 130 or 143:
+        interrupted.
         reached: whether the goal was reached.
         iteration: number of iterations done, over all resumed parts.
         seconds: wall time, over all resumed parts.
@@ -66,8 +67,8 @@ def train(
     progress: Progress | None = None,
     started: float | None = None,
 ) -> Outcome:
-    """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss is not finite, or
-    SIGINT, SIGTERM or SIGHUP arrives.
+    """Trains until the goal is reached, all iterations are done, the time limit is reached, the loss, the gradient or a
+    parameter is not finite, or SIGINT, SIGTERM or SIGHUP arrives.
 
     Args:
         task: the task. Its model and optimizer are modified.

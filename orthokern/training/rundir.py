@@ -26,7 +26,7 @@ class RunFolder:
 
     Attributes:
         path: the folder.
-        config: the content of config.json: task, settings, versions, device, seed, threads.
+        config: the content of config.json, see `create`.
         log: metrics.jsonl, locked for this process.
         metrics, checkpoint, best, result: the files. checkpoint.pt is the last state, from which a resumed run
             continues, best.pt the state with the best evaluation so far.

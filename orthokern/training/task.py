@@ -72,8 +72,8 @@ class Task(ABC):
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch (0-dim) and other numbers for the record (0-dim tensors, detached), of which a "penalty"
-        is the part of the loss that progress lines leave out. They are copied from the device together, so that an
-        iteration synchronises once."""
+        is subtracted from the recorded loss. They are copied from the device together, so that an iteration
+        synchronises once."""
 
     def last_step_loss(self, batch: Any) -> Tensor | None:
         """The loss of the last time step only (0-dim, a mean as in `loss`), for the gradient through time in Figure 2
