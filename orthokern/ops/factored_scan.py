@@ -90,7 +90,8 @@ def factored_scan(
         same inputs, machine and thread count give bit-identical results. On the CPU, float32 gradients of parameters
         over about 4096 rows are added up in float64. Rounding errors grow with T like the product of the Jacobians:
         they do not grow if s is near 1 and the activation is nearly linear. The gradients of modrelu, relu, prelu and
-        oplu are discontinuous at the threshold of a unit, so two precisions may differ there by more than rounding.
+        oplu are discontinuous at the threshold of a unit, so two precisions may differ there by more than rounding. On
+        a GPU the rounding error of the gradient of leak grows as 1 / leak.
 
     Example::
 
