@@ -256,7 +256,7 @@ class NinjaBuild(build_ext):
 
     def write_build_info(self, path: Path, toolchain: Toolchain, cuda: Cuda) -> None:
         """The description of the build in the module: a JSON object, as a C string literal."""
-        contract = sorted([*CSRC.glob("*/ops.h"), CSRC / "common" / "activations.h"])
+        contract = sorted([*CSRC.glob("cuda/*.h"), CSRC / "cpu" / "ops.h", CSRC / "common" / "activations.h"])
         info = {
             "version": self.distribution.get_version(),
             "contract": hashlib.sha256(b"".join(header.read_bytes() for header in contract)).hexdigest(),

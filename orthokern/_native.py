@@ -22,9 +22,10 @@ except ImportError as error:
     if _in_sources:
         REASON += f"; {_root} holds the sources: run `pip install -e .` there"
 
-# The headers that are the contract of the kernels with Python. setup.py has the same hash.
+# The headers with the structs that the kernels get from Python. setup.py has the same hash.
 if module is not None and _in_sources:
-    _headers = sorted([*_root.glob("csrc/*/ops.h"), _root / "csrc" / "common" / "activations.h"])
+    _csrc = _root / "csrc"
+    _headers = sorted([*_csrc.glob("cuda/*.h"), _csrc / "cpu" / "ops.h", _csrc / "common" / "activations.h"])
     if hashlib.sha256(b"".join(header.read_bytes() for header in _headers)).hexdigest() != build.get("contract"):
         module, build = None, {}
         REASON = "the native module was built from other sources than these: run `pip install -e .` again"

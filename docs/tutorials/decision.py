@@ -50,7 +50,7 @@ def trials(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 rnn = FactorizedRNN(1, hidden, rank=2, leak=0.1, noise=0.2, margin=0.5)
 readout = torch.nn.Linear(hidden, 1)
 model = torch.nn.ModuleDict({"rnn": rnn, "readout": readout})
-print("parameters of the recurrence:", sum(p.numel() for p in rnn.parameters()), "of a dense one:", hidden**2)
+print("parameters of the module:", sum(p.numel() for p in rnn.parameters()), "of a dense W alone:", hidden**2)
 
 # %%
 optimizer = optimizer_for(

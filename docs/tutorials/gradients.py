@@ -115,11 +115,11 @@ for name, norms in curves.items():
     assert 0.99 * low <= norms[0] / norms[-1] <= 1.01 * high
 
 # %% [markdown]
-# ## What a model has learned
+# ## The recurrent matrix of a model
 #
 # `diagnose_recurrence` summarises the recurrent matrices of a module: singular values, spectral radius, angles of the
-# eigenvalues. The training loop of `orthokern.tasks` records both during training; `python -m orthokern.diagnostics`
-# draws the records.
+# eigenvalues. The training loop of `orthokern.tasks` records these and the gradient norms; `python -m
+# orthokern.diagnostics` draws the records.
 
 # %%
 record = diagnostics.diagnose_recurrence(rnn)

@@ -13,9 +13,9 @@
 # %% [markdown]
 # # An echo state network with an orthogonal reservoir
 #
-# An echo state network is a recurrent network that is not trained. Only a linear readout of its states is, by ridge
-# regression. Here it predicts a chaotic series, 84 steps ahead, from the present value alone: the states have to hold
-# the past.
+# An echo state network is a recurrent network whose weights are not trained. Only a linear readout of its states is
+# fitted, by ridge regression. Here it predicts a chaotic series, 84 steps ahead, from the present value alone: the
+# states have to hold the past.
 #
 # The series is that of Mackey and Glass, dy/dt = 0.2 y(t - 17) / (1 + y(t - 17)¹⁰) - 0.1 y(t), in steps of 1.
 

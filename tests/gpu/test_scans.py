@@ -58,7 +58,8 @@ def test_scan_parity_of_many_units(op: str, N: int, B: int, T: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("activation", NAMES)
 def test_the_path_of_single_steps(op: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """csrc/cuda/scan_step.h, which only N above 1024 takes by itself on this GPU, and other GPUs above 160 or 192."""
+    """csrc/cuda/scan_step.h, which this GPU takes by itself for N above 1024 and for large batches, others above 160
+    or 192."""
     need(op, "cuda", N=34, K=34)
     monkeypatch.setattr(_call, "overrides", {"path": 2})
     for inputs, B, T, N in (("dense", 5, 7, 34), ("tokens", 70, 9, 130), ("features", 33, 4, 66)):
