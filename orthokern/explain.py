@@ -113,7 +113,7 @@ def _device(name: torch.device | str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise InputError(f"unknown device {str(name)!r}; accepted: cpu, cuda, cuda:0 and so on")
-    if device.type == "cuda" and torch.cuda.is_available() and (device.index or 0) >= torch.cuda.device_count():
+    if device.index and torch.cuda.is_available() and device.index >= torch.cuda.device_count():
         raise InputError(f"no device {str(name)!r}; accepted: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
