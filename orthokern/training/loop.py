@@ -110,7 +110,7 @@ def train(
             _plot(run, settings, progress)
             what = str(error).partition("; accepted")[0]
             message = f"diverged: {what} at iteration {state.iteration}; {state.last_good()}; lower the learning rates "
-            message += "or clip the gradients to a smaller norm"
+            message += "or the margin, or clip the gradients to a smaller norm"
             return Outcome(EXIT_DIVERGED, False, state.iteration, state.seconds(), state.evaluation, message)
         finally:
             progress.close()
