@@ -127,6 +127,6 @@ def test_starts_from_normal_numbers() -> None:
         torch.testing.assert_close(learned, (u @ vh).float(), rtol=0, atol=1e-6)
     # a thousand steps do not bring this to 1
     t = torch.zeros(3, 4)
-    with pytest.raises(InputError, match="learned_: 1 of 1 matrices did not become orthogonal from std 1e-200, which"):
+    with pytest.raises(InputError, match="learned_: 1 of 1 matrices did not become orthogonal from std 1e-200;"):
         init.learned_(t, std=1e-200)
     assert not t.any()

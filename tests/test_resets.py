@@ -146,11 +146,11 @@ def test_episodes_step_by_step_and_in_sequences() -> None:
 
 def test_episodes_need_a_module_that_takes_resets() -> None:
     for wrong in (nn.Linear(3, 5), 3):
-        with pytest.raises(InputError, match="^rnn is of type .* without num_layers; accepted: as orthokern.nn.RNN"):
+        with pytest.raises(InputError, match="^rnn is of type .* without num_layers; accepted: a module such as"):
             EpisodeRNN(wrong)  # type: ignore[arg-type]
     for wrong in (nn.RNN(3, 5), PeepholeLSTM(3, 5)):
         with pytest.raises(
-            InputError, match="^rnn is .*, whose forward takes no resets; accepted: as orthokern.nn.RNN"
+            InputError, match="^rnn is .*, whose forward takes no resets; accepted: a module such as orthokern.nn.RNN"
         ):
             EpisodeRNN(wrong)
     for right in (GRU(3, 5), ExpRNN(3, 5), NonNormalRNN(3, 5), RNN(3, 5).frozen(), torch.compile(RNN(3, 5))):

@@ -81,7 +81,7 @@ def test_the_stream_of_characters(ptb: Path, tmp_path: Path) -> None:
     assert len(set(STREAM_ALPHABET)) == 50
     rows = stream_rows(torch.arange(11), 3)
     assert rows.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-    with pytest.raises(InputError, match="7 tokens in 4 rows"):
+    with pytest.raises(InputError, match="must be at most 3 for 7 tokens, got 4"):
         stream_rows(torch.arange(7), 4)
 
 

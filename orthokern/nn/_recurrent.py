@@ -200,7 +200,7 @@ class Recurrent(Layers):
         """x, or with noise the input term of x plus the noise [T,B,N]; options then have no weight and bias."""
         if self.noise == 0.0 or not (self.training or self.noise_in_eval):
             return x
-        x = without_padding(x, running(len(x), options["lengths"]))
+        x = without_padding(x, running(x.shape[0], options["lengths"]))
         weight, bias = options["weight"], options["bias"]
         options["weight"] = options["bias"] = None
         term = self._weighted(x if x.is_floating_point() else x.to(torch.int64), weight, bias)

@@ -157,7 +157,7 @@ class RotationRNN(ModelMargin, Layers):
     ) -> Tensor:
         weight, bias, re, im = factors
         resets, state = (None, None) if cuts is None else (cuts.resets, cuts.reset_state)
-        if (alive := running(len(x), lengths)) is not None:  # states of padding stay finite, also for radii above 1
+        if (alive := running(x.shape[0], lengths)) is not None:  # states of padding stay finite, also for radii above 1
             x, resets = without_padding(x, alive), ~alive if resets is None else resets | ~alive
         rest = (resets, h0 if state is None else state, self.backend)
         if x.is_floating_point():

@@ -64,7 +64,7 @@ def _readout(hs: Tensor, readout: Readout, lengths: Tensor | None, backend: str 
     else:
         rows, ids = hs[alive], target[alive]
         right = _hits(rows, weight, bias, ids).to(torch.int64)
-        hits = right.new_zeros(len(alive)).index_add(0, alive.nonzero()[:, 0], right)
+        hits = right.new_zeros(alive.shape[0]).index_add(0, alive.nonzero()[:, 0], right)
     return linear_cross_entropy(rows, weight, bias, ids, reduction=reduction, backend=backend), hits
 
 
