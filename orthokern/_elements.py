@@ -227,3 +227,30 @@ def check(kernel: str, name: str, tensor: Tensor, dtype: torch.dtype, device_typ
     if tensor.numel() != elements:
         shape = tuple(tensor.shape)
         raise InputError(f"{kernel}: {name} must have {elements} elements, got {tensor.numel()} of shape {shape}")
+
+
+def contiguous(tensor: Tensor, _dtype: torch.dtype, _name: str) -> Tensor:
+    """The form of tensors that kernels without further needs read, for `checked`."""
+    return tensor.contiguous()
+
+
+def checked(
+    args: Any,
+    steps: int,
+    dtype: torch.dtype,
+    form: Callable[[Tensor, torch.dtype, str], Tensor] = contiguous,
+    **saved: Tensor | None,
+) -> tuple[Any, list[Any]]:
+    """The arguments of a scan of ``steps`` steps (``ScanArgs``, ``GruArgs`` or ``PeepholeInputs``) and the tensors
+    ``saved`` of a backward, in the form that the kernels of a backend need: the result of ``form`` for a tensor, its
+    dtype and its name. ``dtype`` is that of the floats. InputError for a tensor whose size, dtype or device is not that
+    of the call: its ``data`` was exchanged."""
+    op, place = f"{args.op}_bwd" if saved else f"{args.op}_fwd", args.h0.device.type
+    values = (*args, *saved.values())
+    results = []
+    for (name, own, count), value in zip(expected(args, steps, saved, dtype), values, strict=True):
+        if value is not None and own is not None:
+            value = form(value, own, name)
+            check(op, name, value, own, place, count)
+        results.append(value)
+    return args._make(results[: len(args)]), results[len(args) :]

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthokern._elements import check, expected
 from orthokern._map_gradients import gradients_of_products, map_gradients, without_m
 from orthokern._products import ieee_products, norms_of_steps, sum_over_rows
 from orthokern._scan_contract import GruArgs, ScanArgs, ScanGradients, ScanStates, between_steps, running, started
@@ -33,20 +32,6 @@ WINDOW_ELEMENTS = 1 << 23
 _CHUNKED_STEPS, _CHUNKED_BATCH = 256, 128
 # The longest chunk of time. With longer ones, there would be too few to occupy a GPU.
 _LONGEST_CHUNK = 128
-
-
-def checked(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list[Any]]:
-    """The arguments of a scan of ``steps`` steps and the tensors ``saved`` of a backward, contiguous. InputError for a
-    tensor whose size, dtype or device is not that of the call."""
-    dtype, place = args.h0.dtype, args.h0.device.type
-    values = (*args, *saved.values())
-    results = []
-    for (name, own, count), value in zip(expected(args, steps, saved, dtype), values, strict=True):
-        if value is not None and own is not None:
-            check(f"{args.op}_bwd" if saved else f"{args.op}_fwd", name, value, own, place, count)
-            value = value.contiguous()
-        results.append(value)
-    return args._make(results[: len(args)]), results[len(args) :]
 
 
 def composed(args: ScanArgs) -> Tensor:

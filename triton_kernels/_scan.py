@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from orthokern import _gpu_scans
+from orthokern._elements import checked
 from orthokern._scan_contract import ScanArgs, ScanGradients, ScanStates
 from orthokern.triton_kernels._activation import apply, chain
 from orthokern.triton_kernels._matrix import columns, flag_at, load_resident, plan, product, row_or_zeros, steps_of
@@ -287,11 +288,11 @@ class Scan(_gpu_scans.Scan):
 
 def scan_fwd(args: ScanArgs) -> ScanStates:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    return _gpu_scans.scan_fwd(Scan, _gpu_scans.checked(args, args.time_steps)[0])
+    return _gpu_scans.scan_fwd(Scan, checked(args, args.time_steps, args.h0.dtype)[0])
 
 
 def scan_bwd(args: ScanArgs, grad_hs: Tensor, states: Tensor, pre: Tensor | None, needs: Any) -> ScanGradients:
     """See ``orthokern.ops.factored_scan`` and ``orthokern.ops.dense_scan``."""
-    saved = {"grad_hs": grad_hs, "states": states, "pre": pre}
-    args, (grad_hs, states, pre) = _gpu_scans.checked(args, len(grad_hs), **saved)
+    saved: dict[str, Any] = {"grad_hs": grad_hs, "states": states, "pre": pre}
+    args, (grad_hs, states, pre) = checked(args, len(grad_hs), args.h0.dtype, **saved)
     return _gpu_scans.scan_bwd(Scan, args, grad_hs, states, pre, needs)

@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from orthokern._gpu_scans import checked, new_results
+from orthokern._elements import checked
+from orthokern._gpu_scans import new_results
 from orthokern._gru_parameters import parameter_gradients
 from orthokern._scan_contract import GruArgs, GruGradients, GruStates
 from orthokern.triton_kernels._activation import tanh
@@ -217,7 +218,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
     """See ``orthokern.ops.gru_scan``; N is at most 128."""
     assert args.x is not None
     T, (B, N), new = args.x.shape[0], args.h0.shape, new_results(args)
-    args, _ = checked(args, T)
+    args, _ = checked(args, T, args.h0.dtype)
     x, h0 = args.x, args.h0
     states = GruStates(new(T, B, N), new(T, B, 3 * N), None if args.kanai else new(T, B, N))
     with torch.cuda.device_of(h0):
@@ -230,7 +231,7 @@ def gru_scan_fwd(args: GruArgs) -> GruStates:
 def gru_scan_bwd(args: GruArgs, grad_hs: Tensor, states: GruStates, needs: Any) -> GruGradients:
     """See ``orthokern.ops.gru_scan``."""
     T, (B, N), new = len(grad_hs), args.h0.shape, new_results(args)
-    args, (grad_hs, *saved) = checked(args._replace(x=None), T, grad_hs=grad_hs, **states._asdict())
+    args, (grad_hs, *saved) = checked(args._replace(x=None), T, args.h0.dtype, grad_hs=grad_hs, **states._asdict())
     h0, states = args.h0, GruStates(*saved)
     grad_x, grad_h0, square = new(T, B, 3 * N), torch.empty_like(h0), h0.new_zeros(T, B)
     factor = new(T, B, N) if needs.w or needs.bias else None

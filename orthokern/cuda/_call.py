@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from orthokern import _native
-from orthokern._elements import check, expected
+from orthokern._elements import checked
 
 # The native functions, and the device type of their tensors. The tests replace them by the host harness and "cpu".
 kernels: Any = getattr(_native.module, "cuda", None)
@@ -25,11 +25,9 @@ DTYPES = {torch.float32: 0, torch.float64: 1}
 overrides: dict[str, int] = {}
 
 
-def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name: str) -> Tensor | None:
+def ready(tensor: Tensor, dtype: torch.dtype, name: str, device: torch.device) -> Tensor:
     """`tensor` in the form that kernels need: on this device, of this dtype, contiguous, with its first element at a
     multiple of 16 bytes (that of a contiguous view may be anywhere, and a GPU has no unaligned vector accesses)."""
-    if tensor is None:
-        return None
     if tensor.device != device or device.type != DEVICE:
         raise ValueError(f"{name} is on {tensor.device}: the cuda backend takes tensors of one CUDA device")
     if tensor.dtype != dtype:
@@ -39,23 +37,9 @@ def ready(tensor: Tensor | None, dtype: torch.dtype, device: torch.device, name:
 
 
 def ready_args(args: Any, steps: int, **saved: Tensor | None) -> tuple[Any, list[Any]]:
-    """The arguments of a scan of ``steps`` steps (``ScanArgs``, ``GruArgs`` or ``PeepholeInputs``) and the tensors
-    ``saved`` of a backward, in the form that kernels need. InputError for a tensor whose size is not that of the call:
-    its ``data`` was exchanged."""
+    """`checked` for these kernels."""
     device = args.h0.device
-    index = args.h0.get_device() if device.type == DEVICE else None
-    copies = {}
-    tensors = (*args, *saved.values())
-    for (name, dtype, count), tensor in zip(expected(args, steps, saved, torch.float32), tensors, strict=True):
-        if tensor is None or dtype is None:
-            continue
-        known = tensor.dtype is dtype and tensor.get_device() == index and tensor.numel() == count
-        if not (known and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
-            copies[name] = ready(tensor, dtype, device, name)
-            if tensor.numel() != count:
-                check(f"{args.op}_bwd", name, tensor, dtype, device.type, count)
-    results = [copies.pop(name, tensor) for name, tensor in saved.items()]
-    return args._replace(**copies) if copies else args, results
+    return checked(args, steps, torch.float32, functools.partial(ready, device=device), **saved)
 
 
 def address(tensor: Tensor) -> int:

@@ -27,8 +27,8 @@ def cayley_of_many(steps: Sequence[tuple[Tensor, Tensor, float | Tensor]]) -> li
     alive: list[Tensor | None] = []  # references until the kernels are launched
     outs, matrices = [], []
     for m, g, lr in steps:
-        m = native.ready(m, first.dtype, first.device, "m")  # type: ignore[assignment]
-        g = native.ready(g, first.dtype, first.device, "g")  # type: ignore[assignment]
+        m = native.ready(m, first.dtype, "m", first.device)
+        g = native.ready(g, first.dtype, "g", first.device)
         check("cayley", "g", g, first.dtype, native.DEVICE, m.numel())
         outs.append(torch.empty_like(m))
         if not m.numel():

@@ -188,9 +188,8 @@ class FrozenRNN(_Frozen, Recurrent):
         h_t = phi(W h_{t-1} + W_ih x_t + b)
 
     Gains are part of W, and b is the sum of all biases. A leak is kept, as in orthokern.nn.RNN; noise is not, even with
-    `noise_in_eval`. The
-    interface is that of the original module: layouts, layers, directions, packed input, initial states. There are no
-    parameters and no gradients.
+    `noise_in_eval`. The interface is that of the original module: layouts, layers, directions, packed input, initial
+    states. There are no parameters and no gradients.
 
     Buffers, per recurrence l0, l0_reverse, l1, ...: weight_ih_l0 [N,D], bias_l0 [N], and either weight_hh_l0 [N,N], or
     u_l0 [N,K], s_l0 [K] and v_l0 [N,K] for W = U diag(s) V^T of a rank K of at most N / 2 and apply="factored", for

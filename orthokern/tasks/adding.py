@@ -90,7 +90,7 @@ class AddingOptions(StartOptions, DrawnOptions):
     goal: float = option(1e-3, "mean squared error on new sequences at which training ends", low=0.0, basic=True)
     right: float | None = option(
         None,
-        f"also solved if this percentage of new sequences has an error of at most {CLOSE:g}; none: not",
+        f"also solved if this percentage of new sequences has an error of at most {CLOSE:g}; none: only by --goal",
         above=0.0,
         high=100.0,
         metavar="PERCENT",

@@ -134,7 +134,9 @@ class OptimizerOptions(DescentOptions, NetworkOptions):
         None, "clip the joint norm of the gradients of U and V; none: no clipping", above=0.0, only=FACTORIZED
     )
     weight_decay: float = option(
-        0.0, "add X ||W||^2 of each input, readout and free recurrent matrix to the loss", low=0.0
+        0.0,
+        "add X ||W||^2 of the input, readout and recurrent matrices (not the recurrent one of exprnn, nnrnn, rotation)",
+        low=0.0,
     )
     soft_orthogonality: float = option(
         0.0,
